@@ -16,28 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Schedule, group_advantages
+from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Schedule, experimental, group_advantages
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of, daro
-from adora_vl.advantage.experimental import (
-    AGrae,
-    Canon,
-    D3s,
-    McGrpo,
-    Ngrpo,
-    Rrb,
-    Ssb,
-    a_grae,
-    canon,
-    d3s,
-    mc_grpo,
-    most_varied,
-    ngrpo,
-    rrb,
-    rrb_all_low,
-    ssb,
-    upper_half,
-)
 from adora_vl.advantage.groups import within
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo, drop_constant, overlong_penalty
 from adora_vl.utils.launch import free_port
@@ -104,12 +85,18 @@ def test_adora_amplifies_with_dapos_pieces():
 
 def test_mc_grpo_by_hand():
     # median 0.1, deviations 0.1 0 0.9, so MAD 0.1; the pivot's share is 3/2
-    assert mc_grpo(torch.tensor([[0.0, 0.1, 1.0]]), eps=0.0).tolist() == [pytest.approx([-1.5, 0.0, 13.5])]
+    assert experimental.mc_grpo(torch.tensor([[0.0, 0.1, 1.0]]), eps=0.0).tolist() == [pytest.approx([-1.5, 0.0, 13.5])]
     # two of three agree: MAD 0, so the deviation about the median, sqrt(1 / 2)
-    assert mc_grpo(torch.tensor([[0.0, 0.0, 1.0]]), eps=0.0).tolist() == [pytest.approx([0.0, 0.0, 1.5 * math.sqrt(2)])]
+    assert experimental.mc_grpo(torch.tensor([[0.0, 0.0, 1.0]]), eps=0.0).tolist() == [
+        pytest.approx([0.0, 0.0, 1.5 * math.sqrt(2)])
+    ]
     # `docs/methods.md` warns of it: with three rewards the median absolute deviation is 0.1, and an advantage can be 10
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0]])
-    assert mc_grpo(rewards).max() == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8) == pytest.approx(10.1, abs=0.05)
+    assert (
+        experimental.mc_grpo(rewards).max()
+        == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8)
+        == pytest.approx(10.1, abs=0.05)
+    )
     assert group_advantages(rewards).max() == pytest.approx(2.6, abs=0.05)
 
 
@@ -117,46 +104,49 @@ def test_ngrpo_by_hand():
     """The paper's own case: one right of eight gives 2.47 and -0.35 with GRPO, 1.76 and -0.50 with NGRPO."""
     rewards = torch.tensor([[1.0] + [0.0] * 7])
     assert group_advantages(rewards)[0, :2].tolist() == pytest.approx([2.474, -0.354], abs=2e-3)
-    assert ngrpo(rewards)[0, :2].tolist() == pytest.approx([1.764, -0.504], abs=1e-3)
+    assert experimental.ngrpo(rewards)[0, :2].tolist() == pytest.approx([1.764, -0.504], abs=1e-3)
     # wrong throughout: mean (0 + 0 + 1) / 3, deviation sqrt(1 / 3)
-    assert ngrpo(torch.zeros(1, 2), eps=0.0).tolist() == [pytest.approx([-math.sqrt(1 / 3)] * 2)]
-    assert ngrpo(torch.ones(1, 4)).tolist() == [[0.0] * 4]
+    assert experimental.ngrpo(torch.zeros(1, 2), eps=0.0).tolist() == [pytest.approx([-math.sqrt(1 / 3)] * 2)]
+    assert experimental.ngrpo(torch.ones(1, 4)).tolist() == [[0.0] * 4]
 
 
 def test_a_grae_by_hand():
     advantages = torch.tensor([[1.0, -1.0], [3.0, -1.0]])
     rates = torch.tensor([0.25, 0.75])  # R = 1/2
-    result = a_grae(advantages, rates, alpha=1.0, eps=0.0)
+    result = experimental.a_grae(advantages, rates, alpha=1.0, eps=0.0)
     easy, hard = 0.25 / (1 - math.sqrt(0.75)), 0.25 / math.sqrt(0.75)
     assert result[0].tolist() == pytest.approx([0.5 * (0.25 / 0.5 + 0.25 / 0.5), -(0.25 / 0.5 + 0.25 / 0.5)])
     assert result[1].tolist() == pytest.approx([1.5 * (easy + hard), -(easy + hard)])
-    assert a_grae(advantages, rates, curriculum=False, alpha=0.5).tolist() == advantages.tolist()
+    assert experimental.a_grae(advantages, rates, curriculum=False, alpha=0.5).tolist() == advantages.tolist()
 
 
 def test_canon_by_hand():
     rewards, lengths = torch.tensor([[1.0, 0.0, 1.0, 1.0]]), torch.tensor([[1, 2, 3, 4]])
     # short ones: mean 1/2; long ones: mean 1
-    assert canon(rewards, lengths, inter=1.0).tolist() == [[0.0, -1.0, 0.5, 0.5]]
-    assert canon(rewards, lengths, inter=0.0).tolist() == [[0.5, -0.5, 0.0, 0.0]]
-    assert upper_half(torch.tensor([[5, 5, 9, 1]])).tolist() == [[0.5, 0.5, 1.0, 0.0]]
-    assert upper_half(torch.tensor([[1, 2, 3]])).tolist() == [[0.0, 1.0, 1.0]]
+    assert experimental.canon(rewards, lengths, inter=1.0).tolist() == [[0.0, -1.0, 0.5, 0.5]]
+    assert experimental.canon(rewards, lengths, inter=0.0).tolist() == [[0.5, -0.5, 0.0, 0.0]]
+    assert experimental.upper_half(torch.tensor([[5, 5, 9, 1]])).tolist() == [[0.5, 0.5, 1.0, 0.0]]
+    assert experimental.upper_half(torch.tensor([[1, 2, 3]])).tolist() == [[0.0, 1.0, 1.0]]
 
 
 def test_d3s_by_hand():
     values = torch.tensor([[-1.0, -0.5, 0.0, 0.5, 3.0]])
-    assert most_varied(values, 2).tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]]
-    assert most_varied(values, 3).tolist() == [[1.0, 1.0, 0.0, 0.0, 1.0]]
+    assert experimental.most_varied(values, 2).tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]]
+    assert experimental.most_varied(values, 3).tolist() == [[1.0, 1.0, 0.0, 0.0, 1.0]]
     # two right of eight, four kept: both right ones, and two of the six wrong ones by shares
     advantages = torch.tensor([[1.5, 1.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5]])
-    assert d3s(advantages, keep=0.5).tolist() == [pytest.approx([3.0, 3.0] + [-1 / 3] * 6)]
-    assert d3s(torch.tensor([[0.0, 0.0], [1.0, -1.0]]), keep=0.5, across="batch").tolist() == [[0.0, 0.0], [2.0, -2.0]]
+    assert experimental.d3s(advantages, keep=0.5).tolist() == [pytest.approx([3.0, 3.0] + [-1 / 3] * 6)]
+    assert experimental.d3s(torch.tensor([[0.0, 0.0], [1.0, -1.0]]), keep=0.5, across="batch").tolist() == [
+        [0.0, 0.0],
+        [2.0, -2.0],
+    ]
 
 
 def test_d3s_takes_the_best_of_all_subsets(subtests):
     for keep in [2, 3, 5, 7]:
         with subtests.test(f"{keep}"):
             values = torch.randn(1, 8, generator=torch.Generator().manual_seed(keep))
-            chosen = most_varied(values, keep)[0].bool()
+            chosen = experimental.most_varied(values, keep)[0].bool()
             best = max(values[0, list(c)].var().item() for c in combinations(range(8), keep))
             assert chosen.sum() == keep and values[0][chosen].var().item() == pytest.approx(best)
 
@@ -166,15 +156,15 @@ def test_d3s_keeps_as_many_where_values_tie_and_equal_ones_in_equal_shares():
     values = torch.tensor([0.0, 0.1, 1.0])[torch.randint(0, 3, (200, 8), generator=generator)]
     same = values[:, :, None] == values[:, None, :]
     for keep in (2, 3, 4, 7):
-        shares = most_varied(values, keep)
+        shares = experimental.most_varied(values, keep)
         assert shares.sum(dim=1).tolist() == pytest.approx([keep] * 200)
         assert torch.equal(shares[:, :, None].expand_as(same)[same], shares[:, None, :].expand_as(same)[same])
 
 
 def test_ssb_by_hand():
     advantages = torch.tensor([[3.0, -1.0, 0.0], [0.0, 0.0, 0.0]])  # four free places, drawn with 3/4 and 1/4
-    assert ssb(advantages).tolist() == [[3 * 4.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
-    assert ssb(advantages, alpha=0.0, share=0.5).tolist() == [[3 * 2.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
+    assert experimental.ssb(advantages).tolist() == [[3 * 4.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
+    assert experimental.ssb(advantages, alpha=0.0, share=0.5).tolist() == [[3 * 2.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_ssb_is_the_mean_of_drawn_replays():
@@ -183,7 +173,7 @@ def test_ssb_is_the_mean_of_drawn_replays():
     flat, generator = advantages.flatten(), torch.Generator().manual_seed(0)
     draws = torch.multinomial(flat.abs(), 30_000, replacement=True, generator=generator)
     copies = torch.bincount(draws, minlength=6) / 10_000  # three free places, filled 10,000 times
-    assert ssb(advantages).flatten().tolist() == pytest.approx((flat * (1 + copies)).tolist(), rel=0.02)
+    assert experimental.ssb(advantages).flatten().tolist() == pytest.approx((flat * (1 + copies)).tolist(), rel=0.02)
 
 
 def test_rrb_by_hand():
@@ -191,27 +181,27 @@ def test_rrb_by_hand():
     rewards = torch.tensor([[0.0, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0], [NAN, 0.5], [NAN, NAN], [0.0, 3.0]])
     advantages = torch.tensor([[-1.0, 1.0]]).repeat(7, 1)
     shares = [1.0, 10.0, 9.0, 0.0, 0.0, 0.0, 10.0]  # tenths; never above the full range
-    assert (10 * rrb(advantages, rewards)[:, 1]).tolist() == pytest.approx(shares)
-    assert rrb(advantages, rewards, full_range=2.0, power=2.0)[1].tolist() == [-0.25, 0.25]
+    assert (10 * experimental.rrb(advantages, rewards)[:, 1]).tolist() == pytest.approx(shares)
+    assert experimental.rrb(advantages, rewards, full_range=2.0, power=2.0)[1].tolist() == [-0.25, 0.25]
 
 
 def test_rrbs_other_rule_by_hand():
     """The repository's: a tenth where every reward is below 0.15, and nothing else changes."""
     rewards = torch.tensor([[0.0, 0.1], [0.0, 0.15], [0.1, 1.0], [0.1, NAN]])
     advantages = torch.tensor([[-1.0, 1.0]]).repeat(4, 1)
-    assert rrb_all_low(advantages, rewards)[:, 1].tolist() == [0.1, 1.0, 1.0, 0.1]
+    assert experimental.rrb_all_low(advantages, rewards)[:, 1].tolist() == [0.1, 1.0, 1.0, 0.1]
     groups = batch([[0.0, 0.1], [0.1, 1.0]])
-    published, own = run("rrb", groups), run("rrb", groups, Rrb(rule="all_low"))
+    published, own = run("rrb", groups), run("rrb", groups, experimental.Rrb(rule="all_low"))
     before = group_advantages(groups.rewards_PG)
     assert own.tolist() == [(before[0] * 0.1).tolist(), before[1].tolist()]
     assert (published[1] / before[1]).tolist() == pytest.approx([0.9, 0.9])
-    assert torch.equal(run("rrb", groups, Rrb(rule="all_low", low_factor=1.0)), before)
+    assert torch.equal(run("rrb", groups, experimental.Rrb(rule="all_low", low_factor=1.0)), before)
 
 
 def test_rrb_only_shrinks_and_keeps_signs_and_ranks():
     rewards = torch.rand(50, 8, generator=torch.Generator().manual_seed(0)) * 1.5
     advantages = group_advantages(rewards)
-    result = rrb(advantages, rewards)
+    result = experimental.rrb(advantages, rewards)
     assert (result.abs() <= advantages.abs()).all() and torch.equal(result.sign(), advantages.sign())
     assert torch.equal(result.argsort(dim=1), advantages.argsort(dim=1))
 
@@ -347,20 +337,20 @@ def test_a_wrong_schedule_is_refused(subtests):
 WRONG_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [  # the options or the formula, what is wrong, what is named
     (Daro, {"bin_loss": "mean"}, "bin_loss"),
     (Daro, {"floor": 0.0}, "floor"),
-    (McGrpo, {"centre": "mode"}, "centre"),
-    (McGrpo, {"spread": "range"}, "spread"),
-    (Ngrpo, {"virtual": -1}, "virtual"),
-    (AGrae, {"alpha": 0.0}, "alpha"),
-    (Canon, {"measure": "words"}, "measure"),
-    (Canon, {"inter": Schedule(1.5)}, "inter"),
-    (D3s, {"keep": Schedule(0.0)}, "keep"),
-    (D3s, {"across": "run"}, "across"),
-    (Ssb, {"share": 1.5}, "share"),
-    (Ssb, {"replay_alpha": -1.0}, "replay_alpha"),
-    (Rrb, {"full_range": 0.0}, "full_range"),
-    (Rrb, {"range_power": -1.0}, "range_power"),
-    (Rrb, {"rule": "ranges"}, "rule"),
-    (Rrb, {"low_factor": 1.5}, "low_factor"),
+    (experimental.McGrpo, {"centre": "mode"}, "centre"),
+    (experimental.McGrpo, {"spread": "range"}, "spread"),
+    (experimental.Ngrpo, {"virtual": -1}, "virtual"),
+    (experimental.AGrae, {"alpha": 0.0}, "alpha"),
+    (experimental.Canon, {"measure": "words"}, "measure"),
+    (experimental.Canon, {"inter": Schedule(1.5)}, "inter"),
+    (experimental.D3s, {"keep": Schedule(0.0)}, "keep"),
+    (experimental.D3s, {"across": "run"}, "across"),
+    (experimental.Ssb, {"share": 1.5}, "share"),
+    (experimental.Ssb, {"replay_alpha": -1.0}, "replay_alpha"),
+    (experimental.Rrb, {"full_range": 0.0}, "full_range"),
+    (experimental.Rrb, {"range_power": -1.0}, "range_power"),
+    (experimental.Rrb, {"rule": "ranges"}, "rule"),
+    (experimental.Rrb, {"low_factor": 1.5}, "low_factor"),
     (overlong_penalty, {"lengths": torch.zeros(1), "max_length": 100, "cache": 0}, "overlong_cache"),
 ]
 
@@ -382,13 +372,13 @@ NEUTRAL = {
     "dapo": (Dapo(drop_constant=False), "group"),
     "adora": (Adora(mode="off"), "group"),
     "daro": (Daro(learning_rate=0.0, by_bin_tokens=False, drop_outside=False), "group"),
-    "mc_grpo": (McGrpo(centre="mean", spread="std", exclude_pivot=False), "group"),
-    "ngrpo": (Ngrpo(virtual=0), "group"),
-    "a_grae": (AGrae(curriculum=False, alpha=None), "group"),
-    "canon": (Canon(inter=Schedule(0.5)), "none"),
-    "d3s": (D3s(keep=Schedule(1.0)), "group"),
-    "ssb": (Ssb(share=0.0), "group"),
-    "rrb": (Rrb(range_power=0.0), "group"),
+    "mc_grpo": (experimental.McGrpo(centre="mean", spread="std", exclude_pivot=False), "group"),
+    "ngrpo": (experimental.Ngrpo(virtual=0), "group"),
+    "a_grae": (experimental.AGrae(curriculum=False, alpha=None), "group"),
+    "canon": (experimental.Canon(inter=Schedule(0.5)), "none"),
+    "d3s": (experimental.D3s(keep=Schedule(1.0)), "group"),
+    "ssb": (experimental.Ssb(share=0.0), "group"),
+    "rrb": (experimental.Rrb(range_power=0.0), "group"),
 }
 
 
@@ -427,8 +417,8 @@ def test_plain_is_what_the_trainer_leaves_untouched():
     plain = {name for name, (options, _) in NEUTRAL.items() if AdvantagePipeline({name: options}).is_plain}
     assert plain == BY_SETTINGS | {"dapo", "adora", "a_grae", "ssb", "rrb"}
     assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).is_plain
-    assert AdvantagePipeline({"rrb": Rrb(rule="all_low", low_factor=1.0)}).is_plain
-    assert not AdvantagePipeline({"rrb": Rrb(rule="all_low", range_power=0.0)}).is_plain
+    assert AdvantagePipeline({"rrb": experimental.Rrb(rule="all_low", low_factor=1.0)}).is_plain
+    assert not AdvantagePipeline({"rrb": experimental.Rrb(rule="all_low", range_power=0.0)}).is_plain
     assert not any(AdvantagePipeline({n: METHODS[n]()}).is_plain for n in METHODS if n not in BY_SETTINGS)
 
 
@@ -454,8 +444,8 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
 def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
     groups = batch([[1.0, 0], [0.0, 0], [0.0, 0]])
-    both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
-    assert torch.equal(both(groups, torch.zeros(3, 2)), ngrpo(groups.rewards_PG))
+    both = AdvantagePipeline({"ngrpo": experimental.Ngrpo(), "dapo": Dapo()})
+    assert torch.equal(both(groups, torch.zeros(3, 2)), experimental.ngrpo(groups.rewards_PG))
 
 
 def test_permuting_a_group_permutes_its_advantages(subtests):
@@ -474,7 +464,7 @@ def test_a_shift_of_all_rewards_changes_nothing(subtests):
         with subtests.test(name):
             groups = random_batch()
             shifted = replace(groups, rewards_PG=groups.rewards_PG + 2, correct_above=2.5)
-            options = Ngrpo(max_reward=3.0) if name == "ngrpo" else None
+            options = experimental.Ngrpo(max_reward=3.0) if name == "ngrpo" else None
             torch.testing.assert_close(run(name, shifted, options), run(name, groups), rtol=0, atol=1e-9)
 
 
@@ -485,7 +475,7 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
             scaled = replace(groups, rewards_PG=groups.rewards_PG * 4, correct_above=2.0)
             undivided = METHODS[name].settings.get("scale_rewards") == "none"
             scale = "none" if undivided else "group"
-            options = {"ngrpo": Ngrpo(max_reward=4.0), "rrb": Rrb(full_range=4.0)}.get(name)
+            options = {"ngrpo": experimental.Ngrpo(max_reward=4.0), "rrb": experimental.Rrb(full_range=4.0)}.get(name)
             expected = run(name, groups, scale=scale) * (4 if undivided else 1)
             # eps is added to a deviation that is four times as large
             torch.testing.assert_close(run(name, scaled, options, scale), expected, rtol=5e-3, atol=1e-3)

@@ -15,16 +15,7 @@ from transformers import PreTrainedModel
 from trl import ModelConfig
 
 from adora_vl.checkpoint.fingerprint import fingerprint
-from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.checks import (
-    check_async,
-    check_budget,
-    check_optimizer,
-    check_schedule,
-    check_servers,
-    check_tensor_parallel,
-    schedule_of,
-)
+from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments, checks
 from adora_vl.config.keys import RolloutOptions
 from adora_vl.config.sampling import sampling_needs
 from adora_vl.export import main as export
@@ -150,24 +141,25 @@ def test_a_schedule_is_made_before_the_run_or_refused() -> None:
     """With an argument that it has not, and with a rate that is none; Transformers makes a rate of 0 of NaN."""
     keys = {**vars(config()), "lr_scheduler_type": "cosine_with_min_lr", "get_warmup_steps": lambda _: 0}
     fine = SimpleNamespace(**{**keys, "lr_scheduler_kwargs": {"min_lr_rate": 0.1}})
-    check_schedule(fine)
-    schedule_of(fine, 10)
+    checks.check_schedule(fine)
+    checks.schedule_of(fine, 10)
     rates: list[dict[str, Any]] = [{"min_lr_rate": rate} for rate in (float("nan"), float("inf"), "half")]
     for wrong in [{"no": 1}, *rates]:
-        line = refusal(check_schedule, SimpleNamespace(**{**keys, "lr_scheduler_kwargs": wrong}))
+        line = refusal(checks.check_schedule, SimpleNamespace(**{**keys, "lr_scheduler_kwargs": wrong}))
         assert line.startswith("lr_scheduler_kwargs: ") and next(iter(wrong)) in line, line
     line = refusal(
-        check_schedule, SimpleNamespace(**{**keys, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"no": 1}})
+        checks.check_schedule,
+        SimpleNamespace(**{**keys, "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"no": 1}}),
     )
     assert line.startswith("lr_scheduler_kwargs: {'no': 1} has no meaning for lr_scheduler_type: constant")
 
 
 def test_an_optimizer_is_made_before_the_run_or_refused() -> None:
     wrong = ("lr=nan", "foo", "a=1,b", "=1", "a=-inf", ",")
-    lines = {given: refusal(check_optimizer, config(optim_args=given)) for given in wrong}
+    lines = {given: refusal(checks.check_optimizer, config(optim_args=given)) for given in wrong}
     assert [given for given, line in lines.items() if f"optim_args: {given!r} is not NAME=VALUE" not in line] == []
-    check_optimizer(config(optim_args="beta1=0.9, eps=1e-8"))
-    assert refusal(check_optimizer, config(optim="stable_adamw")).endswith("use adamw_torch")
+    checks.check_optimizer(config(optim_args="beta1=0.9, eps=1e-8"))
+    assert refusal(checks.check_optimizer, config(optim="stable_adamw")).endswith("use adamw_torch")
 
 
 def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
@@ -175,9 +167,9 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
         "adora_rollouts": {"budget": 100}, "use_vllm": True, "per_device_train_batch_size": 16,
         "vllm_importance_sampling_mode": "token_truncate",
     }  # fmt: skip
-    check_budget(config(**ours))
-    check_budget(config(**{**ours, "adora_rollouts": {}, "use_vllm": False}))
-    check_budget(config(**ours, generation_kwargs={"stop_token_ids": [3], "repetition_detection": {}}))
+    checks.check_budget(config(**ours))
+    checks.check_budget(config(**{**ours, "adora_rollouts": {}, "use_vllm": False}))
+    checks.check_budget(config(**ours, generation_kwargs={"stop_token_ids": [3], "repetition_detection": {}}))
     for keys, words in (
         ({"use_vllm": False}, "use_vllm: false"),
         ({"vllm_mode": "server"}, "vllm_mode: server"),
@@ -190,17 +182,17 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
         ({"loss_type": "bnpo"}, "loss_type: bnpo"),
         ({"steps_per_generation": 1, "gradient_accumulation_steps": 2}, "several generations for one optimizer step"),
     ):
-        line = refusal(check_budget, config(**{**ours, **keys}))
+        line = refusal(checks.check_budget, config(**{**ours, **keys}))
         assert line == f"adora_rollouts.budget: 100 does not go with {words}; leave out one of the two"
-    line = refusal(check_budget, config(**{**ours, "per_device_train_batch_size": 8}))
+    line = refusal(checks.check_budget, config(**{**ours, "per_device_train_batch_size": 8}))
     assert "does not go with one group per process, which has to end in every generation" in line
     half = config(**ours)
     half.per_device_train_batch_size = 4  # half a group on each of two processes, which TRL allows
-    assert "4 rollouts per process, which are no whole groups" in refusal(check_budget, half)
+    assert "4 rollouts per process, which are no whole groups" in refusal(checks.check_budget, half)
     by_default = {key: value for key, value in ours.items() if key != "vllm_importance_sampling_mode"}
-    line = refusal(check_budget, config(**by_default))
+    line = refusal(checks.check_budget, config(**by_default))
     assert "less from an answer the longer it is" in line and line.endswith("sampling_mode: token_truncate")
-    check_budget(config(**{**by_default, "adora_rollouts": {}}))
+    checks.check_budget(config(**{**by_default, "adora_rollouts": {}}))
 
 
 def model_with(text: dict[str, int], tower: dict[str, int]) -> Any:
@@ -221,11 +213,11 @@ def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
         for value in (wrong, before):
             part[name] = value
             model = model_with(text, tower)
-            line = refusal(check_tensor_parallel, keys, model, 4)
+            line = refusal(checks.check_tensor_parallel, keys, model, 4)
             expected = f"vllm_tensor_parallel_size: 2 does not divide the {things}" if value == wrong else ""
             assert line.startswith(expected) and bool(line) == bool(expected)
     keys.vllm_mode = "server"
-    check_tensor_parallel(keys, model_with(text, tower), 3)
+    checks.check_tensor_parallel(keys, model_with(text, tower), 3)
 
 
 def test_what_one_step_ahead_does_not_go_with():
@@ -235,7 +227,7 @@ def test_what_one_step_ahead_does_not_go_with():
         "dataloader_num_workers": 0, "steps_per_generation": 4,
         "num_iterations": 1, "gradient_accumulation_steps": 2,
     }  # fmt: skip
-    assert refusal(check_async, SimpleNamespace(**ours)) == ""
+    assert refusal(checks.check_async, SimpleNamespace(**ours)) == ""
     for key, value, said in (
         ("adora_weight_transfer", "nccl", "another engine than vllm_mode: server"),
         ("vllm_mode", "colocate", "another engine than vllm_mode: server"),
@@ -246,9 +238,12 @@ def test_what_one_step_ahead_does_not_go_with():
         ("dataloader_num_workers", 2, "dataloader_num_workers: 2"),
         ("gradient_accumulation_steps", 8, "several generations for one optimizer step"),
     ):
-        line = refusal(check_async, SimpleNamespace(**{**ours, key: value}))
+        line = refusal(checks.check_async, SimpleNamespace(**{**ours, key: value}))
         assert line.startswith(f"adora_rollouts.ahead: 1 does not go with {said}")
-        assert refusal(check_async, SimpleNamespace(**{**ours, key: value, "adora_rollouts": RolloutOptions()})) == ""
+        assert (
+            refusal(checks.check_async, SimpleNamespace(**{**ours, key: value, "adora_rollouts": RolloutOptions()}))
+            == ""
+        )
 
 
 def test_weights_that_nccl_could_not_carry():
@@ -260,7 +255,7 @@ def test_weights_that_nccl_could_not_carry():
     ):
         for transfer, line in (("nccl", said), ("file", "")):
             one = SimpleNamespace(**{**vars(keys), **changed, "adora_weight_transfer": transfer})
-            found = refusal(check_servers, one)
+            found = refusal(checks.check_servers, one)
             assert found.startswith(line) and bool(found) == bool(line)
 
 

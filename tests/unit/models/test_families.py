@@ -24,23 +24,15 @@ from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data import images as pixels
 from adora_vl.dedup.policy_pass import packable
+from adora_vl.models import families
 from adora_vl.models.check import NEEDS_FAMILY, check_family
-from adora_vl.models.families import (
-    COMPONENTS,
-    DEEPSTACK,
-    FAMILIES,
-    component_of,
-    freeze,
-    shares_prompts,
-    trainable_components,
-)
 from adora_vl.models.load import load_config, load_processor
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from eval.inference.chat import ChatProcessor
 from tests.support.tiny_run import arguments, train
 
-SEEING = [kind for kind, family in FAMILIES.items() if family.vision]
+SEEING = [kind for kind, family in families.FAMILIES.items() if family.vision]
 
 
 def config_of(kind: str) -> Any:
@@ -62,11 +54,11 @@ def on_meta(config: Any) -> Any:
 def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
     for kind in SEEING:
         with subtests.test(kind):
-            vision, own = FAMILIES[kind].vision, AutoConfig.for_model(kind).vision_config
+            vision, own = families.FAMILIES[kind].vision, AutoConfig.for_model(kind).vision_config
             assert vision is not None and vision.unit == own.patch_size * own.spatial_merge_size
             assert pixels.VISIONS[kind] is vision
             assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
-            assert (DEEPSTACK in vision.features) == bool(getattr(own, "deepstack_visual_indexes", None))
+            assert (families.DEEPSTACK in vision.features) == bool(getattr(own, "deepstack_visual_indexes", None))
 
 
 PROJECTORS = {"qwen2_vl": {"merger"}, "qwen2_5_vl": {"merger"}, "qwen3_5": {"merger"},
@@ -83,19 +75,22 @@ def test_every_parameter_is_in_its_part(subtests):
                 first, second, *_ = name.split(".")
                 right = "language_model" if first == "language_model" else "vision_tower"
                 right = "projector" if second in PROJECTORS[kind] else right
-                assert component_of(f"model.{name}") == right, name
+                assert families.component_of(f"model.{name}") == right, name
                 parts[right] += 1
-            assert set(parts) == set(COMPONENTS)
-    assert component_of("lm_head.weight") == "language_model"
-    assert component_of("base_model.model.model.visual.blocks.0.mlp.up_proj.lora_A.default.weight") == "vision_tower"
+            assert set(parts) == set(families.COMPONENTS)
+    assert families.component_of("lm_head.weight") == "language_model"
+    assert (
+        families.component_of("base_model.model.model.visual.blocks.0.mlp.up_proj.lora_A.default.weight")
+        == "vision_tower"
+    )
 
 
 def test_what_can_share_a_prompt():
-    shared = {kind for kind in FAMILIES if shares_prompts(config_of(kind))}
+    shared = {kind for kind in families.FAMILIES if families.shares_prompts(config_of(kind))}
     assert shared == {"qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"}, "Qwen3.5 has layers of linear attention"
     sliding = config_of("qwen2")
     sliding.layer_types = ["full_attention", "sliding_attention"]
-    assert not shares_prompts(sliding) and not shares_prompts(LlamaConfig())
+    assert not families.shares_prompts(sliding) and not families.shares_prompts(LlamaConfig())
     assert packable(on_meta(config_of("qwen3_vl")).config)
 
 
@@ -108,7 +103,7 @@ OFF: dict[str, Any] = {"adora_stock_step": [*NEEDS_FAMILY]}
 
 
 def test_a_known_family_says_nothing_but_what_is_off():
-    assert all(check(AutoConfig.for_model(kind)) == [] for kind in FAMILIES if kind != "qwen3_5")
+    assert all(check(AutoConfig.for_model(kind)) == [] for kind in families.FAMILIES if kind != "qwen3_5")
     (line,) = check(AutoConfig.for_model("qwen3_5"))
     assert "linear attention" in line and "share_prompt" in line
 
@@ -182,7 +177,7 @@ def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
 @pytest.mark.slow
 def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
     """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained the way it says."""
-    monkeypatch.delitem(FAMILIES, "qwen2_5_vl")
+    monkeypatch.delitem(families.FAMILIES, "qwen2_5_vl")
     settings: dict[str, Any] = {
         "max_steps": 1, "per_device_train_batch_size": 4, "adora_stock_step": "skip_old_pass", "save_strategy": "no",
     }  # fmt: skip
@@ -199,22 +194,22 @@ def tiny() -> Any:
 
 
 def test_one_key_freezes_one_part_and_no_other(subtests):
-    for component in COMPONENTS:
+    for component in families.COMPONENTS:
         with subtests.test(component):
             model = tiny()
             before = {name for name, p in model.named_parameters() if p.requires_grad}
-            count = freeze(model, [component])[component]
+            count = families.freeze(model, [component])[component]
             frozen = before - {name for name, p in model.named_parameters() if p.requires_grad}
             assert len(frozen) == count > 0
-            assert {component_of(name) for name in frozen} == {component}
-            assert trainable_components(model) == frozenset(COMPONENTS) - {component}
+            assert {families.component_of(name) for name in frozen} == {component}
+            assert families.trainable_components(model) == frozenset(families.COMPONENTS) - {component}
 
 
 def test_a_key_that_matches_nothing_is_an_error():
     text_only = nn.Module()
     text_only.lm_head = nn.Linear(2, 2)
     with pytest.raises(UserError, match="adora_freeze: vision_tower: this model has none"):
-        freeze(text_only, ["vision_tower"])
+        families.freeze(text_only, ["vision_tower"])
 
 
 def test_building_leaves_the_callers_random_state_alone():

@@ -8,48 +8,43 @@ from typing import Any
 import pytest
 import torch
 
-from adora_vl.rollout.importance import (
-    CAUSES,
-    ImportanceRatio,
-    drift_message,
-    drift_sums,
-    importance_ratio,
-    merge_drift,
-)
+from adora_vl.rollout import importance
 from tests.support.step_context import step_context
 
 
 def test_the_mean_is_over_tokens_and_not_over_ranks():
-    one = drift_sums(torch.tensor([[1.0, 1.0, 1.0]]), torch.zeros(1, 3), torch.ones(1, 3))
-    other = drift_sums(torch.tensor([[5.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[1, 0]]))
-    drift = merge_drift(torch.stack([one, other]))
+    one = importance.drift_sums(torch.tensor([[1.0, 1.0, 1.0]]), torch.zeros(1, 3), torch.ones(1, 3))
+    other = importance.drift_sums(torch.tensor([[5.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[1, 0]]))
+    drift = importance.merge_drift(torch.stack([one, other]))
     assert drift.mean == pytest.approx((1 + 1 + 1 + 5) / 4)
     assert drift.largest == 5  # the masked 9 does not count
 
 
 def test_a_token_that_the_engine_could_not_score_is_left_out():
-    sums = drift_sums(torch.tensor([[1.0, 2.0]]), torch.tensor([[float("nan"), 1.5]]), torch.ones(1, 2))
-    assert merge_drift(sums[None]).mean == pytest.approx(0.5)
+    sums = importance.drift_sums(torch.tensor([[1.0, 2.0]]), torch.tensor([[float("nan"), 1.5]]), torch.ones(1, 2))
+    assert importance.merge_drift(sums[None]).mean == pytest.approx(0.5)
 
 
 def test_a_policy_that_is_nan_or_an_engine_that_scores_nothing_is_no_agreement(subtests):
     cases = [([float("nan"), 1.0], [1.0, 1.0]), ([1.0, 1.0], [float("nan"), float("nan")])]
     for trainer, engine in cases:
         with subtests.test(f"{trainer} {engine}"):
-            sums = drift_sums(torch.tensor([trainer]), torch.tensor([engine]), torch.ones(1, 2))
-            assert merge_drift(sums[None]).mean == float("inf")
+            sums = importance.drift_sums(torch.tensor([trainer]), torch.tensor([engine]), torch.ones(1, 2))
+            assert importance.merge_drift(sums[None]).mean == float("inf")
 
 
 def test_nothing_sampled_is_no_drift():
-    sums = drift_sums(torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
-    assert merge_drift(sums[None]).mean == 0.0
+    sums = importance.drift_sums(torch.ones(1, 2), torch.zeros(1, 2), torch.zeros(1, 2))
+    assert importance.merge_drift(sums[None]).mean == 0.0
 
 
 def test_the_message_says_how_far_where_and_why():
-    message = drift_message(merge_drift(torch.tensor([[5.0, 2.0, 4.0]])), 0.3, 7, "out/checkpoint-7")
+    message = importance.drift_message(
+        importance.merge_drift(torch.tensor([[5.0, 2.0, 4.0]])), 0.3, 7, "out/checkpoint-7"
+    )
     assert "step 7" in message and "2.5 nats" in message and "adora_max_drift is 0.3" in message
     assert "out/checkpoint-7" in message
-    assert all(cause in message for cause in CAUSES)
+    assert all(cause in message for cause in importance.CAUSES)
 
 
 RATIOS = {
@@ -67,14 +62,14 @@ def test_the_importance_ratio_by_hand(subtests):
             log = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))
             sampling = torch.tensor([[0.0, 0, 0], [math.nan, 0, 0]])
             mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-            ratio = importance_ratio(log, sampling, mask, mode=mode, clip_min=None, clip_max=2.0)
+            ratio = importance.importance_ratio(log, sampling, mask, mode=mode, clip_min=None, clip_max=2.0)
             assert torch.allclose(ratio, torch.tensor(expected))
 
 
 def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     """Row 1 was sampled on a distorted image: its tokens have no score, and it is in no figure."""
     bounds: dict[str, Any] = {"vllm_importance_sampling_clip_min": 0.3, "vllm_importance_sampling_clip_max": 2.0}
-    ratio = ImportanceRatio(step_context(vllm_importance_sampling_mode="token_mask", **bounds))
+    ratio = importance.ImportanceRatio(step_context(vllm_importance_sampling_mode="token_mask", **bounds))
     logps = torch.log(torch.tensor([[8.0, 0.5, 0.25, 9.0], [1.0, 1.0, 1.0, 1.0]]))
     sampling = torch.zeros(2, 4)
     sampling[1] = math.nan
@@ -102,7 +97,7 @@ def test_one_step_ahead_the_ratio_is_that_of_the_two_policies():
     tokens_BC = torch.tensor([[0, 1], [2, 0]])
     logps_2BC = logits_2V.log_softmax(dim=-1)[:, tokens_BC]
     sampled, learning = logps_2BC
-    ratio = importance_ratio(
+    ratio = importance.importance_ratio(
         learning, sampled, torch.tensor([[1, 1], [1, 0]]), mode="token_truncate", clip_min=None, clip_max=None
     )
     before, after = ([math.exp(z) for z in row] for row in logits_2V.tolist())

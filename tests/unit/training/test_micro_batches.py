@@ -15,14 +15,7 @@ from hypothesis import strategies as st
 from adora_vl.config.batch_plan import Shape, unit_size
 from adora_vl.dedup.image_store import ImageBanks, ProcessedImage
 from adora_vl.record.recorder import RolloutNumbers
-from adora_vl.training.batch_rows import (
-    concat_rows,
-    join_images,
-    replace_groups,
-    split_images,
-    take_rows,
-    without_padding,
-)
+from adora_vl.training import batch_rows
 from adora_vl.training.micro_batches import (
     MicroBatcher,
     by_length,
@@ -177,7 +170,9 @@ def batch():
 
 
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
-    cut = without_padding({**take_rows(batch(), [1, 0]), "pixel_values": torch.arange(8)[:, None]})
+    cut = batch_rows.without_padding(
+        {**batch_rows.take_rows(batch(), [1, 0]), "pixel_values": torch.arange(8)[:, None]}
+    )
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
     assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
     assert cut["mm_token_type_ids"].tolist() == [[9, 10, 11, 12, 13], [1, 2, 3, 4, 5]]
@@ -185,13 +180,13 @@ def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both
     assert cut["advantages"].tolist() == [-1, 1] and cut["num_images"] == [1, 1] and cut["num_items_in_batch"] == 7
     assert len(cut["pixel_values"]) == 8
     whole = batch()
-    assert without_padding(whole)["completion_ids"].shape == (3, 4)
+    assert batch_rows.without_padding(whole)["completion_ids"].shape == (3, 4)
 
 
 def test_a_batch_of_empty_completions_keeps_a_column():
     empty = batch()
     empty["completion_mask"] = torch.zeros_like(empty["completion_mask"])
-    assert without_padding(empty)["completion_ids"].shape == (3, 1)
+    assert batch_rows.without_padding(empty)["completion_ids"].shape == (3, 1)
 
 
 def test_dead_groups_are_replaced_by_live_ones_of_a_further_batch():
@@ -204,7 +199,7 @@ def test_dead_groups_are_replaced_by_live_ones_of_a_further_batch():
     further["completion_mask"] = torch.ones(3, 1, dtype=torch.long)
     further["sampling_per_token_logps"] = torch.tensor([[-3.0], [-4], [-5]])
     further["mm_token_type_ids"] = torch.arange(15).view(3, 5)
-    whole = replace_groups(own, further, [(2, 1)], 1, pad_id=77)
+    whole = batch_rows.replace_groups(own, further, [(2, 1)], 1, pad_id=77)
     assert whole["prompt_ids"].tolist() == [[0, 0, 7, 8], [0, 5, 6, 7], [0, 5, 6, 7]]
     assert whole["completion_ids"].tolist()[2] == [4, 77, 77, 77]
     assert whole["completion_mask"].tolist()[2] == [1, 0, 0, 0]
@@ -227,7 +222,7 @@ def test_a_ratio_is_padded_with_what_changes_nothing(own, further, expected):
         rows |= {name: batch()[name][:1, :length] for name in ("completion_ids", "completion_mask")}
         return rows | {"importance_sampling_ratio": torch.tensor(ratio)}
 
-    assert concat_rows(part(own, 2), part(further, 1), 77)["importance_sampling_ratio"].tolist() == expected
+    assert batch_rows.concat_rows(part(own, 2), part(further, 1), 77)["importance_sampling_ratio"].tolist() == expected
 
 
 # ---------------------------------------------------------------------------------------------- a whole generation
@@ -294,7 +289,7 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one():
 def test_places_without_rollouts_do_not_count():
     """With unfinished rollouts a generation has fewer groups: their mean is that of a run that has no other places."""
     banks, loss = ImageBanks(), torch.tensor(3.0)
-    fewer = join_images(take_rows(split_images(sixteen(banks, "abcdef")), range(12)))
+    fewer = batch_rows.join_images(batch_rows.take_rows(batch_rows.split_images(sixteen(banks, "abcdef")), range(12)))
     one = batcher(banks=banks, loss_type="grpo")
     micro_batches = one.split(fewer, "0/0")
     assert [len(rows) for rows in rows_of(micro_batches)] == [0, 4, 4, 4]

@@ -10,15 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.utils.launch import (
-    PATIENCE_S,
-    builds_folder,
-    is_left_behind,
-    prepare_engine_environment,
-    release_killed_builds,
-)
+from adora_vl.utils import launch
 
-LONG_AGO = time.time() - 2 * PATIENCE_S
+LONG_AGO = time.time() - 2 * launch.PATIENCE_S
 
 
 @pytest.fixture
@@ -56,13 +50,13 @@ def test_the_folder_is_the_one_in_which_torch_builds(tmp_path: Path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     build = Path(_get_build_directory("an_operator", verbose=False))
-    assert build.parent.parent == builds_folder()
+    assert build.parent.parent == launch.builds_folder()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
-    assert Path(_get_build_directory("an_operator", verbose=False)).parent == builds_folder()
+    assert Path(_get_build_directory("an_operator", verbose=False)).parent == launch.builds_folder()
 
 
 def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(lock: Path, capfd: pytest.CaptureFixture[str]):
-    release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
+    launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
     assert not lock.exists() and lock.with_name("build.ninja").exists()
     assert capfd.readouterr().err == f"removed {lock}: the build that it guarded was killed\n"
 
@@ -70,11 +64,11 @@ def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(lock: Path, capfd:
 def test_the_lock_of_a_build_that_goes_on_stays(lock: Path):
     """However long one file takes to compile: ninja works in the folder."""
     with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as builder:
-        assert is_left_behind(lock) is False
-        release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
+        assert launch.is_left_behind(lock) is False
+        launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
         builder.kill()
     assert lock.exists()
-    assert is_left_behind(lock) is True
+    assert launch.is_left_behind(lock) is True
 
 
 @pytest.mark.parametrize("written", ["lock", "operator.o"])
@@ -90,7 +84,7 @@ def test_a_build_elsewhere_is_waited_for_while_it_writes(lock: Path, capfd: pyte
         for file in (new, lock, lock.parent):
             os.utime(file, (LONG_AGO, LONG_AGO))
 
-    release_killed_builds(sleep=sleep)
+    launch.release_killed_builds(sleep=sleep)
     assert len(waits) == 1 and not lock.exists()
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("waiting up to 180 s for a build of shm_comm") and f"rm {lock}" in first
@@ -99,7 +93,7 @@ def test_a_build_elsewhere_is_waited_for_while_it_writes(lock: Path, capfd: pyte
 
 def test_a_lock_that_its_owner_gives_back_is_waited_for(lock: Path):
     os.utime(lock)
-    release_killed_builds(sleep=lambda _: lock.unlink())
+    launch.release_killed_builds(sleep=lambda _: lock.unlink())
     assert not lock.exists()
 
 
@@ -114,7 +108,7 @@ def test_the_other_ranks_leave_the_removal_to_the_first(lock: Path, monkeypatch:
         if len(waits) == 3:
             lock.unlink()
 
-    release_killed_builds(sleep=sleep)
+    launch.release_killed_builds(sleep=sleep)
     assert len(waits) == 3 and not capfd.readouterr().err
 
 
@@ -123,5 +117,5 @@ def test_only_a_run_with_deepspeed_looks(lock: Path, monkeypatch: pytest.MonkeyP
     for under_deepspeed, stays in ((None, True), ("false", True), ("true", False)):
         if under_deepspeed:
             monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", under_deepspeed)
-        prepare_engine_environment()
+        launch.prepare_engine_environment()
         assert lock.exists() is stays
