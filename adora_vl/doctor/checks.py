@@ -58,11 +58,9 @@ def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
 
 
 def check_rewards(
-    rows: Sequence[Row],
-    functions: Sequence[Callable[..., list[float]]],
-    weights: Sequence[float] | None,
+    rows: Sequence[Row], functions: Sequence[Callable[..., list[float]]], weights: Sequence[float] | None,
     correct_above: float,
-) -> Check:
+) -> Check:  # fmt: skip
     """The summed reward of a right answer is above `adora_correct_above`, that of a wrong one is not.
 
     Two presets whose sum lifts a wrong answer over the line would make every rollout count as correct.

@@ -48,14 +48,9 @@ def test_the_documented_lines_train_and_record(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(lines.replace("runs/python", str(tmp_path / "out")))
     done = subprocess.run(
-        [sys.executable, str(script)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+        [sys.executable, str(script)], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, timeout=400, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["kind"] == "end" and metrics[-1]["step"] == 2

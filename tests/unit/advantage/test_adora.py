@@ -231,11 +231,9 @@ def test_the_key_reaches_the_criterion():
 
 def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_steps():
     options = Adora(
-        criteria=("difficulty",),
-        factor=Schedule(0.1, 0.5, "linear", (0, 4)),
-        tau=Schedule(0.25, 0.75, "linear", (4, 8)),
-        steps=(0, 10),
-    )
+        criteria=("difficulty",), factor=Schedule(0.1, 0.5, "linear", (0, 4)),
+        tau=Schedule(0.25, 0.75, "linear", (4, 8)), steps=(0, 10),
+    )  # fmt: skip
     rewards, base = [[1.0, 1.0, 0.0, 0.0]], group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
     weights = [
         (run("adora", batch(rewards, step=step), options) / base)[0, 0].item() for step in (0, 2, 4, 5, 6, 9, 10)

@@ -324,11 +324,8 @@ def test_a_schedule_by_hand():
 
 def test_a_wrong_schedule_is_refused(subtests):
     cases: list[Any] = [
-        {"shape": "step"},
-        {"end": 2.0},
-        {"shape": "linear"},
-        {"shape": "cosine", "end": 1.0, "steps": (5, 5)},
-    ]
+        {"shape": "step"}, {"end": 2.0}, {"shape": "linear"}, {"shape": "cosine", "end": 1.0, "steps": (5, 5)},
+    ]  # fmt: skip
     for wrong in cases:
         with subtests.test(f"{wrong!r:.80}"), pytest.raises(ValueError, match="shape|end|steps"):
             Schedule(1.0, **wrong)

@@ -64,18 +64,8 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "max_pixels": ([0, 1.5], [1, None], "a whole number of at least 1 or null"),
 }
 NO_NUMBER: list[object] = [
-    "nan",
-    "inf",
-    "-inf",
-    float("nan"),
-    float("inf"),
-    "1e999",
-    "three",
-    "",
-    "0x10",
-    True,
-    {"a": 1},
-]
+    "nan", "inf", "-inf", float("nan"), float("inf"), "1e999", "three", "", "0x10", True, {"a": 1},
+]  # fmt: skip
 FILLED = ("dataset_name", "dataset_train_split", "adora_method", "vllm_server_host", "output_dir", "model_name_or_path")
 # What can only be a mistake in a key of TRL's that configs/train/annotated.yaml explains, or that our code reads.
 THEIRS = {

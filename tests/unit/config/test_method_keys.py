@@ -67,9 +67,7 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
     ("adora+ngrpo", "", {}, "ngrpo starts from the rewards, so it must stand first"),
     ("adora", '{"factr": 1}', {}, "^adora_method.adora: unknown option 'factr', it has mode, .*did you mean 'factor'"),
     (
-        "adora",
-        '{"factor": 0.5, "mode": "amplification"}',
-        {},
+        "adora", '{"factor": 0.5, "mode": "amplification"}', {},
         "^adora_method.adora.factor: 0.5 must be at least 1 with",
     ),
     ("adora", '{"criteria": []}', {}, r"^adora_method.adora.criteria: \[\] is empty; name one or both of length, diff"),
@@ -93,7 +91,7 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
     ("ngrpo", "", {"multi_objective_aggregation": "normalize_then_sum"}, "ngrpo needs multi_"),
     ("daro", '{"keep_settings": ["loss_type"]}', {"loss_type": "grpo"}, "loss_type: grpo with adora_method: daro"),
     ("dapo", '{"overlong_cache": 9999}', {}, "overlong_cache: 9999"),
-]
+]  # fmt: skip
 
 
 def test_what_does_not_fit_is_named():

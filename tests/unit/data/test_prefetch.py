@@ -195,13 +195,9 @@ def test_rows_are_read_ahead_only_where_reading_one_is_decoding_it():
 
 def test_where_it_runs(subtests):
     cases: list[Any] = [
-        ({}, "cuda", True),
-        ({}, "cpu", False),
-        ({"dataloader_num_workers": 2}, "cuda", False),
-        ({"cache": None}, "cuda", False),
-        ({"shown": False}, "cuda", False),
-        ({"dataset": []}, "cuda", False),
-    ]
+        ({}, "cuda", True), ({}, "cpu", False), ({"dataloader_num_workers": 2}, "cuda", False),
+        ({"cache": None}, "cuda", False), ({"shown": False}, "cuda", False), ({"dataset": []}, "cuda", False),
+    ]  # fmt: skip
     for changed, device, expected in cases:
         with subtests.test(f"{changed!r:.80} {device} {expected}"):
             given: dict[str, Any] = {"dataloader_num_workers": 0, "cache": SimpleNamespace(limit_bytes=1)}

@@ -81,12 +81,8 @@ def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
         assert drawn(less).tobytes() != whole.tobytes() or fact.startswith("PointLies"), fact
         assert facts_in_words(less, "Find x.") != words, fact
     asked = (
-        "Find(AreaOf(Shaded(Shape($))))",
-        "Find(z)",
-        "Find(LengthOf(Line(A, Q)))",
-        "Find(MeasureOf(Angle(2)))",
-        "Find(",
-    )
+        "Find(AreaOf(Shaded(Shape($))))", "Find(z)", "Find(LengthOf(Line(A, Q)))", "Find(MeasureOf(Angle(2)))", "Find(",
+    )  # fmt: skip
     for question, text in [(["Find(x)"], "Find the shaded area."), *(([one], "Find it.") for one in asked)]:
         assert facts_in_words(form_of({**FORM, "question": question}), text) is None
     assert facts_in_words(form_of({**FORM, "facts": ["Equals(LengthOf(Line(A, B"]}), "Find x.") is None

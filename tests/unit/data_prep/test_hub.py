@@ -107,14 +107,9 @@ class _Client:
         self._tmp_path = tmp_path
         environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMANDS],
-            cwd=REPOSITORY,
-            env={**environment, "HF_HUB_DISABLE_XET": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(tmp_path / "stderr").open("w"),
-            text=True,
-        )
+            [sys.executable, "-c", _COMMANDS], cwd=REPOSITORY, env={**environment, "HF_HUB_DISABLE_XET": "1"},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(tmp_path / "stderr").open("w"), text=True,
+        )  # fmt: skip
 
     def prepare(self, output: str, *options: str) -> tuple[int, str]:
         """The exit code and what was said on stderr since the start."""

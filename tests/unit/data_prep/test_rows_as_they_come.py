@@ -105,10 +105,8 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
 
 def test_a_box_around_an_answer_is_opened(case: Case) -> None:
     for answer, gold in [
-        (r"$\boxed{\frac{16}{7}}$", r"\frac{16}{7}"),
-        (r"\boxed{5}", "5"),
-        (r"$$ \boxed {12} $$.", "12"),
-    ]:
+        (r"$\boxed{\frac{16}{7}}$", r"\frac{16}{7}"), (r"\boxed{5}", "5"), (r"$$ \boxed {12} $$.", "12"),
+    ]:  # fmt: skip
         with case(answer) as folder:
             assert convert(jsonl(folder / "in", [{**ONE, "a": answer}]), folder / "out", columns=COLUMNS[:3]) == 0
             assert kept(folder / "out")[0]["answer"] == gold

@@ -472,13 +472,8 @@ def test_programs_of_an_environment_that_was_not_activated_are_found(monkeypatch
 
 def test_a_single_process_takes_the_first_gpu_that_the_user_shows_it(monkeypatch, subtests):
     cases = [
-        (None, "1", "0"),
-        ("3", "1", "3"),
-        ("2,3", "1", "2"),
-        ("", "1", ""),
-        ("2,3", "2", "2,3"),
-        (None, "4", None),
-    ]
+        (None, "1", "0"), ("3", "1", "3"), ("2,3", "1", "2"), ("", "1", ""), ("2,3", "2", "2,3"), (None, "4", None),
+    ]  # fmt: skip
     for visible, processes, taken in cases:
         with subtests.test(f"{visible} {processes}"):
             monkeypatch.setenv("WORLD_SIZE", processes)

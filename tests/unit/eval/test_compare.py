@@ -81,10 +81,8 @@ def test_several_answers_a_problem_are_compared_by_their_share(tmp_path, capsys)
 
 def test_what_is_no_score_is_named(case, tmp_path, capsys):
     for content, message in [
-        (None, "is not a readable score file"),
-        ("{", "is not a readable"),
-        ("[]", "has no 'benchmark'"),
-    ]:
+        (None, "is not a readable score file"), ("{", "is not a readable"), ("[]", "has no 'benchmark'"),
+    ]:  # fmt: skip
         with case(content) as folder:
             if content is not None:
                 (folder / "x.json").write_text(content)

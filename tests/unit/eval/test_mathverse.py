@@ -42,14 +42,9 @@ def test_free_answers_are_compared_by_their_values():
         ("Bugs Bunny", "Bugs Bunny"),
     ]
     other = [
-        ("113", "113.1"),
-        ("13", "14"),
-        ("x^2 + y^2 = 7", "$x^{2}+y^{2}=49$"),
-        ("[2,-2)", "(2,-2)"),
-        ("(2,2)", "(2,-2)"),
-        ("increasing", "even"),
-        ("", "5"),
-    ]
+        ("113", "113.1"), ("13", "14"), ("x^2 + y^2 = 7", "$x^{2}+y^{2}=49$"), ("[2,-2)", "(2,-2)"),
+        ("(2,2)", "(2,-2)"), ("increasing", "even"), ("", "5"),
+    ]  # fmt: skip
     for pairs, expected in ((same, True), (other, False)):
         assert [pair for pair in pairs if same_answer(*pair)[0] is not expected] == []
 

@@ -191,10 +191,8 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
     parts = answered("12", "12", pid="2", level=5, question="<image1> and <image2>", subject="logic")
     made = scored(tmp_path, [answered("12", "12"), parts])
     assert {key: made["groups"][key].keys() for key in ("level", "subject", "form")} == {
-        "level": {"2", "5"},
-        "subject": {"algebra", "logic"},
-        "form": {"free form"},
-    }
+        "level": {"2", "5"}, "subject": {"algebra", "logic"}, "form": {"free form"},
+    }  # fmt: skip
     assert made["several_parts"] == 1 and made["rules"] == {"rules": "official"}
     assert "1 question with several numbered images" in capsys.readouterr().out
 

@@ -236,12 +236,9 @@ def test_the_papers_recipe_fits_80_gib_and_not_24(recipe):
 
 def test_what_saves_memory_saves_memory(recipe, subtests):
     cases: list[Any] = [
-        {"checkpointing": False},
-        {"sharding": Sharding(8, 2)},
-        {"sharding": Sharding(1)},
-        {"batch": MicroBatch(4, 1580, 4096, 1280)},
-        {"generation": 512},
-    ]
+        {"checkpointing": False}, {"sharding": Sharding(8, 2)}, {"sharding": Sharding(1)},
+        {"batch": MicroBatch(4, 1580, 4096, 1280)}, {"generation": 512},
+    ]  # fmt: skip
     for dearer in cases:
         with subtests.test(f"{dearer!r:.80}"):
             before, after = (

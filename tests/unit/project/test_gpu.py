@@ -468,10 +468,7 @@ def test_without_vllm_and_deepspeed_every_check_that_needs_neither_can_be_import
     loads = "from benchmarks.gpu.checks import CHECKS\n[check.load() for check in CHECKS]\n"
     root = Path(__file__).parents[3]
     done = subprocess.run(
-        [sys.executable, "-c", block + loads],
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        [sys.executable, "-c", block + loads], env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -70,11 +70,9 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(a: int, b: int, c: int, fa
     gold = f"{a}x+({b})y={c}"
     scale = f"-({factor})" if minus else f"({factor})"
     spelled = [
-        f"{c}={a}x+({b})y",
-        f"{scale}({a}x+({b})y)={scale}({c})",
-        rf"y=\frac{{{c}-({a})x}}{{{b}}}",
+        f"{c}={a}x+({b})y", f"{scale}({a}x+({b})y)={scale}({c})", rf"y=\frac{{{c}-({a})x}}{{{b}}}",
         f"{a}x+({b})y-({c})=0",
-    ]
+    ]  # fmt: skip
     assert verify_gold(gold) is None and [verdict(one, gold) for one in spelled] == ["correct"] * 4
     wrong = [
         f"{a}x+({b})y={c + 1}", f"{a + 10}x+({b})y={c}", f"{a}u+({b})v={c}", f"{a}x+({b})y<{c}",

@@ -213,11 +213,8 @@ def giving(value: Any) -> Any:
 
 def test_numbers_and_none_are_rewards_in_every_form(subtests):
     for returned in [
-        [1, None, 0.5],
-        (True, None, 0.5),
-        torch.tensor([1, 0.25, 0.5]),
-        [torch.tensor(1.0), None, torch.tensor(0.5)],
-    ]:
+        [1, None, 0.5], (True, None, 0.5), torch.tensor([1, 0.25, 0.5]), [torch.tensor(1.0), None, torch.tensor(0.5)],
+    ]:  # fmt: skip
         with subtests.test(f"{returned!r:.80}"):
             found, failures = run(giving(returned))
             assert failures == [] and found[0] == 1 and found[2] == 0.5 and found[1] in (None, 0.25)

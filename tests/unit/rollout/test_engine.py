@@ -47,10 +47,8 @@ def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(s
     cases: list[dict[str, Any]] = [{}, {"top_k": -1, "min_p": 0.0}, {"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.1}]
     cases += [{"_asked": {"stop": ["x"], "bad_words": ["y"]}}]
     moved: list[dict[str, Any]] = [
-        {"temperature": 0.7},
-        {"repetition_penalty": 1.05},
-        {"_asked": {"logit_bias": {5: 1.0}}},
-    ]
+        {"temperature": 0.7}, {"repetition_penalty": 1.05}, {"_asked": {"logit_bias": {5: 1.0}}},
+    ]  # fmt: skip
     for sampling in [*cases, *moved]:
         with subtests.test(str(sampling)):
             engine = object.__new__(AdoraVLLMGeneration)
@@ -143,10 +141,8 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
     """vLLM's own would end the process."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     for ranks, setting, off in [
-        (2, "expandable_segments:True", True),
-        (2, "", None),
-        (1, "expandable_segments:True", None),
-    ]:
+        (2, "expandable_segments:True", True), (2, "", None), (1, "expandable_segments:True", None),
+    ]:  # fmt: skip
         with subtests.test(f"{ranks} {setting}"):
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
             found = built_with(monkeypatch, EngineSettings(), ranks)

@@ -21,11 +21,9 @@ from tests.support.step_context import step_context
 def rollouts_ahead(sync: Callable[[], None]) -> RolloutsAhead:
     """One whose engine is never reached: `sync` raises."""
     keys: dict[str, Any] = {
-        "use_vllm": True,
-        "vllm_mode": "server",
-        "adora_weight_transfer": "file",
+        "use_vllm": True, "vllm_mode": "server", "adora_weight_transfer": "file",
         "adora_rollouts": RolloutOptions(ahead=1),
-    }
+    }  # fmt: skip
     unused: Any = None
     sampler: Any = SimpleNamespace(give_weights=sync)
     return RolloutsAhead(step_context(**keys), sampler, unused, unused, unused)

@@ -124,10 +124,8 @@ def test_each_rank_gets_the_values_of_its_own_rows():
     generation = Generation.restored(0, [])
     generation.rows = [{}, {}, {}]
     assert [generation.of_rank(torch.arange(9), rank).tolist() for rank in range(3)] == [
-        [0, 1, 2],
-        [3, 4, 5],
-        [6, 7, 8],
-    ]
+        [0, 1, 2], [3, 4, 5], [6, 7, 8],
+    ]  # fmt: skip
 
 
 # ------------------------------------------------------------------------- DAPO's dynamic sampling

@@ -257,11 +257,8 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
     gone = tmp_path / "gone.png"
     gone.write_bytes(whole)
     stored: list[dict[str, Any]] = [
-        {"bytes": whole},
-        {"bytes": whole[:50]},
-        {"bytes": b"no image"},
-        {"path": str(gone)},
-    ]
+        {"bytes": whole}, {"bytes": whole[:50]}, {"bytes": b"no image"}, {"path": str(gone)},
+    ]  # fmt: skip
     dataset = mark_unreadable(rows_with(*[{"bytes": None, "path": None, **each} for each in stored]))
     assert isinstance(dataset, Dataset) and dataset["id"][:2] == ["row/0", "row/1"]
     gone.unlink()

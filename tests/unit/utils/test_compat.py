@@ -71,10 +71,8 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
             if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self":
                 yield target.attr
         if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
-            "setattr",
-            "delattr",
-            "__setattr__",
-        ):
+            "setattr", "delattr", "__setattr__",
+        ):  # fmt: skip
             yield "setattr"
         if isinstance(node, ast.Import | ast.ImportFrom) and "mock" in ast.unparse(node):
             yield "mock"

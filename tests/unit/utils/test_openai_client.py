@@ -402,11 +402,8 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
     server, other = (serve(lambda body, call: completion("<score>1</score>")) for _ in range(2))
     calls = 0
     others: list[dict[str, Any]] = [
-        {"model": "k"},
-        {"max_tokens": 9},
-        {"instruction": "Judge."},
-        {"base_url": other.url},
-    ]
+        {"model": "k"}, {"max_tokens": 9}, {"instruction": "Judge."}, {"base_url": other.url},
+    ]  # fmt: skip
     for options in ({}, *others):
         for again in (False, True):
             rewards(judge(tmp_path, **{"url": server.url, **options}), {})
