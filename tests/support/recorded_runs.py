@@ -44,10 +44,8 @@ def write_run(folder: Path, steps: int, *, groups: int = 2, rollouts: int = 4, *
                 rows.setdefault(name, []).append(value)
         record.add(rows, rollouts)
         record.flush(step)
-    lines = [
-        {"step": s, "kind": "train", "reward": s / 10, "adora/pass_rate": 0.5, "kl": s / 100}
-        for s in range(1, steps + 1)
-    ]
+    known = {"kind": "train", "adora/pass_rate": 0.5}
+    lines = [{"step": step, "reward": step / 10, "kl": step / 100, **known} for step in range(1, steps + 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder
 

@@ -92,11 +92,7 @@ def test_mc_grpo_by_hand():
     ]
     # `docs/methods.md` warns of it: with three rewards the median absolute deviation is 0.1, and an advantage can be 10
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0]])
-    assert (
-        experimental.mc_grpo(rewards).max()
-        == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8)
-        == pytest.approx(10.1, abs=0.05)
-    )
+    assert experimental.mc_grpo(rewards).max() == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8)  # about 10.1
     assert group_advantages(rewards).max() == pytest.approx(2.6, abs=0.05)
 
 
@@ -136,10 +132,8 @@ def test_d3s_by_hand():
     # two right of eight, four kept: both right ones, and two of the six wrong ones by shares
     advantages = torch.tensor([[1.5, 1.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5]])
     assert experimental.d3s(advantages, keep=0.5).tolist() == [pytest.approx([3.0, 3.0] + [-1 / 3] * 6)]
-    assert experimental.d3s(torch.tensor([[0.0, 0.0], [1.0, -1.0]]), keep=0.5, across="batch").tolist() == [
-        [0.0, 0.0],
-        [2.0, -2.0],
-    ]
+    kept = experimental.d3s(torch.tensor([[0.0, 0.0], [1.0, -1.0]]), keep=0.5, across="batch")
+    assert kept.tolist() == [[0.0, 0.0], [2.0, -2.0]]
 
 
 def test_d3s_takes_the_best_of_all_subsets(subtests):

@@ -86,9 +86,7 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
 
 def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_path):
     make(tmp_path, 10)
-    with pytest.raises(
-        UserError, match=r"checkpoint-10 of another run: adora_method.adora.factor: 0.1 -> 0.2 \(and 1 more\)"
-    ):
+    with pytest.raises(UserError, match=r"of another run: adora_method.adora.factor: 0.1 -> 0.2 \(and 1 more\)"):
         choose_start(tmp_path, None, False, {"adora_method.adora.factor": "0.2", "dataset": "xyz"})
     start = choose_start(tmp_path, str(tmp_path / "checkpoint-10"), False, {**RUN, "adora_method.adora.factor": "0.2"})
     assert start.notes[1] == "changed since then: adora_method.adora.factor: 0.1 -> 0.2"
@@ -133,11 +131,8 @@ class Code:
 
 def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeypatch):
     """Neither by its converters nor at a resume, though it asks torch for all that pickle can do."""
-    checkpoint, ran, names = (
-        tmp_path / "checkpoint-1",
-        tmp_path / "ran",
-        ("mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim"),
-    )
+    checkpoint, ran = tmp_path / "checkpoint-1", tmp_path / "ran"
+    names = ("mp_rank_00_model", "zero_pp_rank_0_mp_rank_00_optim")
     (checkpoint / "global_step1").mkdir(parents=True)
     for name in names:
         torch.save({"optimizer_state_dict": Code(ran)}, checkpoint / "global_step1" / f"{name}_states.pt")
@@ -192,10 +187,8 @@ def test_the_words_of_resume_from_checkpoint(tmp_path):
 
 
 def test_differences_name_what_a_person_sets_first():
-    before, now = (
-        {"beta": "0", "adora_correct_above": "1", "gone": "1"},
-        {"beta": "1", "adora_correct_above": "2", "new": "3"},
-    )
+    before = {"beta": "0", "adora_correct_above": "1", "gone": "1"}
+    now = {"beta": "1", "adora_correct_above": "2", "new": "3"}
     expected = ["adora_correct_above: 1 -> 2", "beta: 0 -> 1", "gone: 1 -> not set", "new: not set -> 3"]
     assert differences(before, now) == expected
 

@@ -100,9 +100,7 @@ def test_under_nohup_a_closed_terminal_is_ignored_unless_the_launcher_hands_it_o
 
 def test_a_signal_to_another_rank_stops_this_one_after_the_same_step(monkeypatch):
     for others, stops in ((0, False), (1, True)):
-        monkeypatch.setattr(
-            "adora_vl.checkpoint.stop.gather", lambda own, others=others: torch.cat([own, own + others])
-        )
+        monkeypatch.setattr("adora_vl.checkpoint.stop.gather", lambda own, more=others: torch.cat([own, own + more]))
         run, control = StopOnSignal(), TrainerControl()
         run.on_step_end(None, WORKER, control)
         assert (run.stopped, control.should_save, control.should_training_stop) == (stops, stops, stops)

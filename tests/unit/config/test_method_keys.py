@@ -50,10 +50,8 @@ def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
 
 def test_options_come_from_a_yaml_block(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text(
-        "adora_method:\n  adora:\n    steps: [0, 50]\n"
-        "    factor: {start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}\n"
-    )
+    factor = "{start: 0.1, end: 1.0, shape: cosine, steps: [0, 40]}"
+    path.write_text(f"adora_method:\n  adora:\n    steps: [0, 50]\n    factor: {factor}\n")
     options = method_run(parse([*CPU, "--config", str(path)])[1]).judged_by
     assert options.factor == Schedule(0.1, 1.0, "cosine", (0, 40)) and options.steps == (0, 50)
 

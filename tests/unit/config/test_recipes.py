@@ -217,10 +217,8 @@ def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the
     texts, wrong = stated(), {}
     keys = {name for key, value in content("annotated").items() for name in dotted(key, value)}
     assert texts.keys() == keys and len(texts) > 50
-    known: dict[str, Any] = {
-        **defaults(),
-        **{f"adora_method.adora.{one.name}": one.default for one in fields(METHODS["adora"])},
-    }
+    own = {f"adora_method.adora.{one.name}": one.default for one in fields(METHODS["adora"])}
+    known: dict[str, Any] = {**defaults(), **own}
     for key, text in texts.items():
         value = [*known[key]] if isinstance(known[key], tuple) else known[key]
         plain = isinstance(value, str) and not text.startswith('"')

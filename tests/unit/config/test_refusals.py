@@ -240,10 +240,8 @@ def test_what_one_step_ahead_does_not_go_with():
     ):
         line = refusal(checks.check_async, SimpleNamespace(**{**ours, key: value}))
         assert line.startswith(f"adora_rollouts.ahead: 1 does not go with {said}")
-        assert (
-            refusal(checks.check_async, SimpleNamespace(**{**ours, key: value, "adora_rollouts": RolloutOptions()}))
-            == ""
-        )
+        alone = SimpleNamespace(**{**ours, key: value, "adora_rollouts": RolloutOptions()})
+        assert refusal(checks.check_async, alone) == ""
 
 
 def test_weights_that_nccl_could_not_carry():

@@ -164,9 +164,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(tmp_path: Path, mo
     assert manifest is not None and manifest["counts"] == {"train": 2}
     jsonl(tmp_path / "in", rows)
     picture.unlink()
-    with pytest.raises(
-        UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 rows"
-    ) as error:
+    with pytest.raises(UserError, match=r"^dataset_name: .*mine.jsonl' with adora_columns: input: 1 of 3 row") as error:
         data_folders(script)
     assert len(str(error.value).splitlines()) == 3  # how many, what is wrong by kind, and where the rows are
 

@@ -159,12 +159,8 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
                 {"q": ".", "a": 1, "i": name},
             ]
             source = jsonl(folder / "in", rows)
-            assert (
-                convert(
-                    source, folder / "out", "--allow-quarantined", "1", columns=("problem=q", "answer=a", "images=i")
-                )
-                == 0
-            )
+            columns = ("problem=q", "answer=a", "images=i")
+            assert convert(source, folder / "out", "--allow-quarantined", "1", columns=columns) == 0
             assert [row["images"][0]["bytes"] for row in kept(folder / "out")] == [PICTURES[0]]
             outside, missing = quarantined(folder / "out")
             assert outside["reason"] == "file_missing" and f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]

@@ -279,11 +279,8 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
             install(model)
             with pytest.raises(RuntimeError):  # more positions than there are tokens
                 shared_of_another = pack(rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]).shared
-                model(
-                    rows["ids"][:1, :3],
-                    attention_mask=prepared_mask(torch.device("cpu")),
-                    **{ARGUMENT: shared_of_another},
-                )
+                mask = prepared_mask(torch.device("cpu"))
+                model(rows["ids"][:1, :3], attention_mask=mask, **{ARGUMENT: shared_of_another})
             assert all(torch.equal(one, other) for one, other in zip(before, ordinary(), strict=True))
             assert own_attention(model.config) == own_attention(type(model)(model.config).config) == "sdpa"
             model.config.save_pretrained(tmp_path / kind)

@@ -446,11 +446,8 @@ def test_an_order_made_without_gradients_serves_a_pass_with_them():
 
 def test_another_tower_and_another_attention_stay_as_they_are(subtests):
     config = Qwen2VLVisionConfig(depth=1, embed_dim=32, num_heads=2, hidden_size=16)
-    for attention, eye in (
-        ("eager", tower()),
-        ("flash_attention_2", tower()),
-        ("sdpa", Qwen2VisionTransformerPretrainedModel(config)),
-    ):
+    other = Qwen2VisionTransformerPretrainedModel(config)
+    for attention, eye in (("eager", tower()), ("flash_attention_2", tower()), ("sdpa", other)):
         with subtests.test(attention):
             eye.config._attn_implementation = attention
             assert not batch_windows(eye, True) and eye.config._attn_implementation == attention

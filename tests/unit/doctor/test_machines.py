@@ -78,11 +78,7 @@ def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
 
 def test_what_several_machines_could_not_start_from_is_refused(case):
     cases = [
-        (
-            "main_process_port: 29500",
-            "main_process_port: 0",
-            "main_process_port: 0, which becomes another port on each",
-        ),
+        ("main_process_port: 29500", "main_process_port: 0", "main_process_port: 0, which becomes another port on"),
         ("deepspeed_multinode_launcher: standard", "deepspeed_multinode_launcher: pdsh", "needs pdsh and a hostfile"),
         ("distributed_type: DEEPSPEED", "distributed_type: FSDP", "asks for FSDP; its memory is not predicted"),
     ]
@@ -193,18 +189,16 @@ def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, alone):
 
 def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, alone):
     token = leave_token(tmp_path)
-    with pytest.raises(
-        UserError, match=rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
-    ):
+    named = rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
+    with pytest.raises(UserError, match=named):
         check_ranks(tmp_path, token, {"seed": "1", "beta": "0"}, {"seed": "2", "beta": "1"}, patience_s=0)
 
 
 def test_the_first_rank_that_differs_is_named():
     fine, other = Seen("one", True, []), Seen("two", True, ["dataset: a -> b"])
     assert problem_among([fine, fine], Path("out")) is None
-    assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem_among(
-        [fine, other], Path("out")
-    )
+    problem = problem_among([fine, other], Path("out"))
+    assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem
     problem = problem_among([fine, fine, Seen("two", False, [])], Path("out"))
     assert problem.startswith("output_dir: 'out' on two (rank 2) is not the folder that rank 0 has on one;")
 
@@ -353,11 +347,8 @@ SLURM = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "12345", "SLURM_NNODES"
 def slurm(tmp_path):
     """Slurm's commands: a task a node, one after the other, and a note of what is queued again."""
     stub(tmp_path, "scontrol", 'case $1 in show) echo n1; echo n2 ;; requeue) echo "$2" >requeued ;; esac')
-    stub(
-        tmp_path,
-        "srun",
-        'shift 2; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done; exit ${code:-0}',
-    )
+    each = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done'
+    stub(tmp_path, "srun", f"shift 2; {each}; exit ${{code:-0}}")
     return tmp_path
 
 
@@ -374,13 +365,10 @@ def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stoppe
 def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
     """An optimizer in host memory would work on the one thread that accelerate gives."""
     stub(slurm, "launch", "echo threads $OMP_NUM_THREADS")
+    omp = "OMP_NUM_THREADS"
     given = {"SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch", **SLURM}
-    for more, threads in (
-        ({"SLURM_CPUS_ON_NODE": "96"}, 12),
-        ({"SLURM_CPUS_ON_NODE": "4"}, 1),
-        ({"OMP_NUM_THREADS": "5"}, 5),
-    ):
-        done = script("slurm/train.sbatch", "--output_dir", "out", folder=slurm, **given, **more)
+    for name, cores, threads in (("SLURM_CPUS_ON_NODE", "96", 12), ("SLURM_CPUS_ON_NODE", "4", 1), (omp, "5", 5)):
+        done = script("slurm/train.sbatch", "--output_dir", "out", folder=slurm, **given, **{name: cores})
         assert done.stdout.split() == ["threads", str(threads)] * 2, done.stderr
     stub(slurm, "ssh", 'shift 3; eval "$*"')
     stub(slurm, "nproc", "echo 64")

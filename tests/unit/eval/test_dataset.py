@@ -171,9 +171,7 @@ def test_a_split_is_not_taken_from_the_file_of_another(tmp_path):
     assert mathvista.load(options(folder, "testmini"))[0], "it is of no split by its name"
     (folder / "mathvista.parquet").rename(folder / "test-00000-of-00001.parquet")
     (folder / "notes.json").write_text("[]")
-    with pytest.raises(
-        UserError, match=r"has nothing for the split 'testmini'; it has notes.json, test-00000-of-00001"
-    ):
+    with pytest.raises(UserError, match=r"has nothing for the split 'testmini'; it has notes.json, test-00000-of-0000"):
         mathvista.load(options(folder, "testmini"))
 
 

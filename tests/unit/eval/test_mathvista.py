@@ -188,10 +188,8 @@ def test_an_item_counts_for_each_of_its_skills_and_twice_for_id_if_it_is_in_both
 
 
 def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
-    rows = [
-        item(pid=str(i), extraction="5" if i % 2 else "6", metadata={"task": "geometry problem solving"})
-        for i in range(6)
-    ]
+    task = {"task": "geometry problem solving"}
+    rows = [item(pid=str(i), extraction="5" if i % 2 else "6", metadata=task) for i in range(6)]
     once = score(rows, options())
     thrice = score([row | {"sample": sample} for row in rows for sample in range(3)], options())
     assert thrice["id_ood"]["ID"]["total"] == 18

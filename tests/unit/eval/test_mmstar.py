@@ -128,10 +128,8 @@ def command(tmp_path: Path, model: Path, *more: str) -> list[str]:
 def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone, capsys):
     assert main(BENCHMARK, command(tmp_path, backbone, "--no-image")) == 0
     assert json.loads((tmp_path / "out" / "score.json").read_text())["total"] == 3
-    for more, message in (
-        ([], "it sees no images, and the problems have some"),
-        (["--max-pixels", "784"], "max_pixels: "),
-    ):
+    blind = "it sees no images, and the problems have some"
+    for more, message in (([], blind), (["--max-pixels", "784"], "max_pixels: ")):
         assert main(BENCHMARK, command(tmp_path / "eyes", backbone, *more)) == 2
         lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1

@@ -79,10 +79,8 @@ def test_every_parameter_is_in_its_part(subtests):
                 parts[right] += 1
             assert set(parts) == set(families.COMPONENTS)
     assert families.component_of("lm_head.weight") == "language_model"
-    assert (
-        families.component_of("base_model.model.model.visual.blocks.0.mlp.up_proj.lora_A.default.weight")
-        == "vision_tower"
-    )
+    adapter = "base_model.model.model.visual.blocks.0.mlp.up_proj.lora_A.default.weight"
+    assert families.component_of(adapter) == "vision_tower"
 
 
 def test_what_can_share_a_prompt():

@@ -107,9 +107,7 @@ def curve(**changed):
 
 
 def test_the_learning_rates_are_those_of_transformers_schedules():
-    assert "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the last" in curve(
-        lr_scheduler_type="constant"
-    )
+    assert "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the " in curve(lr_scheduler_type="constant")
     assert "linear, 0.001 at the first update, 0.0005 half-way, 1e-05 at" in curve(learning_rate="1e-3")
     assert "linear, 0 at the first update, 0.000556 half" in curve(learning_rate="1e-3", warmup_steps="10")
     plateau = curve(lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps="10")

@@ -119,10 +119,8 @@ def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
 
 
 def run(arm, seed, accuracy, engine=False):
-    held_out = [
-        {"step": step, "accuracy": a, "accuracy_B": a, "chains": 0.5}
-        for step, a in zip((0, 10, 20), accuracy, strict=True)
-    ]
+    steps = zip((0, 10, 20), accuracy, strict=True)
+    held_out = [{"step": step, "accuracy": a, "accuracy_B": a, "chains": 0.5} for step, a in steps]
     figures = {"tds_share": 0.3, "weight_mean": 0.7, "chains": 0.5}
     place = {"regime": "R2", "recipe": "grpo", "arm": arm, "seed": seed, "engine": engine, "model": 0}
     facts = {"reward": "steps", "plan": "settings", "commit": "abc", "arithmetic": "1f", "processor_seconds": 60.0}
@@ -367,11 +365,7 @@ def test_a_stored_score_can_stand_beside_others_and_holds_no_answers(tmp_path, c
     assert "extracted" not in stored and str(tmp_path) not in stored and '"max_tokens": 48' in stored
 
 
-FACTS = {
-    "steps": {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}},
-    "rollouts": {"completions_00001": "ab"},
-    "weights": "w",
-}
+FACTS = {"steps": {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}, "rollouts": {"c_00001": "ab"}, "weights": "w"}
 
 
 CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [

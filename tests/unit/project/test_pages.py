@@ -77,11 +77,8 @@ def test_what_the_page_names_exists():
 def test_a_name_is_in_the_file_that_the_page_gives_for_it():
     stations = re.findall(r"^\| \d+ \| `([^`]+)` \| `([^`]+)` \|", TEXT, re.MULTILINE)
     pairs = [(path, name) for name, path in re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", TEXT)]
-    elsewhere = [
-        (path, name)
-        for path, name in stations + pairs
-        if (place := _place(path)) is None or name not in _defined(place)
-    ]
+    places = [(_place(path), name) for path, name in stations + pairs]
+    elsewhere = [(place, name) for place, name in places if place is None or name not in _defined(place)]
     assert len(pairs) > 30 and elsewhere == []
     assert 10 <= len(stations) < 15 and len({path for path, _ in stations}) == len(stations)
 

@@ -222,9 +222,7 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
 
 
 def test_figures_that_are_not_finite_are_null():
-    line = as_line(
-        {"reward": 1.0, "grad_norm": math.nan, "kl": math.inf, "note": "x", "off": None, "odd": [1]}, 1, None
-    )
+    line = as_line({"reward": 1.0, "grad_norm": math.nan, "kl": math.inf, "note": "x", "off": None, "odd": [1]}, 1, "")
     assert (line["grad_norm"], line["kl"], line["note"], line["off"], line["odd"]) == (None, None, "x", None, "[1]")
     assert as_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
 
@@ -262,13 +260,9 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
 
 def test_a_recipe_names_what_was_done():
     """Every method by its own name, and whatever makes it another experiment."""
-    assert [recipe_of({"adora_method": ADORA, **NEUTRAL, **config}) for config, _ in RECIPES] == [
-        text for _, text in RECIPES
-    ]
-    before = [
-        recipe_of({"adora_method": ADORA, **config}) for config, _ in RECIPES
-    ]  # in runs before the neutral keys were there
-    assert before == [text for _, text in RECIPES]
+    for neutral in (NEUTRAL, {}):  # there were runs before the neutral keys
+        named = [recipe_of({"adora_method": ADORA, **neutral, **config}) for config, _ in RECIPES]
+        assert named == [text for _, text in RECIPES]
     assert NAMES.keys() == METHODS.keys() - {"adora"}
 
 
@@ -394,9 +388,8 @@ def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
 
 def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
     for schedule, saved, offered in (("constant", False, False), ("constant", True, True), ("linear", True, False)):
-        config = AdoraGRPOConfig(
-            output_dir=str(tmp_path), use_cpu=True, bf16=False, max_steps=10, lr_scheduler_type=schedule
-        )
+        keys: dict[str, Any] = {"use_cpu": True, "bf16": False, "max_steps": 10, "lr_scheduler_type": schedule}
+        config = AdoraGRPOConfig(output_dir=str(tmp_path), **keys)
         if saved:
             (tmp_path / "checkpoint-10").mkdir(exist_ok=True)
         lines = summary_lines([{"step": 10, "reward": 1.0}], config, tmp_path, 1, command="CMD")
@@ -444,10 +437,8 @@ def test_a_run_that_fails_says_so(tmp_path):
 def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     """Also the exported one. The figures of a checkpoint's card are those up to its step."""
     final, early = ((adora_run / name / "README.md").read_text() for name in ("", "checkpoint-2"))
-    assert (
-        "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
-        and "# builtin/pretrained, 2 steps of" in early
-    )
+    assert "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
+    assert "# builtin/pretrained, 2 steps of" in early
     assert problem_of(adora_run / "checkpoint-2") is None
     assert '| adora_method | {"adora": {"mode": "attenuation", "factor": 0.1, ' in final
     assert "| learning_rate | 0.001 |" in final
@@ -461,9 +452,8 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
 def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
     """As a stranger would: copied out of the card, in the model's folder, with a picture of theirs."""
     out = shutil.copytree(adora_run, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*", "rollouts"))
-    row = load_dataset("parquet", data_files=f"{read_manifest(adora_run)['data']['folder']}/data/train-*.parquet")[
-        "train"
-    ]
+    files = f"{read_manifest(adora_run)['data']['folder']}/data/train-*.parquet"
+    row = load_dataset("parquet", data_files=files)["train"]
     row.cast_column("images", [ImageFeature()])[0]["images"][0].save(out / "diagram.png")
     (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)
     monkeypatch.chdir(out)
@@ -489,9 +479,8 @@ def test_a_card_without_facts_one_of_an_adapter_and_one_of_a_text_only_policy():
 
 def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_run, tmp_path):
     """Its own words are taken as they are: the viewer's command writes the page."""
-    words = dict(
-        re.findall(r"^(Model|Metrics|Rollouts|View it|Evaluate it|Train longer) +(.*)$", resumed_run.printed, re.M)
-    )
+    named = r"^(Model|Metrics|Rollouts|View it|Evaluate it|Train longer) +(.*)$"
+    words = dict(re.findall(named, resumed_run.printed, re.M))
     for name in ("Model", "Metrics", "Rollouts"):
         assert Path(words[name].split("  (")[0]).exists(), name
     assert view([*words["View it"].split()[3:], "--output", str(tmp_path / "page.html")]) == 0

@@ -84,10 +84,8 @@ def test_a_person_finds_a_group(browser, page):
     )  # the record's word is shown, and so is what it rests on
     assert browser.texts(".rollout .verdict") == ["✓ right", "✗ wrong", "✗ wrong", "✗ wrong"]
     assert browser.texts(".problem .choices li") == ["(A) 5", "(B) 7"], "as the prompt has them, and formulas printed"
-    assert (
-        "1.5 → 0.15" in browser.text(".rollout .facts")
-        and browser.js("document.querySelector('#detail img').naturalWidth") == 60
-    )
+    assert "1.5 → 0.15" in browser.text(".rollout .facts")
+    assert browser.js("document.querySelector('#detail img').naturalWidth") == 60
     browser.click("#follow")
     assert count() == "12 of 84" and browser.text("#detail h3") == "Step 9, adora problem/1"
     browser.click("#followed tbody tr:nth-child(2) button")
@@ -202,10 +200,8 @@ def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path)
 
 
 def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path):
-    problem, long = (
-        r"If $\frac{x}{2} < 5$ and \overline { C H }, what is $\foo$ for $5 and $6?",
-        "so " * 400 + r"\(y_1\)",
-    )
+    problem = r"If $\frac{x}{2} < 5$ and \overline { C H }, what is $\foo$ for $5 and $6?"
+    long = "so " * 400 + r"\(y_1\)"
     texts: dict[str, Any] = {
         "problem": problem, "choices": None, "answer": r"2 \sqrt { 3 }", "extracted": r"\sqrt{12}", "completion": long,
     }  # fmt: skip
@@ -238,10 +234,8 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
         r"$\def\a{\a\a}\a$", r"$\operatorname{<script>}$",
     ]  # fmt: skip
     text = " ".join(attacks)
-    fields: dict[str, Any] = dict.fromkeys(("problem", "completion"), text) | {
-        "answer": attacks[0][1:-1],
-        "extracted": attacks[1],
-    }
+    answers = {"answer": attacks[0][1:-1], "extracted": attacks[1]}
+    fields: dict[str, Any] = dict.fromkeys(("problem", "completion"), text) | answers
     browser.look()
     browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **fields)))
     assert browser.js("document.querySelectorAll('.formula').length") > 4, "some of it is a formula, and harmless"

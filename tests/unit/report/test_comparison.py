@@ -32,10 +32,8 @@ def run(folder: Path, rates: list[float], right: int | None = None, *, seconds: 
         "starts": [{"time": "now"}], "status": "finished", "steps": len(rates),
     }  # fmt: skip
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    lines = [
-        {"step": step, "kind": "train", "adora/pass_rate": rate, "seconds/rollout": seconds}
-        for step, rate in enumerate(rates, 1)
-    ]
+    known = {"kind": "train", "seconds/rollout": seconds}
+    lines = [{"step": step, "adora/pass_rate": rate, **known} for step, rate in enumerate(rates, 1)]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
         graded = [Graded(str(i), RowGrade(verdict(i < right), None, "r")) for i in range(20)]
@@ -229,10 +227,8 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
 
 
 def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
-    before, after = (
-        score_file(tmp_path / name, "1" * right + "0" * (100 - right))
-        for name, right in zip("ba", (30, 60), strict=True)
-    )
+    answers = {"b": 30, "a": 60}
+    before, after = (score_file(tmp_path / name, "1" * n + "0" * (100 - n)) for name, n in answers.items())
     assert gain([before, after]) == 0
     printed = capsys.readouterr().out
     assert interval(30, 100) in printed and interval(60, 100) in printed and "+30.0" in printed

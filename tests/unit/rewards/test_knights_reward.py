@@ -44,11 +44,8 @@ def test_the_reward(subtests):
             metrics: dict[str, Any] = {}
             reward = reward_function("knights")
             for completion in (text, [{"role": "assistant", "content": text}]):
-                given = reward(
-                    completions=[completion], answer=[GOLD], log_extra=columns.__setitem__,
-                    log_metric=metrics.__setitem__,
-                )  # fmt: skip
-                assert given == [expected]
+                logs = {"log_extra": columns.__setitem__, "log_metric": metrics.__setitem__}
+                assert reward(completions=[completion], answer=[GOLD], **logs) == [expected]
             assert columns["verdict"] == [{1.0: "correct", 0.1: "wrong", 0.0: "unparseable"}[expected]]
             assert sum(metrics.values()) == 1.0
 

@@ -41,11 +41,8 @@ def prompts(shapes: list[tuple[list[int], list[int]]]) -> agreement.Prompts:
     width, grids = max(map(len, ids)), [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
     kinds = torch.tensor([[0] * (width - len(row)) + [int(token == IMAGE) for token in row] for row in ids])
     patches = sum(2 * 2 * size for _, sizes in shapes for size in sizes)
-    fields = {
-        "image_grid_thw": torch.tensor(grids),
-        "pixel_values": torch.arange(patches)[:, None].float(),
-        "mm_token_type_ids": kinds,
-    }
+    fields = {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
+    fields["pixel_values"] = torch.arange(patches)[:, None].float()
     names = [str(number) for number in range(len(ids))]
     return agreement.Prompts(
         names, ids, [[None] * len(sizes) for _, sizes in shapes], fields, [len(s) for _, s in shapes]

@@ -267,10 +267,8 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
         assert list(shown["advantages"]) == of_the_loss.advantages_PG.flatten().tolist()[-size:]
         assert torch.equal(torch.tensor(shown["extra"]["advantage_raw"]), of_the_loss.raw_PG.flatten()[-size:])
         assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40][-size:]
-        assert (
-            list(shown["extra"]["adora_weight"])
-            == of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()[-size:]
-        )
+        weights = of_the_loss.weighting.weights_P.repeat_interleave(2).tolist()
+        assert list(shown["extra"]["adora_weight"]) == weights[-size:]
         assert list(shown["extra"]["verdict"]) == [*"abcd"][-size:] and list(shown["completion"]) == [*"wxyz"][-size:]
         assert list(shown["rewards"]["accuracy"]) == [1.0, 0.0, 0.25, 0.0][-size:]
 

@@ -123,9 +123,8 @@ def test_a_further_batch_has_a_name_of_its_own():
 def test_each_rank_gets_the_values_of_its_own_rows():
     generation = Generation.restored(0, [])
     generation.rows = [{}, {}, {}]
-    assert [generation.of_rank(torch.arange(9), rank).tolist() for rank in range(3)] == [
-        [0, 1, 2], [3, 4, 5], [6, 7, 8],
-    ]  # fmt: skip
+    own = [generation.of_rank(torch.arange(9), rank).tolist() for rank in range(3)]
+    assert own == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
 # ------------------------------------------------------------------------- DAPO's dynamic sampling

@@ -40,10 +40,8 @@ FIELDS = {
     "the output of a forward pass, and a copy of a module": {"config", "last_hidden_state"},
 }
 # setattr with a key of a dataclass of settings
-SETS_KEYS = {
-    "adora_vl/config/advantage.py", "adora_vl/config/values.py",
-    "adora_vl/prepare.py",
-}  # fmt: skip
+SETS_KEYS = {"adora_vl/config/advantage.py", "adora_vl/config/values.py", "adora_vl/prepare.py"}
+SETTERS = ("setattr", "delattr", "__setattr__")
 
 
 @cache
@@ -70,9 +68,7 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
         for target in _targets(node):
             if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self":
                 yield target.attr
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in (
-            "setattr", "delattr", "__setattr__",
-        ):  # fmt: skip
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
             yield "setattr"
         if isinstance(node, ast.Import | ast.ImportFrom) and "mock" in ast.unparse(node):
             yield "mock"

@@ -128,10 +128,8 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path,
     """Training and evaluation read a prepared folder through it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     before = contents(prepared)
-    with (
-        disk_of(200),
-        pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there") as caught,
-    ):
+    full = pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there")
+    with disk_of(200), full as caught:
         load_split(prepared / "data", "train")
     assert len(str(caught.value).splitlines()) == 1 and contents(prepared) == before
     assert load_split(prepared / "data", "train").num_rows == 2
