@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,9 +80,15 @@ def _drawn(source: str, revision: str, draw: Draw, rows: int, test_rows: int, gi
 
 
 def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Manifest:
-    """Draw the splits. Returns the manifest. `overwrite`: replace another prepared dataset. Raises `UserError`."""
-    rows = {split: drawn.draw(split, count) for split, count in drawn.sizes.items()}
-    return _write(output, rows, drawn.sizes, drawn.description, overwrite)
+    """Write the splits and the manifest, which is returned; two equal preparations give equal bytes. `overwrite`:
+    replace another prepared dataset. Raises `UserError`.
+    """
+    with complete_or_absent(output, drawn.description, overwrite=overwrite) as folder:
+        counts = {}
+        for split, size in drawn.sizes.items():
+            rows = tqdm(drawn.draw(split, size), desc=split, total=size, unit="row", disable=None)
+            counts[split] = write_split(rows, folder, split)
+        return write_manifest(folder, drawn.description, counts)
 
 
 def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
@@ -122,8 +128,8 @@ def prepare_knights_table(output: Path, location: Path, *, question: str = "box"
         "revision": hashlib.sha256(texts.encode()).hexdigest(),
         "arguments": {"source": "parquet", "question": question},
     }
-    sizes = {split: len(rows) for split, rows in found.items()}
-    return _write(output, found, sizes, description, overwrite)
+    table = Drawn({split: len(rows) for split, rows in found.items()}, lambda split, _: found[split], description)
+    return prepare_drawn(output, table, overwrite=overwrite)
 
 
 def _is_made(folder: Path, wanted: Manifest) -> bool:
@@ -131,15 +137,3 @@ def _is_made(folder: Path, wanted: Manifest) -> bool:
     if manifest is None or any(manifest.get(key) != value for key, value in wanted.items()):
         return False
     return all((folder / name).is_file() for name in manifest["files"])
-
-
-def _write(
-    output: Path, splits: Mapping[str, Iterable[Row]], sizes: Mapping[str, int], description: Manifest, overwrite: bool
-) -> Manifest:
-    """Write the splits and the manifest into `output`. Two equal preparations give equal bytes."""
-    with complete_or_absent(output, description, overwrite=overwrite) as folder:
-        counts = {
-            split: write_split(tqdm(rows, desc=split, total=sizes[split], unit="row", disable=None), folder, split)
-            for split, rows in splits.items()
-        }
-        return write_manifest(folder, description, counts)

@@ -112,19 +112,10 @@ def example_answer(names: Sequence[str]) -> str:
 
 def puzzle_row(row_id: str, problem: str, gold: str, *, people: int, split: str, slip: str = "") -> Row:
     """A puzzle as a row: no images, and its roles (`assignment_text`) as the answer. `slip`: a wrong one, in a box."""
+    meta = {"goal": "knights and knaves", "shapes": [], "family": f"{people} people", "kind": "", "slip": slip}
     return {
-        "id": row_id,
-        "images": [],
-        "problem": problem,
-        "answer": gold,
-        "answer_raw": gold,
-        "choices": None,
-        "split": split,
-        "source": "knights",
-        "meta": {
-            "goal": "knights and knaves", "shapes": [], "family": f"{people} people", "kind": "",
-            "solution": f"\\boxed{{{gold}}}", "slip": slip,
-        },
+        "id": row_id, "images": [], "problem": problem, "answer": gold, "answer_raw": gold, "choices": None,
+        "split": split, "source": "knights", "meta": {**meta, "solution": f"\\boxed{{{gold}}}"},
     }  # fmt: skip
 
 

@@ -123,18 +123,12 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     with several_faults() as tried:
         images = tried(_clean_images, raw, limits)
         gold = tried(_gold, raw)
+    meta = {**dict.fromkeys(META, ""), "goal": raw.goal, "shapes": list(raw.shapes), "solution": raw.solution}
     row: Row = {
-        "id": raw.id,
-        "images": images,
-        "problem": raw.problem,
-        "answer": gold,
-        "answer_raw": raw.answer,
-        "choices": list(raw.choices) if raw.choices else None,
-        "split": raw.split,
-        "source": raw.source,
-        "meta": {**dict.fromkeys(META, ""), "goal": raw.goal, "shapes": list(raw.shapes), "solution": raw.solution},
+        "id": raw.id, "images": images, "problem": raw.problem, "answer": gold, "answer_raw": raw.answer,
+        "choices": list(raw.choices) if raw.choices else None, "split": raw.split, "source": raw.source, "meta": meta,
         **raw.extras,
-    }
+    }  # fmt: skip
     wrong, _, remedy = (problem_with_row(row) or "").partition("; ")
     if wrong:
         kind = "placeholder" if PLACEHOLDER in raw.problem else "control_token"

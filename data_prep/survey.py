@@ -86,7 +86,8 @@ def survey(folder: Path, *, gallery: int = 0, model: str | None = None, family: 
 
 
 def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, family: str) -> SplitFacts:
-    facts = SplitFacts()
+    facts, vision = SplitFacts(), VISIONS[family]
+    pixels = (vision.unit, vision.min_pixels, vision.max_pixels)
     for index, row in enumerate(stored_rows(folder, split)):
         where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
         fault = problem_with_row(row)
@@ -103,7 +104,7 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, fami
         sizes = [_size(image, f"{where}: image {number}") for number, image in enumerate(row["images"])]
         classes = ((f"up to {side} px" for side in _LONGEST_SIDES if max(size) <= side) for size in sizes)
         counts["image size"].update(next(names, f"over {_LONGEST_SIDES[-1]} px") for names in classes)
-        facts.tokens.append(sum(_tokens(row, size, family) for size in sizes))
+        facts.tokens.append(sum(image_tokens(size, *pixels, row["id"]) for size in sizes))
         facts.characters.append(len(row["problem"]))
         if len(facts.sizes) < _SIZES_KEPT:
             facts.sizes.extend(sizes)
@@ -124,15 +125,6 @@ def _size(image: Any, where: str) -> tuple[int, int]:
         return image_size(image["bytes"])
     except Exception as error:  # Pillow raises nearly anything on broken bytes
         raise UserError(f"{where} is not a stored picture ({in_one_line(error)}); prepare the dataset again") from error
-
-
-def _tokens(row: Row, size: tuple[int, int], family: str) -> int:
-    try:
-        return image_tokens(*size, VISIONS[family])
-    except ValueError as error:
-        raise UserError(
-            f"{row['id']}: an image of {size[0]} x {size[1]} pixels is refused by the model ({error}); remove the row"
-        ) from error
 
 
 def _tokenizer(model: str) -> TextTokens:

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from adora_vl.models.families import Vision, seeing_families
+from adora_vl.models.families import seeing_families
+from adora_vl.utils.errors import UserError
 
 VISIONS = seeing_families()
 DEFAULT_FAMILY = "qwen2_5_vl"
@@ -46,11 +47,14 @@ def model_size(width: int, height: int, unit: int, min_pixels: int, max_pixels: 
     return int(new_width), int(new_height)
 
 
-def image_tokens(width: int, height: int, vision: Vision = VISIONS[DEFAULT_FAMILY]) -> int:
-    """Tokens of a picture in the prompt of a model with its published limits. Raises `ValueError`."""
-    unit = vision.unit
-    new_width, new_height = model_size(width, height, unit, vision.min_pixels, vision.max_pixels)
-    return new_width // unit * (new_height // unit)
+def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: object) -> int:
+    """Tokens of a picture of a row, by the processor's own rule. Raises `UserError` where the processor refuses it."""
+    try:
+        width, height = model_size(*size, unit, low, high)
+    except ValueError as error:
+        what = f"row {row} has an image of {size[0]} x {size[1]} pixels, which the model's processor refuses"
+        raise UserError(f"dataset: {what} ({error}); remove the row") from error
+    return width // unit * (height // unit)
 
 
 def size_within(

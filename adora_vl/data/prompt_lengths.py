@@ -21,7 +21,7 @@ import pyarrow as pa  # pyarrow ships no types
 from datasets import Dataset
 from tqdm import tqdm
 
-from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, model_size, open_picture
+from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_tokens, open_picture
 from adora_vl.data.prompts import conversation, conversation_with_images
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.utils.cli import amount
@@ -357,23 +357,12 @@ def measured(
     """
     found, off = Measured([], [], []), None if show else True  # None: unless it is a terminal
     for name, text, sizes in tqdm(rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=off):
-        tokens = sum(_image_tokens(size, limits, name) for size in sizes if size is not None)
+        pixels = (limits.unit, limits.low, limits.high)
+        tokens = sum(image_tokens(size, *pixels, name) for size in sizes if size is not None)
         found.ids.append(name)
         found.prompt.append(text_tokens(text, len(sizes)) - len(sizes) + tokens)
         found.image.append(tokens)
     return found
-
-
-def _image_tokens(size: Size, limits: Limits, row: str) -> int:
-    """The number of image tokens, by the processor's own rule."""
-    try:
-        width, height = model_size(*size, limits.unit, limits.low, limits.high)
-    except ValueError as error:
-        raise UserError(
-            f"dataset: row {row} has an image of {size[0]} x {size[1]} pixels, which the model's processor refuses "
-            f"({error}); remove the row"
-        ) from error
-    return width // limits.unit * (height // limits.unit)
 
 
 def _size(source: Any) -> Size | None:

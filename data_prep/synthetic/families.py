@@ -72,16 +72,10 @@ def isosceles_base_angle(rng: random.Random, size: int, level: int = 1, style: S
     base, both = f"{(180 - apex) / 2:g}", 180 - apex
     opening = ("apex {apex}. ", "the apex is {apex}. ", "apex {apex} and two equal angles. ")
     steps = ("(180 - {apex}) / 2 = ", "180 - {apex} = {both}. {both} / 2 = ")
-    return SyntheticProblem(
-        "isosceles",
-        canvas.picture(),
-        rng.choice(["Find the measure of a base angle of the isosceles triangle.", "Find the base angle."]),
-        base,
-        worded(rng, opening, steps, apex=apex, both=both) + _box(base),
-        worded(rng, opening, ("180 - {apex} = ",), apex=apex) + _box(both),
-        "Angle",
-        ("Triangle",),
-    )
+    question = rng.choice(["Find the measure of a base angle of the isosceles triangle.", "Find the base angle."])
+    right = worded(rng, opening, steps, apex=apex, both=both) + _box(base)
+    slip = worded(rng, opening, ("180 - {apex} = ",), apex=apex) + _box(both)
+    return SyntheticProblem("isosceles", canvas.picture(), question, base, right, slip, "Angle", ("Triangle",))
 
 
 def polygon_interior_angle(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
@@ -100,16 +94,10 @@ def polygon_interior_angle(rng: random.Random, size: int, level: int = 1, style:
     angle, outer = ratio((sides - 2) * 180, sides), ratio(360, sides)
     opening = ("sides {sides}. ", "it has {sides} sides. ", "a polygon with {sides} sides. ")
     steps = ("({sides} - 2) * 180 / {sides} = ", "{triangles} triangles. {triangles} * 180 / {sides} = ")
-    return SyntheticProblem(
-        "polygon",
-        canvas.picture(),
-        rng.choice(["Find the measure of an interior angle of the regular polygon.", "Find the interior angle."]),
-        angle,
-        worded(rng, opening, steps, sides=sides, triangles=sides - 2) + _box(angle),
-        worded(rng, opening, ("360 / {sides} = ",), sides=sides) + _box(outer),
-        "Angle",
-        ("Polygon",),
-    )
+    question = rng.choice(["Find the measure of an interior angle of the regular polygon.", "Find the interior angle."])
+    right = worded(rng, opening, steps, sides=sides, triangles=sides - 2) + _box(angle)
+    slip = worded(rng, opening, ("360 / {sides} = ",), sides=sides) + _box(outer)
+    return SyntheticProblem("polygon", canvas.picture(), question, angle, right, slip, "Angle", ("Polygon",))
 
 
 def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
@@ -119,26 +107,20 @@ def right_triangle_hypotenuse(rng: random.Random, size: int, level: int = 1, sty
     canvas = Canvas(size, style)
     margin = inset(size)
     x, y = rng.uniform(0.06, 0.09) + margin, 0.93 - rng.uniform(0.01, 0.04) - 1.2 * margin
-    top, right = rng.uniform(0.04, 0.1), rng.uniform(0.9, 0.97)
-    canvas.line((x, y), (x, top), (right, y), closed=True)
+    top, end = rng.uniform(0.04, 0.1), rng.uniform(0.9, 0.97)
+    canvas.line((x, y), (x, top), (end, y), closed=True)
     canvas.label(str(down), jitter(rng, (x - 0.55 * margin, (y + top) / 2), 0.02))
-    canvas.label(str(across), jitter(rng, ((x + right) / 2, y + 0.8 * margin), 0.02))
+    canvas.label(str(across), jitter(rng, ((x + end) / 2, y + 0.8 * margin), 0.02))
     square = across**2 + down**2
     root = math.isqrt(square)
     answer = str(root) if root * root == square else f"\\sqrt {{ {square} }}"
     boxed = str(root) if root * root == square else f"\\sqrt{{{square}}}"
     opening = ("legs {down} and {across}. ", "legs {down}, {across}. ", "the legs are {down} and {across}. ")
     steps = ("{down}^2 + {across}^2 = {square}, ", "{down} * {down} + {across} * {across} = {square}, ")
-    return SyntheticProblem(
-        "right_triangle",
-        canvas.picture(),
-        rng.choice(["Find the length of the hypotenuse.", "Find the hypotenuse of the right triangle."]),
-        answer,
-        worded(rng, opening, steps, down=down, across=across, square=square) + _box(boxed),
-        worded(rng, opening, ("{down} + {across} = ",), down=down, across=across) + _box(down + across),
-        "Length",
-        ("Triangle",),
-    )
+    question = rng.choice(["Find the length of the hypotenuse.", "Find the hypotenuse of the right triangle."])
+    right = worded(rng, opening, steps, down=down, across=across, square=square) + _box(boxed)
+    slip = worded(rng, opening, ("{down} + {across} = ",), down=down, across=across) + _box(down + across)
+    return SyntheticProblem("right_triangle", canvas.picture(), question, answer, right, slip, "Length", ("Triangle",))
 
 
 def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
@@ -168,17 +150,9 @@ def crossing_lines(rng: random.Random, size: int, level: int = 1, style: Style =
     summed = worded(rng, neighbours, sums, given=given) + _box(other)
     copied = worded(rng, equal, ("x = ",), given=given) + _box(given)
     subtracted = worded(rng, neighbours, ("180 - {given} = ",), given=given) + _box(other)
-    return SyntheticProblem(
-        "crossing",
-        canvas.picture(),
-        rng.choice(["Find x.", "Find the angle x at the crossing."]),
-        str(angle),
-        proved if vertical else summed,
-        subtracted if vertical else copied,
-        "Angle",
-        ("Line",),
-        "vertical" if vertical else "supplementary",
-    )
+    question = rng.choice(["Find x.", "Find the angle x at the crossing."])
+    right, slip, kind = (proved, subtracted, "vertical") if vertical else (summed, copied, "supplementary")
+    return SyntheticProblem("crossing", canvas.picture(), question, str(angle), right, slip, "Angle", ("Line",), kind)
 
 
 def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
@@ -194,17 +168,10 @@ def circle_from_radius(rng: random.Random, size: int, level: int = 1, style: Sty
     unit = "" if asked == "diameter" else " \\pi"
     opening = ("radius {radius}", "the radius is {radius}", "it has radius {radius}")
     steps = (". 2 * {radius} = ", ". {radius} + {radius} = ", ". two radii make a diameter. 2 * {radius} = ")
-    return SyntheticProblem(
-        "circle",
-        canvas.picture(),
-        rng.choice([f"Find the {asked} of the circle.", f"Find the {asked}."]),
-        f"{2 * radius}{unit}",
-        worded(rng, opening, steps, radius=radius) + _box(f"{2 * radius}{unit}"),
-        worded(rng, opening, (" = ", ". the answer is "), radius=radius) + _box(f"{radius}{unit}"),
-        "Length",
-        ("Circle",),
-        asked,
-    )
+    question, answer = rng.choice([f"Find the {asked} of the circle.", f"Find the {asked}."]), f"{2 * radius}{unit}"
+    right = worded(rng, opening, steps, radius=radius) + _box(answer)
+    slip = worded(rng, opening, (" = ", ". the answer is "), radius=radius) + _box(f"{radius}{unit}")
+    return SyntheticProblem("circle", canvas.picture(), question, answer, right, slip, "Length", ("Circle",), asked)
 
 
 FAMILIES: dict[str, Family] = {

@@ -70,17 +70,11 @@ def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices
     if n_choices:
         rng = random.Random(f"{row_id}/choices")
         choices, letter = with_distractors(problem.answer, problem.slip, n_choices, rng)
+    meta = {name: getattr(problem, name) for name in META} | {"shapes": list(problem.shapes)}
     return {
-        "id": row_id,
-        "images": [problem.image],
-        "problem": problem.question,
-        "answer": problem.answer,
-        "answer_raw": letter,
-        "choices": choices,
-        "split": split,
-        "source": "synthetic",
-        "meta": {name: getattr(problem, name) for name in META} | {"shapes": list(problem.shapes)},
-    }
+        "id": row_id, "images": [problem.image], "problem": problem.question, "answer": problem.answer,
+        "answer_raw": letter, "choices": choices, "split": split, "source": "synthetic", "meta": meta,
+    }  # fmt: skip
 
 
 def generate(

@@ -32,17 +32,10 @@ def perimeter_digit(rng: random.Random, size: int, level: int = 1, style: Style 
     canvas.line((x, y), (x, top), (rng.uniform(0.75, 0.85), rng.uniform(0.1, 0.2)), (right, y), closed=True)
     canvas.label(str(sides[0]), jitter(rng, (x - 0.55 * margin, (y + top) / 2), 0.02))
     canvas.label(str(sides[1]), jitter(rng, ((x + right) / 2, y + 0.8 * margin), 0.02))
-    return SyntheticProblem(
-        "perimeter",
-        canvas.picture(),
-        f"The other sides are {sides[2]} and {sides[3]}. Find the last digit of the perimeter.",
-        str(sum(sides) % 10),
-        working(rng, sides),
-        working(rng, sides, slip_at=rng.randrange(PLACES)),
-        "Length",
-        ("Quadrilateral",),
-        kind,
-    )
+    question = f"The other sides are {sides[2]} and {sides[3]}. Find the last digit of the perimeter."
+    workings = working(rng, sides), working(rng, sides, slip_at=rng.randrange(PLACES))
+    digit, shapes = str(sum(sides) % 10), ("Quadrilateral",)
+    return SyntheticProblem("perimeter", canvas.picture(), question, digit, *workings, "Length", shapes, kind)
 
 
 def draw_sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:

@@ -134,11 +134,12 @@ def test_tokens_are_those_of_the_models_own_processor() -> None:
     """With the published limits of Qwen2.5-VL, for images below, within and above them."""
     from transformers import Qwen2VLImageProcessor
 
-    processor = Qwen2VLImageProcessor(size={"shortest_edge": 56 * 56, "longest_edge": 16384 * 28 * 28})
+    limits = (28, 56 * 56, 16384 * 28 * 28)
+    processor = Qwen2VLImageProcessor(size={"shortest_edge": limits[1], "longest_edge": limits[2]})
     for size in ((20, 30), (56, 56), (250, 251), (1000, 70)):
         grid = processor(images=[Image.new("RGB", size)], return_tensors="pt")["image_grid_thw"][0]
-        assert image_tokens(*size) == int(grid.prod()) // 4
-    assert image_tokens(9000, 9000) <= 16384
+        assert image_tokens(size, *limits, "1") == int(grid.prod()) // 4
+    assert image_tokens((9000, 9000), *limits, "1") <= 16384
 
 
 def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothing_else(subtests):

@@ -449,8 +449,8 @@ def test_the_judge_is_tried_before_the_run(tmp_path, serve):
 
 WHERE = {"base_url": "http://x/v1", "model": "j"}
 WRONG_JUDGES: list[tuple[Any, str]] = [
-    (None, "judge: base_url is missing"),
-    ({"base_url": "http://x/v1"}, "judge: model is missing"),
+    (None, "judge: no base_url"),
+    ({"base_url": "http://x/v1"}, "judge: no model"),
     ({**WHERE, "base_url": "x"}, "is no http address"),
     ({**WHERE, "modle": 1}, "unknown option 'modle'; did you mean 'model'"),
     ({**WHERE, "budget": 1.5}, "budget: 1.5 is not a whole number"),
