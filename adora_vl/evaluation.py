@@ -182,7 +182,5 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
         self.trainer.control.should_log = due  # Transformers takes this for the step's log, which would be left out
         low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
-        print(
-            f"step {step}: {name} {middle:.1f} % (95 %: {low:.1f} to {high:.1f}) of {amount(total, 'problem')}",
-            flush=True,
-        )
+        interval = f"(95 %: {low:.1f} to {high:.1f})"
+        print(f"step {step}: {name} {middle:.1f} % {interval} of {amount(total, 'problem')}", flush=True)

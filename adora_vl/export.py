@@ -130,9 +130,8 @@ def _merge(source: Path, target: Path) -> None:
         read_config("RUN", base)
         model = load_merged(base, adapters, {"dtype": "auto", "device_map": None, "trust_remote_code": False})
     except OSError as error:
-        raise UserError(
-            f"RUN: the adapter's base model {base!r} cannot be loaded ({why_missing(base, error)})"
-        ) from error
+        why = why_missing(base, error)
+        raise UserError(f"RUN: the adapter's base model {base!r} cannot be loaded ({why})") from error
     model.save_pretrained(target)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.config.key_list import read_keys
-from adora_vl.utils.cli import Parser, exit_code_of, path, read_mapping, yaml_line
+from adora_vl.utils.cli import Parser, dotted, exit_code_of, path, read_mapping, yaml_line
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
@@ -308,19 +308,11 @@ TRAINERS: Mapping[str, Callable[[Migration, Path], None]] = {
 }  # fmt: skip
 
 
-def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """The values by their dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        inside = isinstance(value, Mapping) and value
-        found |= flat(value, f"{above}{name}.") if inside else {f"{above}{name}": value}
-    return found
-
-
 def moved(trainer: str, config: Path, reward: str | None = None) -> Migration:
     """The config of another trainer with our keys. Raises `UserError`."""
     content = read_mapping("CONFIG", config)
-    move = Migration(content if trainer == "trl" else flat(content))
+    flat = {name: each for key, value in content.items() for name, each in dotted(key, value).items()}
+    move = Migration(content if trainer == "trl" else flat)
     TRAINERS[trainer](move, config.parent)
     if reward:
         move.put("adora_reward", [reward], note="--reward")

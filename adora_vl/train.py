@@ -13,16 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.utils import errors
 from adora_vl.utils.cli import EXIT_INTERRUPTED, imports
-from adora_vl.utils.errors import (
-    DiskFullError,
-    RolloutError,
-    RunError,
-    SharedUserError,
-    UserError,
-    in_one_line,
-    lost_contact,
-)
+from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, written_to
 from adora_vl.utils.hidden import masked, masked_text
 from adora_vl.utils.launch import leave, watch_launcher
@@ -55,13 +48,9 @@ def build_trainer(run: Checked) -> AdoraGRPOTrainer:
         own["attn_implementation"] = model.attn_implementation
     config.model_init_kwargs = {**own, **(config.model_init_kwargs or {})}
     return AdoraGRPOTrainer(
-        model=model.model_name_or_path,
-        reward_funcs=list(run.rewards.functions),
-        args=config,
-        train_dataset=run.dataset,
-        peft_config=run.asked.model.peft_config,
-        run=run,
-    )
+        model=model.model_name_or_path, reward_funcs=list(run.rewards.functions), args=config,
+        train_dataset=run.dataset, peft_config=run.asked.model.peft_config, run=run,
+    )  # fmt: skip
 
 
 def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
@@ -79,11 +68,9 @@ def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
     except Exception as error:  # model, engine, optimizer and trackers each have their own
         wrong = next((key for key in given if key in str(error)), None)
         if wrong is not None and isinstance(error, TypeError | ValueError):
-            value = f"{masked(given)[wrong]!r:.60}"
-            raise UserError(
-                f"model_init_kwargs: {wrong}: {value} is refused by the model ({in_one_line(error)})"
-            ) from error
-        raise RunError(f"the model or the engine could not be loaded ({in_one_line(error)})") from error
+            value, why = f"{masked(given)[wrong]!r:.60}", errors.in_one_line(error)
+            raise UserError(f"model_init_kwargs: {wrong}: {value} is refused by the model ({why})") from error
+        raise RunError(f"the model or the engine could not be loaded ({errors.in_one_line(error)})") from error
 
 
 def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
@@ -213,7 +200,7 @@ def report_mistake(error: UserError) -> None:
     it itself.
     """
     place = ""
-    if isinstance(error, SharedUserError) and os.environ.get("RANK", "0") != "0":
+    if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_ALONE_S)
@@ -251,7 +238,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_stop(error)
         return 1
     except RuntimeError as error:
-        lost = lost_contact(error)
+        lost = errors.lost_contact(error)
         if not lost:
             raise
         report_stop(RunError(f"outside the training: {lost}"), cause=error)

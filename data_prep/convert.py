@@ -48,15 +48,9 @@ class Conversion(Cleaning):
 
 
 def convert(
-    location: str,
-    output: Path,
-    columns: Columns,
-    *,
-    options: Conversion | None = None,
-    revision: str | None = None,
-    workers: int = 1,
-    overwrite: bool = False,
-) -> Manifest:
+    location: str, output: Path, columns: Columns, *, options: Conversion | None = None, revision: str | None = None,
+    workers: int = 1, overwrite: bool = False,
+) -> Manifest:  # fmt: skip
     """Convert the table, folder or hub id `location` into the prepared folder `output`. Returns the manifest.
 
     `revision`: of the hub. Raises `UserError`, and then nothing was written but, where too many rows were refused,
@@ -80,9 +74,8 @@ def convert(
         rows = partial(tables.reads, opened, name=name, columns=columns, tests=drawn, limit=wanted.limit)
         rows = partial(rows, drop_instruction=wanted.drop_instruction)
         totals = {} if wanted.test_share else opened.totals
-        return description, {
-            split: SplitReads(partial(rows, split), totals.get(split)) for split in tables.splits_of(opened, tests)
-        }
+        splits = tables.splits_of(opened, tests)
+        return description, {split: SplitReads(partial(rows, split), totals.get(split)) for split in splits}
 
     return prepare(output, wanted, begin, columns.features, workers=workers, overwrite=overwrite)
 
@@ -97,15 +90,13 @@ def open_own(location: str, columns: Columns, revision: str | None, options: Con
                 raise UserError(f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out")
         return tables.named_split(open_local(path, columns), options.split_name)
     if columns.image_dir:
-        raise UserError(
-            f"image_dir: {columns.image_dir!r} is for a table's paths, and a hub id has its own; leave it out"
-        )
+        raise UserError(f"image_dir: {columns.image_dir!r} is for paths in a table; leave it out with a hub id")
     if options.split_name:
         raise UserError(f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits")
     name, _, at = location.partition("@")
     if revision and at:
         raise UserError(f"revision: {revision!r} and {location!r} name one each; give one of them")
-    return open_hub(name, columns, revision=revision or at or None, subset=options.subset, splits=options.splits)
+    return open_hub(name, columns, revision or at or None, options.subset, options.splits)
 
 
 def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> Path:

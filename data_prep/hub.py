@@ -18,7 +18,7 @@ from data_prep.tables import SPLIT_OF, Opened, TablePart, open_local
 
 
 def open_hub(
-    name: str, columns: Columns, *, revision: str | None, subset: str | None, splits: Mapping[str, str]
+    name: str, columns: Columns, revision: str | None, subset: str | None, splits: Mapping[str, str]
 ) -> Opened:
     """The data set `name` at the commit that `revision` (None: the newest) stands for.
 

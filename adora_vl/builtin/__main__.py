@@ -26,9 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--find", choices=(*SHIPPED, TINY_TEXT_MODEL), help="print its folder, built if it is missing")
     parser.add_argument("--start", choices=("drawn", "perimeter"), default="drawn", help="%(default)s by default")
     parser.add_argument("--family", choices=TINY_FAMILIES, default=DEFAULT_FAMILY, help="%(default)s by default")
-    parser.add_argument(
-        "--steps", type=whole(0), default=defaults.steps, help="warm-start steps (%(default)s); 0: random weights"
-    )
+    what_steps = "of the warm start (%(default)s); 0: random weights"
+    parser.add_argument("--steps", type=whole(0), default=defaults.steps, help=what_steps)
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=defaults.seed)
 
     def command() -> None:

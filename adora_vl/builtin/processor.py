@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-    Qwen2_5_VLProcessor,
-    Qwen2VLImageProcessor,
-    Qwen2VLVideoProcessor,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
 
 from adora_vl.models.families import FAMILIES
 
@@ -72,12 +65,9 @@ def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A tokenizer with Qwen's special tokens whose at most `VOCABULARY` entries are learnt from `texts`."""
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_train_tokenizer(texts),
-        eos_token=END_OF_TURN,
-        pad_token=END_OF_TEXT,
-        additional_special_tokens=list(SPECIAL_TOKENS),
-        padding_side="left",
-    )
+        tokenizer_object=_train_tokenizer(texts), eos_token=END_OF_TURN, pad_token=END_OF_TEXT,
+        additional_special_tokens=list(SPECIAL_TOKENS), padding_side="left",
+    )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -93,12 +83,12 @@ def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
     assert vision is not None
     own: dict[str, Any] = {"patch_size": vision.unit // 2}
     processor: Any = Qwen2_5_VLProcessor
-    video: Any = Qwen2VLVideoProcessor
+    video: Any = transformers.Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_5"):
         own |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}  # as published
-        processor, video = Qwen3VLProcessor, Qwen3VLVideoProcessor
+        processor, video = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor
     return processor(
-        image_processor=Qwen2VLImageProcessor(min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **own),
+        image_processor=transformers.Qwen2VLImageProcessor(min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **own),
         tokenizer=tokenizer,
         video_processor=video(),
         chat_template=CHAT_TEMPLATE,

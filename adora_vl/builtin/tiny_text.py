@@ -47,9 +47,8 @@ def _warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, plan: TextStart)
     rng = random.Random(plan.seed)
     examples = []
     for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
-        prompt = tokenizer.apply_chat_template(
-            conversation(row["problem"], None), add_generation_prompt=True, tokenize=False
-        )
+        asked = conversation(row["problem"], None)
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
         ids, told = (tokenizer(text)["input_ids"] for text in (prompt, row["meta"]["solution"] + END_OF_TURN))
         examples.append((torch.tensor(ids + told), torch.tensor([-100] * len(ids) + told)))
 

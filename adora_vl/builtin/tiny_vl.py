@@ -12,14 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    Qwen2_5_VLConfig,
-    Qwen3_5Config,
-    Qwen3VLConfig,
-)
+from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedTokenizerBase
 
 from adora_vl.builtin import DEFAULT_FAMILY, WarmStart
 from adora_vl.builtin.processor import END_OF_TURN, build_processor, processor_around
@@ -37,19 +30,19 @@ WIDTH, LAYERS, HEAD_SIZE = 96, 3, 32
 # layers but the last, and rotates a quarter of each head there as published.
 _OWN: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # config, text, rotary, vision
     "qwen2_5_vl": (
-        Qwen2_5_VLConfig,
+        transformers.Qwen2_5_VLConfig,
         {"layer_types": ["full_attention"] * LAYERS},
         {"mrope_section": [4, 6, 6]},
         {"fullatt_block_indexes": list(range(LAYERS)), "window_size": 112},
     ),
     "qwen3_vl": (
-        Qwen3VLConfig,
+        transformers.Qwen3VLConfig,
         {},
         {"mrope_section": [6, 5, 5], "mrope_interleaved": True},
         {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64},
     ),
     "qwen3_5": (
-        Qwen3_5Config,
+        transformers.Qwen3_5Config,
         {
             "layer_types": ["linear_attention"] * (LAYERS - 1) + ["full_attention"],
             "linear_key_head_dim": HEAD_SIZE,
@@ -69,19 +62,11 @@ def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     Untied, because the CPU engine refreshes only one use of a tied embedding when weights are synced.
     """
     return {
-        "vocab_size": len(tokenizer),
-        "hidden_size": WIDTH,
-        "intermediate_size": 2 * WIDTH,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": WIDTH // HEAD_SIZE,
-        "num_key_value_heads": 1,
-        "head_dim": HEAD_SIZE,
-        "max_position_embeddings": 2048,
-        "bos_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-        "tie_word_embeddings": False,
-    }
+        "vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS,
+        "num_attention_heads": WIDTH // HEAD_SIZE, "num_key_value_heads": 1, "head_dim": HEAD_SIZE,
+        "max_position_embeddings": 2048, "bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": False,
+    }  # fmt: skip
 
 
 def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMILY) -> Any:
@@ -93,25 +78,15 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
     rotary = {"rope_type": "default", "rope_theta": 1e4, **own_rotary}
     text = {**language_settings(tokenizer), "rope_parameters": rotary, **own_text}
     vision = {
-        "depth": LAYERS,
-        "hidden_size": WIDTH,
-        "num_heads": WIDTH // HEAD_SIZE,
-        "intermediate_size": 2 * WIDTH,
-        "out_hidden_size": WIDTH,
-        "patch_size": known.unit // 2,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
+        "depth": LAYERS, "hidden_size": WIDTH, "num_heads": WIDTH // HEAD_SIZE, "intermediate_size": 2 * WIDTH,
+        "out_hidden_size": WIDTH, "patch_size": known.unit // 2, "spatial_merge_size": 2, "temporal_patch_size": 2,
         **own_vision,
-    }
+    }  # fmt: skip
     return config(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=False,
-    )
+        text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
+    )  # fmt: skip
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY) -> Any:
@@ -124,13 +99,8 @@ def build_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str =
                 continue
             # Wider than the default 0.02, which at this width leaves the first hundreds of steps without a gradient.
             fan_in = parameter[0].numel()
-            std = (
-                0.05
-                if "embed_tokens" in name or "pos_embed" in name
-                else 0.03
-                if "patch_embed" in name
-                else 0.5 / fan_in**0.5
-            )
+            looked_up = "embed_tokens" in name or "pos_embed" in name
+            std = 0.05 if looked_up else 0.03 if "patch_embed" in name else 0.5 / fan_in**0.5
             torch.nn.init.normal_(parameter, std=std)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -151,12 +121,8 @@ class Encoded:
 
 
 def encode(processor: Any, rows: list[Row], system_prompt: str) -> Encoded:
-    texts = [
-        processor.apply_chat_template(
-            conversation_with_images(row["problem"], 1, system_prompt), add_generation_prompt=True, tokenize=False
-        )
-        for row in rows
-    ]
+    asked = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
+    texts = [processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in asked]
     batch = processor(text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt")
     prompts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     pixels = batch["pixel_values"].view(len(rows), -1, batch["pixel_values"].shape[-1])
@@ -173,9 +139,10 @@ def _answers(processor: Any, rows: list[Row], rng: random.Random) -> list[Tensor
     return answers
 
 
-def answer_loss(
-    model: Any, data: Encoded, answers: Sequence[Tensor] | Mapping[int, Tensor], picks: list[int]
-) -> Tensor:
+Answers = Sequence[Tensor] | Mapping[int, Tensor]  # by the number of the row
+
+
+def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -> Tensor:
     pad = model.config.get_text_config().pad_token_id
     sequences = [torch.cat([data.prompts[i], answers[i]]) for i in picks]
     labels = [torch.cat([torch.full_like(data.prompts[i], -100), answers[i]]) for i in picks]

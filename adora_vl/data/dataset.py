@@ -114,15 +114,11 @@ def write_manifest(
     `description`: source, input, revision and arguments.
     """
     manifest = {
-        **description,
-        "made_by": MADE_BY,
-        "counts": dict(counts),
+        **description, "made_by": MADE_BY, "counts": dict(counts),
         "quarantined": quarantined or {"rows": 0, "reasons": {}},
-        "leaks": leaks or {"found": 0, "dropped": 0, "rows": []},
-        **({"noted": dict(noted)} if noted else {}),
-        "files": file_hashes(folder),
-        "versions": {package: version(package) for package in _PACKAGES},
-    }
+        "leaks": leaks or {"found": 0, "dropped": 0, "rows": []}, **({"noted": dict(noted)} if noted else {}),
+        "files": file_hashes(folder), "versions": {package: version(package) for package in _PACKAGES},
+    }  # fmt: skip
     (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return manifest
 

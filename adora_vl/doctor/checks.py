@@ -24,10 +24,9 @@ WRONG = "918273.645"  # no problem's answer
 Row = Mapping[str, Any]
 
 OLDEST_DRIVER = {"13": 580}  # by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility
-Find = Callable[[str], str | None]  # where a program is
+Find = Callable[[str], str | None]  # where a program is, or the version of a distribution
 OURS = "adora-vl"
 SHOWN = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
-Installed = Callable[[str], str | None]  # the version of a distribution
 
 
 def _boxed(answer: str) -> str:
@@ -172,7 +171,7 @@ def ranges() -> dict[str, Requirement]:
     return {requirement.name: requirement for requirement in found}
 
 
-def check_version(name: str, wanted: Mapping[str, Requirement], find: Installed, *, needed: bool) -> Check:
+def check_version(name: str, wanted: Mapping[str, Requirement], find: Find, *, needed: bool) -> Check:
     """One distribution; where the run does not need it, a missing one is no failure."""
     title, found = f"version of {name}", find(name)
     requirement = wanted.get(name)
@@ -193,7 +192,7 @@ def check_libraries() -> list[Check]:
     return [check_version(name, ranges(), installed, needed=True) for name in SHOWN]
 
 
-def check_parts(*, use_vllm: bool, use_peft: bool, use_deepspeed: bool, find: Installed | None = None) -> list[Check]:
+def check_parts(*, use_vllm: bool, use_peft: bool, use_deepspeed: bool, find: Find | None = None) -> list[Check]:
     """What only some runs need: either build of vLLM, DeepSpeed, peft."""
     find, wanted = find or installed, ranges()
     engine = next((name for name in VLLM_DISTRIBUTIONS if find(name) is not None), VLLM_DISTRIBUTIONS[0])

@@ -85,9 +85,8 @@ class SampleReplay(Extension):
         self._fresh = self._packed(batch, live, step)
         alike = [one for one in self.kept if one.columns == tuple(sorted(batch))]
         place = f"{place}/{self.accelerator.process_index}"
-        numbers = replayed(
-            [one.size for one in alike], self.config.adora_rollouts.replay_alpha, live.count(False), place
-        )
+        alpha = self.config.adora_rollouts.replay_alpha
+        numbers = replayed([one.size for one in alike], alpha, live.count(False), place)
         taken = [alike[number] for number in numbers]
         generation.batch = self._refilled(batch, live, taken)
         self._log(len(live), [step - one.step for one in taken])

@@ -44,9 +44,8 @@ def most_dependent(dependency_BC: Tensor, mask_BC: Tensor, share: float) -> Tens
     counts = [math.ceil(share * int(tokens) - 1e-9) for tokens in mask_BC.sum(dim=1).tolist()]
     ranked_BC = dependency_BC.masked_fill(~mask_BC.bool(), -torch.inf)
     order_BC = ranked_BC.argsort(dim=1, descending=True, stable=True)
-    chosen_BC = (
-        torch.arange(mask_BC.size(1), device=mask_BC.device) < torch.tensor(counts, device=mask_BC.device)[:, None]
-    )
+    counts_B = torch.tensor(counts, device=mask_BC.device)
+    chosen_BC = torch.arange(mask_BC.size(1), device=mask_BC.device) < counts_B[:, None]
     return torch.zeros_like(chosen_BC).scatter(1, order_BC, chosen_BC)
 
 

@@ -138,14 +138,10 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
     )
     parts = {
-        "GENERATOR": GENERATOR,
-        "POLICY": policy,
-        "TITLE": escape(", ".join(view.name for view in views)),
-        "STYLE": style,
-        "DATA": _packed({"runs": runs, "rollout": ROLLOUT[:-1], "formula": FORMULA}),
-        "TEXTS": _packed({"completions": completions, "images": images, "math": math}),
-        "SCRIPT": script,
-    }
+        "GENERATOR": GENERATOR, "POLICY": policy, "TITLE": escape(", ".join(view.name for view in views)),
+        "STYLE": style, "DATA": _packed({"runs": runs, "rollout": ROLLOUT[:-1], "formula": FORMULA}),
+        "TEXTS": _packed({"completions": completions, "images": images, "math": math}), "SCRIPT": script,
+    }  # fmt: skip
     page = (_VIEWER / "page.html").read_text(encoding="utf-8")
     before, *pieces = page.split("{{")
     for piece in pieces:  # in one pass, so that no part is looked for in another

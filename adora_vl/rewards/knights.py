@@ -96,13 +96,10 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
 
 
 def _verdicts(
-    judge: Callable[[str, str], tuple[str, str | None]],
-    completions: Sequence[Any],
-    answer: Sequence[str] | None = None,
-    log_extra: Callable[[str, list[Any]], None] | None = None,
-    log_metric: Callable[[str, float], None] | None = None,
-    **columns: Any,
-) -> list[tuple[str, str]]:
+    judge: Callable[[str, str], tuple[str, str | None]], completions: Sequence[Any],
+    answer: Sequence[str] | None = None, log_extra: Callable[[str, list[Any]], None] | None = None,
+    log_metric: Callable[[str, float], None] | None = None, **columns: Any,
+) -> list[tuple[str, str]]:  # fmt: skip
     """Each text with the verdict on it, which goes into the record and the log."""
     if answer is None:
         raise UserError("the dataset has no column 'answer': the reward needs the reference answer of every row")

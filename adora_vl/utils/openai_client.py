@@ -210,12 +210,9 @@ class ChatClient:
         if status == httpx.codes.NOT_FOUND:  # an address that goes on too far, or not far enough
             why = f" at {address}{why}"
         raise EndpointError(
-            f"HTTP {status}{why}",
-            again=again,
-            wait_s=_seconds(said.get("Retry-After")),
-            refused=status in _REFUSED,
+            f"HTTP {status}{why}", again=again, wait_s=_seconds(said.get("Retry-After")), refused=status in _REFUSED,
             too_long=bool(_LONG_PROMPT.search(why)) and not _LONG_ANSWER.search(why),
-        )
+        )  # fmt: skip
 
 
 def fetch(
