@@ -55,10 +55,8 @@ def take_evaluations(
     if config.eval_strategy == IntervalStrategy.NO:
         return None
     if not config.adora_eval and not folders:
-        raise UserError(
-            "adora_eval: [] with eval_strategy: steps has nothing to evaluate on; name a BENCHMARK=DATA, or give the "
-            "trainer an eval_dataset"
-        )
+        nothing = "adora_eval: [] with eval_strategy: steps has nothing to evaluate on"
+        raise UserError(f"{nothing}; name a BENCHMARK=DATA, or give the trainer an eval_dataset")
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
     loaded = [(entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)]
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])

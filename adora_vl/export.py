@@ -176,9 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             source = export(options.run, options.output, adapter=options.adapter, universal=options.universal)
         except (OSError, SafetensorError) as error:  # what safetensors raises for a full disk
             reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
-            raise UserError(
-                f"OUT: {str(options.output)!r} cannot be written ({reason}); make room there, or name another folder"
-            ) from error
+            remedy = "make room there, or name another folder"
+            raise UserError(f"OUT: {str(options.output)!r} cannot be written ({reason}); {remedy}") from error
         print(f"{source} -> {options.output}")
         if not options.universal:
             print(f"Serve it      {serve_command(options.output)}")

@@ -109,10 +109,8 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     except Exception as error:
         where = trainer.checkpoints.where_to_go_on()
         if disk_is_full(error):
-            raise DiskFullError(
-                f"the model could not be written (no space left on the disk of {str(output_dir)!r}); make room there, "
-                f"and {where}"
-            ) from None
+            why = f"no space left on the disk of {str(output_dir)!r}"
+            raise DiskFullError(f"the model could not be written ({why}); make room there, and {where}") from None
         raise RunError(f"the model could not be written into {str(output_dir)!r} ({error}); {where}") from error
     return merged
 

@@ -63,12 +63,8 @@ def convert(
         opened = open_own(location, columns, revision, wanted)
         name = wanted.name or _name_of(location)
         own = {"name": name, "splits": dict(wanted.splits), "columns": columns.described()}
-        description = {
-            "source": f"own/{opened.kind}",
-            "input": location,
-            "revision": opened.revision,
-            "arguments": {**recorded(asdict(wanted)), **own},
-        }
+        description: dict[str, Any] = {"source": f"own/{opened.kind}", "input": location, "revision": opened.revision}
+        description["arguments"] = {**recorded(asdict(wanted)), **own}
         tests = HeldOutShare(wanted.test_share, wanted.seed)
         drawn = DrawnTests(tests, columns) if tests.share else None
         rows = partial(tables.reads, opened, name=name, columns=columns, tests=drawn, limit=wanted.limit)

@@ -138,10 +138,8 @@ def leave_out(folder: Path, split: str, features: Features, contradicting: Pairs
 
 
 def _contradiction(row: Row, own: Answered, other: Answered) -> RowError:
-    wrong = (
-        f"its question and pictures are those of {other.origin} ({other.row_id}), where the answer is "
-        f"{shown(other.gold)} and not {shown(own.gold)}"
-    )
+    where = f"{other.origin} ({other.row_id}), where the answer is {shown(other.gold)} and not {shown(own.gold)}"
+    wrong = f"its question and pictures are those of {where}"
     originals = [image["bytes"] for image in row["images"]]
     record = {name: row[name] for name in ("problem", "answer", "answer_raw", "choices")}
     remedy = f"correct one of them, or remove {own.origin}"

@@ -106,10 +106,8 @@ def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
         if not _is_made(folder, wanted):
             manifest = read_manifest(folder)
             if manifest is not None and manifest["source"] != wanted["source"]:
-                raise UserError(
-                    f"dataset: {str(folder)!r} holds {manifest['source']!r}, not {wanted['source']} data; choose "
-                    "another folder"
-                )
+                holds = f"{str(folder)!r} holds {manifest['source']!r}, not {wanted['source']} data"
+                raise UserError(f"dataset: {holds}; choose another folder")
             prepare_drawn(folder, drawn, overwrite=True)
     return folder
 

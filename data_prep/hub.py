@@ -73,10 +73,8 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
 
 def _unreachable(name: str, revision: str | None, reason: str) -> UserError:
     at = f" at revision {revision!r}" if revision else ""
-    return UserError(
-        f"input: {name!r}{at} cannot be loaded from the hub ({reason:.300}); check the id and the network, or give a "
-        "downloaded copy"
-    )
+    remedy = "check the id and the network, or give a downloaded copy"
+    return UserError(f"input: {name!r}{at} cannot be loaded from the hub ({reason:.300}); {remedy}")
 
 
 def commit_of(name: str, revision: str | None) -> str:

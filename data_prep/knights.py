@@ -63,11 +63,11 @@ def is_true(said: Said, assignment: int) -> bool:
 
 def solutions(people: int, everything_said: tuple[Said, ...]) -> list[int]:
     """Every assignment in which knights, and they alone, say what is true."""
-    return [
-        assignment
-        for assignment in range(2**people)
-        if all(is_true(said, assignment) == bool(assignment >> said[0] & 1) for said in everything_said)
-    ]
+
+    def fits(assignment: int) -> bool:
+        return all(is_true(said, assignment) == bool(assignment >> said[0] & 1) for said in everything_said)
+
+    return list(filter(fits, range(2**people)))
 
 
 def _draw(people: int, rng: random.Random) -> tuple[tuple[Said, ...], int]:
@@ -91,10 +91,9 @@ def assignment_text(names: tuple[str, ...], assignment: int) -> str:
 
 
 def _row(names: tuple[str, ...], said: tuple[Said, ...], solution: int, row_id: str, split: str) -> Row:
-    lines = [
-        f"{names[speaker]} says: {statement.words.format(*(names[person] for person in about))}."
-        for speaker, statement, about in said
-    ]
+    lines = []
+    for speaker, statement, about in said:
+        lines.append(f"{names[speaker]} says: {statement.words.format(*(names[person] for person in about))}.")
     gold = assignment_text(names, solution)
     rng = random.Random(f"{row_id}/slip")
     wrong = solution ^ rng.randrange(1, 2 ** len(names))

@@ -93,17 +93,13 @@ def refuse_foreign(output: Path) -> None:
             return
     manifest = read_manifest(output)
     if manifest is None:
-        raise UserError(
-            f"output: {str(output)!r} is not empty and not a prepared dataset (no {MANIFEST_NAME} of ours); "
-            "choose another folder or empty it"
-        )
+        what = f"is not empty and not a prepared dataset (no {MANIFEST_NAME} of ours)"
+        raise UserError(f"output: {str(output)!r} {what}; choose another folder or empty it")
     there = {path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir()}
     foreign = there - {MANIFEST_NAME, *manifest["files"]}
     if foreign:
-        raise UserError(
-            f"output: {str(output)!r} holds {min(foreign)!r}, which is not part of the prepared dataset there; "
-            "move it away or choose another folder"
-        )
+        holds = f"{str(output)!r} holds {min(foreign)!r}, which is not part of the prepared dataset there"
+        raise UserError(f"output: {holds}; move it away or choose another folder")
 
 
 def remove_report(folder: Path) -> None:

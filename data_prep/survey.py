@@ -136,9 +136,8 @@ def _tokenizer(model: str) -> TextTokens:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=only_here(model), trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"model: {model!r} has no tokenizer that can be loaded ({error}); give a model folder or leave --model out"
-        ) from error
+        remedy = "give a model folder or leave --model out"
+        raise UserError(f"model: {model!r} has no tokenizer that can be loaded ({error}); {remedy}") from error
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -216,10 +215,9 @@ def _table(found: Survey) -> list[str]:
             continue  # no row has it
         values = sorted(total, key=lambda value: (-total[value], value))
         title = "image size (longest side)" if name == "image size" else name
-        blocks[title] = {
-            printable(value)[:40]: [str(facts.counts[name][value]) for facts in splits.values()]
-            for value in values[:_SHOWN_VALUES]
-        }
+        block = blocks[title] = {}
+        for value in values[:_SHOWN_VALUES]:
+            block[printable(value)[:40]] = [str(facts.counts[name][value]) for facts in splits.values()]
         if len(values) > _SHOWN_VALUES:
             blocks[title][f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
     if any(any(facts.tokens) for facts in splits.values()):

@@ -198,10 +198,8 @@ def _card(row: Row, split: str) -> str:
         "family": meta.get("family") or "",
     }
     terms = "".join(f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value)
-    return (
-        f"<article><h3>{_text(row['id'])} ({escape(split)})</h3>{pictures}"
-        f"<p>{_text(row['problem'])}</p>{listed}<dl>{terms}</dl></article>"
-    )
+    title, problem = f"{_text(row['id'])} ({escape(split)})", _text(row["problem"])
+    return f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{listed}<dl>{terms}</dl></article>"
 
 
 def _text(value: str) -> str:

@@ -77,10 +77,8 @@ def data_folders(script: AdoraScriptArguments) -> list[str]:
     assert not isinstance(columns, str), "the arguments have read it"
     file = next((name for name in script.dataset_name if columns is None and Path(name).is_file()), None)
     if file is not None:
-        raise UserError(
-            f"dataset_name: {file!r} is a file; say which of its columns is what, such as adora_columns: "
-            "{problem: question, answer: label}"
-        )
+        example = "adora_columns: {problem: question, answer: label}"
+        raise UserError(f"dataset_name: {file!r} is a file; say which of its columns is what, such as {example}")
     if columns is not None and all(map(_is_prepared, script.dataset_name)):
         raise UserError(
             f"adora_columns: {columns} names columns of a table, but dataset_name: {', '.join(script.dataset_name)} "

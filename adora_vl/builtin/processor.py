@@ -48,9 +48,8 @@ CHAT_TEMPLATE = """\
 def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     # Single digits: a model this small adds and halves numbers only if their digits are its tokens.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,

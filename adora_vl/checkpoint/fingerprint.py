@@ -140,8 +140,6 @@ def problem_among(everyone: Sequence[Seen], output_dir: Path) -> str | None:
             )
         if seen.differs:
             more = f" (and {len(seen.differs) - 1} more)" if len(seen.differs) > 1 else ""
-            return (
-                f"{where} the run is not the one of rank 0: {seen.differs[0]}{more}; start every machine with the same "
-                "arguments, data and model"
-            )
+            remedy = "start every machine with the same arguments, data and model"
+            return f"{where} the run is not the one of rank 0: {seen.differs[0]}{more}; {remedy}"
     return None

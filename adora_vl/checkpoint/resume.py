@@ -28,18 +28,17 @@ def lock_output_dir(output_dir: Path) -> FileLock:
     Raises `UserError` if another process holds it, or if the folder cannot be made.
     """
     refuse_dangling("output_dir", output_dir)
+    here = repr(str(output_dir))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         lock = FileLock(output_dir / LOCK, is_singleton=True)
         lock.acquire(blocking=False)
     except Timeout as error:
-        raise UserError(
-            f"output_dir: another run is writing to {str(output_dir)!r}; wait for it, end it, or choose another folder"
-        ) from error
+        remedy = "wait for it, end it, or choose another folder"
+        raise UserError(f"output_dir: another run is writing to {here}; {remedy}") from error
     except OSError as error:
-        raise UserError(
-            f"output_dir: {str(output_dir)!r} cannot be made or written to ({error.strerror}); choose another folder"
-        ) from error
+        why = f"cannot be made or written to ({error.strerror})"
+        raise UserError(f"output_dir: {here} {why}; choose another folder") from error
     return lock
 
 

@@ -253,10 +253,8 @@ def _parquet(path: Path) -> Iterator[Any]:
 def _files_of(folder: Path, split: str) -> list[Path]:
     files = split_files(folder)
     if split not in files:
-        raise UserError(
-            f"dataset: {str(folder)!r} has no split {split!r} (expected data/{split}-*.parquet); "
-            f"it has {', '.join(files) or 'none'}"
-        )
+        expected = f"(expected data/{split}-*.parquet); it has {', '.join(files) or 'none'}"
+        raise UserError(f"dataset: {str(folder)!r} has no split {split!r} {expected}")
     return files[split]
 
 

@@ -46,10 +46,8 @@ def check_trackers(report_to: Sequence[str]) -> None:
     for name in report_to:
         packages = _PACKAGES.get(name, ())
         if packages and not any(find_spec(package) for package in packages):
-            raise UserError(
-                f"report_to: '{name}' is not installed; pip install {packages[0]}, or leave it out (metrics.jsonl is "
-                "always written)"
-            )
+            remedy = f"pip install {packages[0]}, or leave it out (metrics.jsonl is always written)"
+            raise UserError(f"report_to: '{name}' is not installed; {remedy}")
 
 
 def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:

@@ -308,10 +308,8 @@ def _paragraph(a: Side, b: Side, held_out: Figures, rest: Figures, keys: Sequenc
     main = held_out[0].difference
     assert main.low is not None and main.high is not None
     verdict = "is better than" if main.low > 0 else "is worse than" if main.high < 0 else "cannot be told from"
-    text = (
-        f"{b.title} {verdict} {a.title}: {100 * main.value:+.1f} points on {held_out[0].figure} "
-        f"(95 %: {_interval(main)}, over {main.over})."
-    )
+    gain = f"{100 * main.value:+.1f} points on {held_out[0].figure}"
+    text = f"{b.title} {verdict} {a.title}: {gain} (95 %: {_interval(main)}, over {main.over})."
     for axis in _UNITS:
         same = next((line for line in rest if line.axis == axis), None)
         if same is not None:
@@ -426,10 +424,8 @@ def _beside_lines(after: ScoreFile, beside: ScoreFile) -> list[str]:
     """The difference to what stands beside, problem by problem, and where a stored score comes from."""
     lines = []
     if found := between_problems([beside], [after]):
-        lines.append(
-            f"after - {beside.name}: {found.points} "
-            f"(paired bootstrap over {found.over}; what another seed would change is not in it)."
-        )
+        said = f"(paired bootstrap over {found.over}; what another seed would change is not in it)"
+        lines.append(f"after - {beside.name}: {found.points} {said}.")
     if stored := beside.score.get("stored"):
         versions = ", ".join(f"{package} {version}" for package, version in stored["versions"].items())
         lines.append(f"{beside.name} was not run now: it is stored, of {stored['date']}, with {versions}, by")

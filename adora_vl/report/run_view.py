@@ -188,11 +188,8 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     rewards = [row["reward"] for row in rows if row["reward"] is not None]
     group = {name: first[name] for name in _GROUP} | {"id": row_id, "equal": len(set(rewards)) <= 1}
     group |= {"left": len(rows) - len(rewards), "size": len(rows)}
-    return {
-        **{name: _rounded(value) for name, value in group.items()},
-        "why": weight_reason(group, settings),
-        "rollouts": [_rollout(row) for row in rows],
-    }
+    shown = {name: _rounded(value) for name, value in group.items()}
+    return {**shown, "why": weight_reason(group, settings), "rollouts": [_rollout(row) for row in rows]}
 
 
 def _rollout(row: Json) -> list[Any]:

@@ -69,10 +69,8 @@ class JudgeReward:
         """
         said = columns.get("problem") or [completion_text(prompt) for prompt in prompts or [""] * len(completions)]
         references = columns.get("answer") or [None] * len(completions)
-        asked = [
-            self.messages(str(one), reference, completion_text(reply))
-            for one, reference, reply in zip(said, references, completions, strict=True)
-        ]
+        rows = zip(said, references, completions, strict=True)
+        asked = [self.messages(str(one), reference, completion_text(reply)) for one, reference, reply in rows]
         known = [self._known(messages) is not None for messages in asked]
         found = self.client.each(self._score, asked)
         if self._refused is not None:

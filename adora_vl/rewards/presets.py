@@ -67,10 +67,8 @@ def reward_functions(
         if preset in presets[:index]:
             raise UserError(f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead")
     graders = {rounding: _Grader(rounding, answer_tags) for rounding in (False, True)}
-    return [
-        OTHERS.get(preset) or _reward_function(preset, graders[preset in rounded], logs=index == 0)
-        for index, preset in enumerate(presets)
-    ]
+    first = presets[0]
+    return [OTHERS.get(one) or _reward_function(one, graders[one in rounded], logs=one == first) for one in presets]
 
 
 class _Grader:

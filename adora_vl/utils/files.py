@@ -273,10 +273,8 @@ def refuse_dangling(option: str, path: Path) -> None:
     """Raise `UserError` where `path` is, or lies in, a link to something that is not there."""
     for place in (path, *path.parents):
         if os.path.islink(place) and not os.path.exists(place):  # noqa: PTH110, PTH114  # no error for too long a name
-            raise UserError(
-                f"{option}: {str(place)!r} is a link to {str(place.readlink())!r}, which is not there; make that, or "
-                "remove the link"
-            )
+            leads = f"{str(place)!r} is a link to {str(place.readlink())!r}, which is not there"
+            raise UserError(f"{option}: {leads}; make that, or remove the link")
 
 
 def check_folder(option: str, folder: Path) -> None:

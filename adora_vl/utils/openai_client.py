@@ -215,9 +215,11 @@ class ChatClient:
         )  # fmt: skip
 
 
-def fetch(
-    address: str, timeout_s: float, content: bytes | None = None, headers: Mapping[str, str] | None = None
-) -> tuple[int, Mapping[str, str], bytes]:
+Headers = Mapping[str, str]
+Exchanged = tuple[int, Headers, bytes]  # status, headers and body
+
+
+def fetch(address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None) -> Exchanged:
     """Status, headers and body of one exchange, a GET where there is no `content`. All of it ends after `timeout_s`.
 
     The proxy of the environment is used, but not for this machine itself, and no redirect is followed: the key goes to
@@ -232,18 +234,13 @@ def fetch(
         return threads.apply(exchange)
 
 
-async def _exchange(
-    address: str, timeout_s: float, content: bytes | None, headers: Mapping[str, str] | None
-) -> tuple[int, Mapping[str, str], bytes]:
+async def _exchange(address: str, timeout_s: float, content: bytes | None, headers: Headers | None) -> Exchanged:
     received = bytearray()
     asking = httpx.AsyncClient(verify=_trusted(), trust_env=not is_here(address), timeout=None)  # noqa: S113  # below
     method = "GET" if content is None else "POST"
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            asking as client,
-            client.stream(method, address, content=content, headers=headers) as reply,
-        ):
+        call = asking.stream(method, address, content=content, headers=headers)
+        async with asyncio.timeout(timeout_s), asking, call as reply:
             async for part in reply.aiter_bytes():
                 received += part
                 if not reply.is_success and len(received) > _SAID:
