@@ -33,7 +33,6 @@ from eval.inference.provenance import OF_THE_RUN, settle_prompts, unusual_prompt
 
 
 def add_synthetic(commands: Any) -> None:
-    """Add the command `synthetic`."""
     command = commands.add_parser("synthetic", help="drawn geometry problems; equal arguments give equal problems")
     _add_drawn(command, _synthetic)
     add = command.add_argument
@@ -45,7 +44,6 @@ def add_synthetic(commands: Any) -> None:
 
 
 def add_knights(commands: Any) -> None:
-    """Add the command `knights`."""
     command = commands.add_parser("knights", help="knights-and-knaves puzzles, texts without images, with one solution")
     _add_drawn(command, _knights, rows_required=False)
     add = command.add_argument
@@ -62,7 +60,6 @@ def add_output(command: argparse.ArgumentParser) -> None:
 
 
 def _add_drawn(command: argparse.ArgumentParser, run: Any, *, rows_required: bool = True) -> None:
-    """The options of what is drawn here."""
     add_output(command)
     add = command.add_argument
     add("--rows", type=whole(1, MAX_ROWS), required=rows_required, metavar="N", help="training rows")
@@ -126,7 +123,6 @@ MAX_SAMPLES, MAX_TOKENS = 1024, 2**20
 
 
 def add_filter(commands: Any) -> None:
-    """Add the command."""
     command = commands.add_parser("filter", help="keep the problems that a model solves sometimes, by sampling answers")
     add = command.add_argument
     add("--input", type=optional(path), metavar="DIR", help="a folder that data_prep made")
@@ -276,7 +272,6 @@ def _add_geometry3k(commands: Any) -> None:
 
 
 def _add_cleaning(command: argparse.ArgumentParser) -> None:
-    """The options of how the rows of a source are cleaned."""
     add = command.add_argument
     pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
     add("--max-pixels", type=pixels, metavar="N", help="shrink larger images as the model does, default: keep them")

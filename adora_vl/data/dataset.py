@@ -88,7 +88,6 @@ def write_split(rows: Iterable[Row], folder: Path, split: str, features: Feature
 
 
 def _group(rows: Iterator[Row]) -> Iterator[Row]:
-    """The rows of the next row group."""
     left = _GROUP_BYTES
     for row in islice(rows, _GROUP_ROWS):
         yield row

@@ -270,7 +270,6 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
 
 
 def _refuse_undecoded(image: Image.Image, first_frame: bool) -> None:
-    """Refuse an image by its header, before it is decoded."""
     if image.width * image.height > MAX_DECODED_PIXELS:
         size = f"{image.width} x {image.height}"
         raise UnreadableImageError("image_too_large", f"{size} pixels are over the limit of {MAX_DECODED_PIXELS}")

@@ -36,14 +36,12 @@ class Part:
     first: int
     last: int
 
-    def covers(self, other: Part) -> bool:
-        return self != other and self.first <= other.first and other.last <= self.last
-
 
 def parts(folder: Path) -> list[Part]:
     """The files that count, in the order of their steps."""
     found = [part for path in folder.glob("*") if (part := _part(path)) is not None]
-    return sorted((p for p in found if not any(other.covers(p) for other in found)), key=lambda part: part.first)
+    within = {b for a in found for b in found if a != b and a.first <= b.first and b.last <= a.last}  # of merged ones
+    return sorted(set(found) - within, key=lambda part: part.first)
 
 
 def _part(path: Path) -> Part | None:

@@ -134,12 +134,7 @@ def to_json(logs: Mapping[str, Any]) -> str:
     """The rows of the newest generation. Images are left out; what JSON does not know becomes its text."""
     kept: dict[str, Any] = {name: list(logs[name]) for name in _COLUMNS}
     kept |= {group: {name: list(values) for name, values in logs[group].items()} for group in _GROUPS}
-    return json.dumps(kept, default=_plain)
-
-
-def _plain(value: Any) -> Any:
-    """A number of NumPy or torch as Python's, anything else as its text."""
-    return value.item() if hasattr(value, "item") else str(value)
+    return json.dumps(kept, default=lambda value: value.item() if hasattr(value, "item") else str(value))
 
 
 def from_json(text: str, logs: Mapping[str, Any]) -> None:

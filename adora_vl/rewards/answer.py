@@ -111,7 +111,6 @@ def _plain(raw: str) -> Answer:
 
 
 def _valued(text: str, raw: str) -> Answer:
-    """The value in a canonical text."""
     per_cent = _PER_CENT.fullmatch(text)
     of = plain(per_cent[1]) if per_cent else None
     if of is not None and of.tree:

@@ -90,7 +90,6 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
 
 
 def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    """The verdict where the reference answer is one value."""
     if answer.unit and reference.unit:
         if answer.unit.dimension != reference.unit.dimension:
             return Compared("wrong", "different_unit")
@@ -151,7 +150,6 @@ def _is_rounded(text: str, reference: Any) -> bool:
 
 
 def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    """The verdict where the reference answer is a form, or a part of one."""
     if answer.kind == "unreadable":
         return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.refusal or answer.reason)
     kinds = answer.kind, reference.kind

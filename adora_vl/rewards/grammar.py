@@ -214,7 +214,6 @@ class _Parser:
         return self._mixed(literal) if self.peek() == r"\frac" else literal
 
     def _group(self, opening: str, closing: str) -> Tree:
-        """A sum between these two brackets."""
         self._take(opening)
         tree = self.sum()
         self._take(closing)
@@ -230,7 +229,6 @@ class _Parser:
         return ("num", symbol)
 
     def _fraction(self) -> Tree:
-        r"""`\frac{sum}{sum}`."""
         self._take(r"\frac")
         above = self._group("{", "}")
         return ("frac", above, self._group("{", "}"))
