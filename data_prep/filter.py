@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.data import dataset
 from adora_vl.data.dataset import SPLITS, Manifest, data_hash, read_manifest, split_files, stored_rows
@@ -51,8 +51,7 @@ class Keep:
         return f"{self.low:g}:{self.high:g}"
 
 
-@dataclass(frozen=True)
-class Tally:
+class Tally(NamedTuple):
     """The answers to one problem."""
 
     right: int

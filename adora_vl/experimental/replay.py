@@ -22,16 +22,7 @@ import torch
 
 from adora_vl.checkpoint.store import load_of_rank, save_of_rank
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.training.batch_rows import (
-    PackedRows,
-    concat_rows,
-    pack_rows,
-    replace_groups,
-    split_images,
-    take_rows,
-    unpack_rows,
-    without_padding,
-)
+from adora_vl.training import batch_rows
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.training.micro_batches import live_units
 from adora_vl.training.policies import replayed
@@ -45,7 +36,7 @@ FILES = "replay"  # in a checkpoint, one of each rank
 class Kept:
     """A group of an earlier generation."""
 
-    packed: PackedRows
+    packed: batch_rows.PackedRows
     columns: tuple[str, ...]  # of the batch that it is from
     size: float  # the sum of |advantages|
     step: int  # optimizer steps that had been made when it was sampled
@@ -100,10 +91,10 @@ class SampleReplay(Extension):
         self.kept, self._fresh = self.kept[-self.capacity :], {}
 
     def _packed(self, batch: Batch, live: list[bool], step: int) -> dict[int, Kept]:
-        split, size, found = split_images(batch), self.generations, {}
+        split, size, found = batch_rows.split_images(batch), self.generations, {}
         for group in [number for number, alive in enumerate(live) if alive][-self.capacity :]:
             rows = range(group * size, (group + 1) * size)
-            packed = pack_rows(without_padding(take_rows(split, rows)), self.banks)
+            packed = batch_rows.pack_rows(batch_rows.without_padding(batch_rows.take_rows(split, rows)), self.banks)
             packed["rollout_number"].fill_(-1)  # the record of a later step has none
             found[group] = Kept(packed, tuple(sorted(batch)), 0.0, step)
         return found
@@ -112,11 +103,11 @@ class SampleReplay(Extension):
         if not taken:
             return batch
         device = batch["prompt_ids"].device
-        parts = [unpack_rows(one.packed, self.banks, device) for one in taken]
-        further = reduce(lambda one, other: concat_rows(one, other, self.pad_id), parts)
+        parts = [batch_rows.unpack_rows(one.packed, self.banks, device) for one in taken]
+        further = reduce(lambda one, other: batch_rows.concat_rows(one, other, self.pad_id), parts)
         dead = [group for group, alive in enumerate(live) if not alive]
         pairs = list(zip(dead, range(len(taken)), strict=False))
-        return replace_groups(batch, further, pairs, self.generations, self.pad_id)
+        return batch_rows.replace_groups(batch, further, pairs, self.generations, self.pad_id)
 
     def _log(self, groups: int, ages: list[int]) -> None:
         """Also tells every rank whether any has new images: all must take part in the same vision passes."""

@@ -268,7 +268,9 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self._bar is not None and logs and ("reward" in logs or "rewards/missing" in logs):
-            self._bar.write(progress_line(logs, state.global_step, state.max_steps, self._left(state)))
+            (first, began), (last, ended) = self._ends[0], self._ends[-1]
+            left_s = (ended - began) / (last - first) * (state.max_steps - last) if last > first else None
+            self._bar.write(progress_line(logs, state.global_step, state.max_steps, left_s))
             sys.stdout.flush()
             silence = no_signal(state.log_history)
             if silence and not self._warned:
@@ -279,10 +281,6 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-    def _left(self, state: Any) -> float | None:
-        (first, began), (last, ended) = self._ends[0], self._ends[-1]
-        return (ended - began) / (last - first) * (state.max_steps - last) if last > first else None
 
 
 def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:

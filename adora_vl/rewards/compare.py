@@ -153,7 +153,9 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     if answer.kind == "unreadable":
         return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.refusal or answer.reason)
     kinds = answer.kind, reference.kind
-    if reference.label and answer.label and kinds != ("equation", "equation") and not _same_label(answer, reference):
+    functions = "(" in reference.label and "(" in answer.label  # their names may differ: `W(n) = 1` and `W(x) = 1`
+    decoration = reference.is_value or functions or kinds == ("equation", "equation")
+    if reference.label and answer.label and not decoration and bare(answer.label) != bare(reference.label):
         return Compared("wrong", "different_label", (Pair(answer.label, reference.label, "different_label"),))
     if answer.solution and reference.solution and kinds != ("ordered", "ordered"):
         same = same_solutions(answer.solution, reference.solution)
@@ -193,13 +195,6 @@ def _same_list(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     if answer.label:  # AB = 4, 5 for AB = 4, CD = 5
         return Compared("wrong", "different_label")
     return _in_order(answer, reference, rounding)
-
-
-def _same_label(answer: Answer, reference: Answer) -> bool:
-    """Names of functions may differ, as in `W(n) = 1` and `W(x) = 1`; that of one value is a decoration."""
-    if reference.is_value or ("(" in reference.label and "(" in answer.label):
-        return True
-    return bare(answer.label) == bare(reference.label)
 
 
 def _in_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:

@@ -30,7 +30,6 @@ class Check:
 
 
 def passed(name: str, detail: str) -> Check:
-    """A check that found everything in order."""
     return Check(name, Status.PASSED, detail)
 
 
@@ -70,5 +69,4 @@ def is_table(content: Any) -> bool:
 
 
 def is_healthy(checks: Sequence[Check]) -> bool:
-    """Whether nothing failed."""
     return all(check.status is not Status.FAILED for check in checks)
