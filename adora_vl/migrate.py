@@ -144,9 +144,7 @@ class Migration:
 
 
 def _ray(names: Names, move: Migration, folder: Path) -> None:
-    """EasyR1 and verl. Their batches count prompts and their micro-batches answers; ours count answers of a process.
-    Their steps are generations.
-    """
+    """EasyR1 and verl, whose batches count prompts, and their micro-batches answers. Their steps are generations."""
     lora, rank = names["LORA"][0], move.get(*names["LORA"])
     for key, (name, default) in names.items():
         if key.islower() and (rank or not key.startswith("lora_")):

@@ -17,6 +17,7 @@ from packaging.requirements import Requirement
 
 from adora_vl.rewards.grade import grade, verify_gold
 from adora_vl.utils.checks import Check, failed, passed, skipped
+from adora_vl.utils.cli import amount
 from adora_vl.utils.files import GIB
 from adora_vl.utils.versions import VLLM_DISTRIBUTIONS, installed
 
@@ -156,10 +157,8 @@ def check_room(folder: Path, needed: int, checkpoint: int, kept: int) -> Check:
     """Free bytes against `needed`, all that the run's folder will hold at most."""
     title = "output folder has room"
     free = shutil.disk_usage(_nearest(folder)).free
-    facts = (
-        f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: {kept} checkpoint{'' if kept == 1 else 's'} of "
-        f"{checkpoint / GIB:.3g}, one being written, the model"
-    )
+    holds = f"{amount(kept, 'checkpoint')} of {checkpoint / GIB:.3g}, one being written, the model"
+    facts = f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: {holds}"
     if free < needed:
         return failed(title, facts, "lower save_total_limit, make room, or choose an output_dir on a larger disk")
     return passed(title, facts)
@@ -205,7 +204,7 @@ def check_builds(*, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, 
     title = "builds"
     where = f"torch for CUDA {cuda}" if cuda else "torch for the CPU"
     engine = ", vLLM for the CPU" if vllm_is_cpu_build else ", vLLM for CUDA"
-    facts = f"{where}{engine if use_vllm else ''}, {gpus} GPU{'' if gpus == 1 else 's'} visible"
+    facts = f"{where}{engine if use_vllm else ''}, {amount(gpus, 'GPU')} visible"
     if use_cpu:
         return passed(title, f"{facts}; use_cpu: true")
     if not gpus:

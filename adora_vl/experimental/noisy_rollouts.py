@@ -67,9 +67,7 @@ def as_seen(image: Image.Image, image_processor: Any) -> Image.Image:
 
 
 def distorted(image: Image.Image, kind: str, level: float, seed: int) -> Image.Image:
-    """A distorted copy of an RGB image. It has the same size, and is the same for the same seed. `level`: the strength
-    in the unit of the kind.
-    """
+    """A distorted copy of an RGB image, the same for the same seed. `level`: the strength in the unit of the kind."""
     generator = np.random.default_rng(seed)
     if kind == "gaussian":
         noisy = gaussian(image, int(level), generator)

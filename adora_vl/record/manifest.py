@@ -248,9 +248,7 @@ def git_commit() -> str | None:
 
 
 def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str, Any]:
-    """Where the data come from, as the manifests of their folders say; of several data sets in `sets`, each with its
-    share.
-    """
+    """Where the data come from, as their folders' manifests say; several data sets in `sets`, with their shares."""
     sets: list[dict[str, Any]] = []
     for folder in folders:
         manifest = read_object(Path(folder) / MANIFEST)

@@ -216,9 +216,7 @@ def between_seeds(first: Mapping[int, float], second: Mapping[int, float]) -> Di
 
 
 def at_budget(points: Sequence[tuple[float, float]], budget: float, window: float = WINDOW) -> float | None:
-    """The mean of the values within the last `window` of the budget, else the newest before it, else None. `points`:
-    (spent, value), in order.
-    """
+    """The mean within the last `window` of the budget, else the newest value before it. `points`: (spent, value)."""
     before = [(spent, value) for spent, value in points if spent <= budget * (1 + 1e-9)]
     if not before:
         return None

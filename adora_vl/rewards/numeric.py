@@ -50,9 +50,7 @@ class Real:
 
 
 def number_of(tree: Tree) -> Real:
-    """The value of a tree. Raises `NotReadError` with the reason `too_large`, `undefined`, or, for a tree with an
-    unknown, `beyond`.
-    """
+    """The value of a tree. Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`."""
     evaluator = _Evaluator(None)
     ball = evaluator.of(tree)
     return Real(ball.value, ball.error, evaluator.bare_operation and not evaluator.closed_form)

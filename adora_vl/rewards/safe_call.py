@@ -27,9 +27,7 @@ _REASON = 200  # characters of what an exception says
 
 
 class RewardFailure(NamedTuple):
-    """Which function failed, on which row of the data set, and how. `mistake`: the function raised a `UserError`, whose
-    text is the whole `reason`.
-    """
+    """Which function failed, on which row, and how. `mistake`: `reason` is the text of a `UserError` that it raised."""
 
     function: str
     row: str

@@ -30,9 +30,7 @@ def of_absolute(atom: Solution) -> Solution | None:
 
 
 def between(low: Real | str | None, high: Real | str | None, brackets: str) -> Solution | None:
-    """What lies between two ends, of which `-infinity` and `infinity` are no number; None where that is nothing or
-    everything, or an end is not known.
-    """
+    """What lies between two ends, also `-infinity` and `infinity`; None where that is nothing, all or not known."""
     atoms = []
     for end, sign, infinite, bracket in zip((low, high), "><", ("-infinity", "infinity"), brackets, strict=True):
         if end == infinite and bracket in "()":
