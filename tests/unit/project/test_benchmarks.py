@@ -365,7 +365,8 @@ def test_a_stored_score_can_stand_beside_others_and_holds_no_answers(tmp_path, c
     assert "extracted" not in stored and str(tmp_path) not in stored and '"max_tokens": 48' in stored
 
 
-FACTS = {"steps": {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}, "rollouts": {"c_00001": "ab"}, "weights": "w"}
+STEPS = {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}
+FACTS = {"steps": STEPS, "rollouts": {"completions_00001": "ab"}, "weights": "w"}
 
 
 CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
