@@ -3,6 +3,7 @@
 From Python: `from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer`, in place of TRL's `GRPOConfig` and `GRPOTrainer`.
 """
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["AdoraGRPOConfig", "AdoraGRPOTrainer", "__version__"]
 
+# On a CPU with AVX-512 in bfloat16 it warns at every import that a kernel from the hub, which is not used, is missing.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 _PLACES = {"AdoraGRPOConfig": "adora_vl.config", "AdoraGRPOTrainer": "adora_vl.trainer"}
 
 

@@ -71,15 +71,16 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
 def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Accelerator) -> bool:
     """Write a PEFT model with its adapter merged in, and the processor, into `folder`. All ranks call this together.
 
-    Returns whether anything was written: a model without LoRA is whole already, and under ZeRO-3 and FSDP the weights
-    are in pieces, where merging them is left to the user (`python -m adora_vl.export`). The evaluators look for
-    `folder`, so it is there whole or not at all. The model itself is used up: its adapter is gone afterwards.
+    Returns whether anything was written: a model without LoRA is whole already; under ZeRO-3 and FSDP the weights are
+    in pieces, and a base in 4 bits becomes a larger one: there merging is left to the user (`python -m
+    adora_vl.export`). The evaluators look for `folder`, so it is there whole or not at all. The model itself is used
+    up: its adapter is gone afterwards.
     """
     from accelerate.utils import is_peft_model
     from trl.distributed import DistributedBackend
 
-    backend = DistributedBackend(accelerator)
-    if not is_peft_model(model) or backend.is_zero3 or backend.is_fsdp:
+    backend, four_bit = DistributedBackend(accelerator), getattr(model, "is_loaded_in_4bit", False)
+    if not is_peft_model(model) or backend.is_zero3 or backend.is_fsdp or four_bit:
         return False
     if accelerator.is_main_process:
         with replacing_folder(folder) as staged:

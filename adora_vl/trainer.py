@@ -43,7 +43,7 @@ from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.experimental import extensions
-from adora_vl.models.adapter import begin_with
+from adora_vl.models.adapter import begin_with, in_float32
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import RefuseWrongBuffers, restore_buffers
@@ -103,9 +103,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         if run is None:
             further = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-            refuse_objects(train_dataset, reward_funcs, {**further, "quantization_config": quantization_config})
+            refuse_objects(train_dataset, reward_funcs, further)
             args, loaded = config_of(args, model), None if isinstance(model, str) else model
-            source = ModelSource(model_keys(model, args, peft_config), peft_config, loaded, processing_class)
+            keys = model_keys(model, args, peft_config, quantization_config)
+            source = ModelSource(keys, peft_config, loaded, processing_class)
             asked = Asked(args, source, Datasets(train_dataset, eval_dataset), reward_funcs)
             run = walk(asked, Where.of_launch("leave"))
         args, self.run = run.config, run
@@ -128,6 +129,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             )  # fmt: skip
         if run.adapter is not None:
             begin_with(self.model, run.adapter)
+        elif run.four_bit:
+            in_float32(self.model)
         elif run.adapters:  # PEFT names the base without what was merged into it
             self.model.peft_config["default"].base_model_name_or_path = str(run.adapters[0].folder.resolve())
         models = [one for one in (self.model, self.ref_model) if one is not None]
@@ -135,7 +138,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             restore_buffers(one)
         if is_peft_model(self.model):
             refuse_tied_adapters(self.model)
-            if not self._dist.is_fsdp:
+            if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
         self._build_collaborators(args, models)

@@ -148,6 +148,7 @@ torch() {
 deepspeed() { DS_IGNORE_CUDA_DETECTION=1 pip install -c "$constraints" --no-build-isolation deepspeed; }
 everything_else() {
   pip install -c "$constraints" --no-build-isolation -e ".[$device,lora,dev]"
+  pip install -c "$constraints" --no-deps bitsandbytes vllm-bnb-plugin # the second asks for vllm by that name alone
   local site
   site="$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
   rm -f "$site"/torchvision_cpu_ops.{py,pth}

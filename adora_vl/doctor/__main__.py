@@ -91,7 +91,10 @@ def environment_checks(given: Given) -> list[Check]:
 
     _, config, model = build(given)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    parts = make.check_parts(use_vllm=config.use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed)
+    four_bit, use_vllm = model.load_in_4bit, config.use_vllm
+    parts = make.check_parts(use_vllm=use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed, four_bit=four_bit)
+    if four_bit and is_healthy(parts):
+        parts.append(make.check_four_bit())
     builds = make.check_builds(
         use_cpu=config.use_cpu, use_vllm=config.use_vllm, gpus=torch.cuda.device_count(), cuda=torch.version.cuda,
         vllm_is_cpu_build=find_cpu_build(),
@@ -104,10 +107,9 @@ def environment_checks(given: Given) -> list[Check]:
 def paper_checks(run: Checked) -> list[Check]:
     """Grader, reward and output folder: what needs the data and the config, but no weight."""
     from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
-    from adora_vl.models.shape import describe
     from adora_vl.planning.memory import checkpoint_bytes, run_bytes
 
-    script, config, model = run.script, run.config, run.model
+    script, config = run.script, run.config
     assert script is not None, "a doctor examines a command"
     without_images = run.dataset.remove_columns([name for name in ("images",) if name in run.dataset.column_names])
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
@@ -116,7 +118,7 @@ def paper_checks(run: Checked) -> list[Check]:
         checks.append(check_rewards(rows, run.rewards.functions, config.reward_weights, config.adora_correct_above))
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
-    shape = describe(run.model_config, dtype=model.dtype, frozen=config.adora_freeze, peft_config=run.peft_config)
+    shape = run.shape
     mixed = bool(config.bf16 or config.fp16)
     one = checkpoint_bytes(shape, run.where.sharding, mixed=mixed, reference=config.sync_ref_model)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0

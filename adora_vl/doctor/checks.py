@@ -26,6 +26,7 @@ Row = Mapping[str, Any]
 
 OLDEST_DRIVER = {"13": 580}  # by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility
 Find = Callable[[str], str | None]  # where a program is, or the version of a distribution
+FOUR_BIT = "4 bits compute"
 OURS = "adora-vl"
 SHOWN = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
 
@@ -191,12 +192,31 @@ def check_libraries() -> list[Check]:
     return [check_version(name, ranges(), installed, needed=True) for name in SHOWN]
 
 
-def check_parts(*, use_vllm: bool, use_peft: bool, use_deepspeed: bool, find: Find | None = None) -> list[Check]:
-    """What only some runs need: either build of vLLM, DeepSpeed, peft."""
+def check_parts(
+    *, use_vllm: bool, use_peft: bool, use_deepspeed: bool, four_bit: bool = False, find: Find | None = None
+) -> list[Check]:
+    """What only some runs need: either build of vLLM, DeepSpeed, peft, what reads a base in 4 bits."""
     find, wanted = find or installed, ranges()
     engine = next((name for name in VLLM_DISTRIBUTIONS if find(name) is not None), VLLM_DISTRIBUTIONS[0])
     needs = {engine: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
+    needs |= {"bitsandbytes": True, "vllm-bnb-plugin": use_vllm} if four_bit else {}
     return [check_version(name, wanted, find, needed=needed) for name, needed in needs.items()]
+
+
+def check_four_bit() -> Check:
+    """A product with a layer in 4 bits is the one with its weights turned back, where the run computes."""
+    import torch
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Linear4bit
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to(device)
+    layer.support_avx512bf16_for_cpu = False
+    inputs = torch.randn(4, 128, dtype=torch.bfloat16, device=device)
+    whole = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(torch.bfloat16)
+    off = float((layer(inputs) - inputs @ whole.T).abs().max() / whole.abs().sum(1).max())
+    detail = f"a product on the {device} is off by {off:.1g} of its size"
+    return passed(FOUR_BIT, detail) if off < 0.01 else failed(FOUR_BIT, detail, "install the extra adora-vl[4bit] anew")
 
 
 def check_builds(*, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, vllm_is_cpu_build: bool) -> Check:

@@ -114,6 +114,14 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     from trl.trainer.utils import create_model_from_path
 
     model = create_model_from_path(base, **init)
+    if adapters and getattr(model, "is_loaded_in_4bit", False):  # whose merge would be rounded to 4 bits again
+        model = model.dequantize()
+        # To save it Transformers would look for a way back to 4 bits.
+        model._weight_conversions = [
+            one
+            for one in model._weight_conversions
+            if not any(type(step).__module__.endswith("bitsandbytes") for step in getattr(one, "operations", ()))
+        ]
     for adapter in reversed(adapters):
         peft_model = get_peft_model(model, adapter.config)
         restore_adapter(peft_model, "default", adapter.folder)
@@ -128,13 +136,17 @@ def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     return get_peft_model(load_merged(base, adapters[1:], init), adapters[0].config)
 
 
-def begin_with(policy: Any, adapter: Adapter) -> None:
-    """Give the policy, and the adapter `ref` that TRL has made its reference, the adapter's weights, in float32.
-
-    On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, where rounding would swallow nearly every update.
+def in_float32(policy: Any) -> None:
+    """Have what is trained in float32. On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, and TRL casts all
+    adapters of a base in 4 bits to it; there rounding would swallow nearly every update.
     """
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad or ".ref." in name:
             parameter.data = parameter.data.float()
+
+
+def begin_with(policy: Any, adapter: Adapter) -> None:
+    """Give the policy, and the adapter `ref` that TRL has made its reference, the adapter's weights."""
+    in_float32(policy)
     for name in policy.peft_config:
         restore_adapter(policy, name, adapter.folder)

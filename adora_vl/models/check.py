@@ -42,12 +42,9 @@ class FamilyKeys(Protocol):
 def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) -> list[str]:
     """What a user should know of this model's family before the run: at most one line. No weight is loaded.
 
-    Raises `UserError` for weights of 4 or 8 bit, for a model with images whose family is not in
-    `adora_vl.models.families`, unless all of `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give
-    other positions than Transformers.
+    Raises `UserError` for a model with images whose family is not in `adora_vl.models.families`, unless all of
+    `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give other positions than Transformers.
     """
-    if model.load_in_4bit or model.load_in_8bit:
-        raise UserError("load_in_4bit/load_in_8bit: quantised training is not supported; use LoRA on bfloat16 weights")
     name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
     if family is not None:
         if run.use_vllm:

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig
 from transformers.integrations import deepspeed
 
 from adora_vl.models.families import COMPONENTS, Family, component_of, family_of, freeze
+from adora_vl.models.four_bit import in_four_bit
 from adora_vl.models.load import auto_class, load_config
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, did_you_mean
@@ -53,6 +55,8 @@ class ModelShape:
     head_is_trained: bool
     adapters: bool = False
     adapted: int = 0  # values per token that the adapted projections of a decoder layer read
+    four_bit: int = 0  # parameters of frozen layers in 4 bits
+    four_bit_bytes: float = 0.0  # of such a parameter, with its share of the scales
     patch: int = 14  # pixels of a patch's side
     merge: int = 2  # patches of an image token's side
     deepstack: int = 0  # layers of the language model behind which vision features enter once more
@@ -65,6 +69,11 @@ class ModelShape:
     @property
     def trained(self) -> int:
         return sum(self.trainable.values())
+
+    def base_bytes(self, byte: int) -> int:
+        """Without what an adapter trains, at `byte` a parameter, but for those in 4 bits."""
+        base = self.total - (self.trained if self.adapters else 0)
+        return (base - self.four_bit) * byte + int(self.four_bit * self.four_bit_bytes)
 
     @property
     def image_token_pixels(self) -> int:
@@ -86,14 +95,18 @@ def config_for_planning(name: str, revision: str | None = None) -> tuple[Pretrai
 
 
 def describe(
-    config: PretrainedConfig, *, dtype: str | None = None, frozen: Sequence[str] = (), peft_config: Any = None
-) -> ModelShape:
-    """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`.
+    config: PretrainedConfig, *, dtype: str | None = None, frozen: Sequence[str] = (), peft_config: Any = None,
+    four_bit_bytes: float = 0.0,
+) -> ModelShape:  # fmt: skip
+    """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`, layers in 4 bits where
+    `four_bit_bytes` says what a parameter of theirs takes.
 
     The modules are built on torch's meta device, so names and numbers are the real ones and nothing is allocated. A
     family that is not in the table has no vision tower here: all of its parameters are in the language model.
     """
     model = _on_meta(config)
+    layers = model.named_modules() if four_bit_bytes else ()
+    four_bit = sum(one.weight.numel() for name, one in layers if isinstance(one, nn.Linear) and in_four_bit(name))
     if peft_config is not None:
         from peft import get_peft_model
 
@@ -120,6 +133,8 @@ def describe(
         largest_tensor=max(p.numel() for p in model.parameters()),
         head_is_trained=bool(head.requires_grad),
         adapters=peft_config is not None,
+        four_bit=four_bit,
+        four_bit_bytes=four_bit_bytes,
         adapted=_adapted(model),
         **_patches(vision),
     )

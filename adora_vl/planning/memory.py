@@ -71,8 +71,7 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
 
 def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
     byte = FLOAT if shape.adapters else shape.weight_bytes
-    base = (shape.total - shape.trained) if shape.adapters else shape.total
-    weights = base * shape.weight_bytes + (shape.trained * byte if shape.adapters else 0)
+    weights = shape.base_bytes(shape.weight_bytes) + (shape.trained * byte if shape.adapters else 0)
     copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy of the gradients
     return States(
         weights=weights,
@@ -122,7 +121,9 @@ def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: 
 
 def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
     """How vLLM divides its share of a card of `card` bytes."""
-    weights = (shape.total - (shape.trained if shape.adapters else 0)) * engine.dtype_bytes // engine.tensor_parallel
+    weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
+    if shape.four_bit:  # beside its base it holds the adapter
+        weights += shape.trained * engine.dtype_bytes
     workspace = WORKSPACE if engine.cpu_cache is None else CPU_WORKSPACE
     cache = int(engine.utilization * card) - weights - workspace if engine.cpu_cache is None else engine.cpu_cache
     tokens = max(cache, 0) // cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
@@ -212,6 +213,11 @@ class Setup:
         return -(-self.generation // self.generations) if self.sharing.images else self.generation
 
     @property
+    def swaps(self) -> bool:
+        """Whether the base leaves the card while the engine is awake (`FrozenBase`), so that one copy is there."""
+        return bool(self.shape.four_bit and self.engine and self.engine.sleep)
+
+    @property
     def dtypes(self) -> Dtypes:
         # DeepSpeed casts the weights, and the residual stream with them; else they stay as they are
         cast = self.sharding.stage is not None and self.mixed
@@ -242,6 +248,8 @@ def predict(setup: Setup, card: int) -> Prediction:
     features, passing = frozen_tower(setup)
     resident = {"weights": held.weights, "optimizer": held.optimizer, "reference model": held.reference}
     awake, asleep = _engine_parts(setup, engine)
+    if setup.swaps:
+        awake["weights"] = held.weights - setup.shape.base_bytes(setup.shape.weight_bytes)
     pixels = setup.images * setup.batch.image_tokens * setup.shape.merge**2 * setup.shape.patch_values * _PIXEL
     synced = setup.shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
@@ -288,7 +296,8 @@ def _learning(setup: Setup) -> dict[str, int]:
     # What the head adds to the gradient of a weight that it shares waits for the embedding's part, at the end; there
     # both and their sum are held
     waiting = shape.vocabulary * shape.text.width * shape.weight_bytes if shape.tied and shape.head_is_trained else 0
-    layer = max(kept.recomputed + kept.layer_gradients + waiting, 3 * waiting)
+    whole = shape.text.mlp_width * shape.text.width * shape.weight_bytes if shape.four_bit else 0  # one, dequantised
+    layer = max(kept.recomputed + kept.layer_gradients + whole + waiting, 3 * waiting)
     return {
         "activations": kept.text + head_saved(shape, batch, dtypes, compact=setup.accelerator),
         "attention mask": mask_bytes(batch, dtypes, accelerator=setup.accelerator)

@@ -54,6 +54,12 @@ def memory_lines(plan: Plan) -> list[str]:
         host = prediction.states.host_optimizer * setup.sharding.local_processes
         whose = "all processes on one host" if setup.sharding.machines == 1 else "the processes of one machine"
         lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {whose}.")
+    if setup.swaps:
+        base = setup.shape.base_bytes(setup.shape.weight_bytes) / GIB
+        lines.append(
+            f"The base, {base:.3g} GiB, is on the card once: the trainer's leaves while the engine is awake. Both take "
+            f"{2 * base:.3g} GiB of pinned host memory."
+        )
     lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), _honesty(setup.accelerator)]
     return section(f"Memory, predicted, on {plan.card_name}", lines)
 

@@ -17,7 +17,7 @@ from adora_vl.config.where import Sharding
 from adora_vl.data.dataset import row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured
 from adora_vl.models.families import family_of, sees_images
-from adora_vl.models.shape import ModelShape, describe
+from adora_vl.models.shape import ModelShape
 from adora_vl.planning.activations import MicroBatch
 from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
 from adora_vl.prepare import prepare_on_paper
@@ -69,9 +69,8 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
             f"the images of model_type {run.model_config.model_type} are counted as those of Qwen2.5-VL, and what its "
             "vision tower keeps for the backward pass is not in the prediction"
         )
-    shape = describe(run.model_config, dtype=model.dtype, frozen=config.adora_freeze, peft_config=run.peft_config)
     card, card_name = _card(options, config, run.where.sharding.local_processes)
-    setup = make_setup(config, model, shape, run.where.sharding, lengths)
+    setup = make_setup(config, model, run.shape, run.where.sharding, lengths)
     rows = len(run.dataset) if run.dataset is not None else None
     return Plan(
         script, config, model, run.plan, lengths, rows, setup, card, card_name, notes, run.unknown, run.overlong.limit,

@@ -14,7 +14,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.config.sampling import engine_scores_raw
 from adora_vl.dedup.image_store import ImageCache
-from adora_vl.models.families import component_of, trainable_components
+from adora_vl.models.adapter import served_rank
+from adora_vl.models.families import LANGUAGE_MODEL, component_of, trainable_components
+from adora_vl.models.four_bit import FrozenBase
 from adora_vl.models.load import pixel_limits
 from adora_vl.models.precision import dtype_name
 from adora_vl.rollout.engine_settings import (
@@ -29,7 +31,16 @@ from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.rollout.served import Served
 from adora_vl.rollout.servers import Client, GroupRequest, Servers, connect
 from adora_vl.rollout.weight_files import WeightFiles
-from adora_vl.rollout.weight_sync import merged_parameters, push_weights, reset_caches, runner_version, zero_scratch
+from adora_vl.rollout.weight_sync import (
+    ADAPTER_NAME,
+    adapter_layers,
+    merged_parameters,
+    push_adapter,
+    push_weights,
+    reset_caches,
+    runner_version,
+    zero_scratch,
+)
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RolloutError, UserError, engine_call
 from adora_vl.utils.launch import segments_expand
@@ -77,6 +88,15 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             generation_kwargs[LOOPS] = stopping_of_loops(generation_kwargs[LOOPS])
         super().__init__(*args, **{**kwargs, "generation_kwargs": generation_kwargs})
 
+    @property
+    def four_bit(self) -> bool:
+        """Whether the base is in 4 bits: then the engine has it from the same folder, and gets the adapter alone."""
+        return bool(getattr(self.model, "is_loaded_in_4bit", False))
+
+    @property
+    def _adapter_config(self) -> Any:
+        return self.model.peft_config[ADAPTER_NAME]
+
     def _init_vllm(self) -> None:
         """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them to the same call. Of servers it
         knows one, to which it opens an NCCL group; ours knows several, which get weights by file. Raises `UserError`
@@ -113,6 +133,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     def _build_llm(self, **kwargs: Any) -> Any:
         # It imports vLLM, which only a colocated engine needs.
+        from vllm.lora.request import LoRARequest
+
         from adora_vl.rollout.llm import LATER, PolicyLLM, has_copied_head, own_shared_memory
 
         settings = self.settings
@@ -123,7 +145,17 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         kwargs["revision"] = settings.revision
         # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head weights of its own where
         # the checkpoint has a copy of them, until it has read both and found them equal.
-        if self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"]):
+        base, later = None, self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
+        if self.four_bit:
+            # It reads the folder that the policy was loaded from, and nothing else sends the base.
+            later, kwargs["dtype"] = False, "bfloat16"
+            kwargs |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": served_rank(self._adapter_config)}
+            sees = any(component_of(name) != LANGUAGE_MODEL for name, _ in adapter_layers(self.model))
+            kwargs["enable_tower_connector_lora"] = sees
+            if self.enable_sleep_mode:
+                base = FrozenBase(self.model)
+                base.leave()
+        if later:
             kwargs["load_format"] = LATER
         if self.tensor_parallel_size > 1 and segments_expand():
             # vLLM's own all-reduce shares its CUDA graphs' memory by handles that growing segments do not have: it ends
@@ -137,7 +169,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
         with own_shared_memory() if divided_on_cpu else nullcontext():
-            return PolicyLLM(**kwargs)
+            llm = PolicyLLM(**kwargs)
+        if self.four_bit:
+            llm.adapter, llm.base = LoRARequest("policy", 1, "in memory"), base
+        return llm
 
     def _logprobs_mode(self) -> str:
         """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the trainer applies only
@@ -202,6 +237,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             zero_scratch(self.llm)
         everything = self.enable_sleep_mode or not self._engine_is_complete
         self.bytes_sent = 0
+        if self.four_bit:
+            self.tensors_sent, self.bytes_sent = push_adapter(self.llm, self.model)
+            reset_caches(self.llm)
+            return
         self.tensors_sent = push_weights(self.llm, self._counted(self._iter_named_params()), everything)
         self._engine_is_complete = True
         reset_caches(self.llm)

@@ -15,6 +15,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import ModelConfig
 from vllm.distributed.device_communicators import cpu_communicator
 from vllm.exceptions import VLLMValidationError
+from vllm.lora.request import LoRARequest
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.multimodal.media import MediaWithBytes
@@ -22,6 +23,7 @@ from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsPar
 from vllm.transformers_utils.config import checkpoint_has_lm_head
 
 from adora_vl.data.dataloader import KeptImage
+from adora_vl.models.four_bit import FrozenBase
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
 from adora_vl.utils import compat
@@ -129,6 +131,8 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     """Like `vllm.LLM`. It also takes asks; sleeping and waking are timed, and it can be kept awake."""
 
     stays_awake = False
+    adapter: LoRARequest | None = None  # the policy's, where the engine gets its adapter alone
+    base: FrozenBase | None = None  # of the trainer, which leaves the card while the engine is awake
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager
@@ -140,15 +144,27 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         finally:
             self.stays_awake = False
 
-    def sleep(self, *args: Any, **kwargs: Any) -> None:
-        """Stock vLLM does not say how long it takes."""
-        if not self.stays_awake:
-            with self.timed("sleep"):
-                super().sleep(*args, **kwargs)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Stock vLLM answers without an adapter unless a request names it."""
+        adapter = {} if self.adapter is None else {"lora_request": self.adapter}
+        return super().generate(*args, **{**adapter, **kwargs})
+
+    def sleep(self, level: int = 1, **kwargs: Any) -> None:
+        """Stock vLLM does not say how long it takes. With an adapter it keeps the weights, on the host: no sync brings
+        the base back that level 2 discards.
+        """
+        if self.stays_awake:
+            return
+        with self.timed("sleep"):
+            super().sleep(level=level if self.adapter is None else 1, **kwargs)
+            if self.base is not None:
+                self.base.come_back()
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
         """Stock vLLM does not say how long it takes."""
         with self.timed("wake"):
+            if self.base is not None:
+                self.base.leave()
             super().wake_up(*args, **kwargs)
 
     def sample(

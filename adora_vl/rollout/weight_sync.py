@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from adora_vl.utils.errors import RolloutError, UserError
 
+ADAPTER_NAME = "default"  # PEFT's, of the adapter that is trained
+
 
 def _model_runner(llm: Any) -> Any:
     return llm.llm_engine.model_executor.driver_worker.model_runner
@@ -66,6 +68,46 @@ def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]], everything: bo
     if everything:
         _check_complete(runner.model, loaded)
     return count
+
+
+def push_adapter(llm: Any, policy: Any) -> tuple[int, int]:
+    """Give the engine the policy's LoRA adapter in the place of the one before. Returns its tensors and their bytes.
+
+    vLLM multiplies the second factor by alpha / r in place, and its reader drops what single layers have of their own
+    (`rank_pattern`, rsLoRA). So it gets a product that has each layer's own scaling already. What it has no layer for
+    it would pass over: raises `RolloutError`.
+    """
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    tensors, rank = {}, policy.peft_config[ADAPTER_NAME].r
+    for name, layer in adapter_layers(policy):
+        scaled = layer.lora_B[ADAPTER_NAME].weight.detach() * layer.scaling[ADAPTER_NAME]
+        tensors[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER_NAME].weight.detach().clone()
+        tensors[f"{name}.lora_B.weight"] = scaled
+    runner = _model_runner(llm)
+    manager, renamed = runner.lora_manager._adapter_manager, getattr(runner.get_model(), "hf_to_vllm_mapper", None)
+    number = llm.adapter.lora_int_id
+    adapter = LoRAModel.from_lora_tensors(
+        number, tensors, PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]), device="cpu",
+        dtype=runner.lora_manager.lora_config.lora_dtype, weights_mapper=renamed and renamed.get_rename_mapper(),
+    )  # fmt: skip
+    manager.remove_adapter(number)
+    manager.add_adapter(adapter)
+    manager.activate_adapter(number)
+    if missing := sorted(adapter.loras.keys() - manager.modules.keys()):
+        raise RolloutError(
+            f"the engine has no layer for {len(missing)} parts of the adapter, the first is {missing[0]}; leave it out "
+            "of lora_target_modules"
+        )
+    return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+
+
+def adapter_layers(policy: Any) -> Iterator[tuple[str, Any]]:
+    """Name and layer of each layer with a part of the LoRA adapter that is trained."""
+    for name, module in policy.named_modules():
+        if ADAPTER_NAME in getattr(module, "lora_A", ()):
+            yield name, module
 
 
 def _check_complete(model: nn.Module, loaded: Collection[str]) -> None:

@@ -54,8 +54,6 @@ def config_of(args: Any, model: Any) -> AdoraGRPOConfig:
 def refuse_objects(train_dataset: Any, reward_funcs: Any, further: Mapping[str, Any]) -> None:
     """Raises `UserError` for an argument of the trainer that would be ignored, or fail after the weights are loaded."""
     refuse_turns(further)
-    if further.get("quantization_config") is not None:
-        raise UserError("quantization_config: quantised training is not supported; use LoRA on bfloat16 weights")
     if not isinstance(train_dataset, Dataset | IterableDataset):
         kind = "None" if train_dataset is None else f"a {type(train_dataset).__name__}"
         raise UserError(f"train_dataset: {kind} is no data set; make one, such as datasets.Dataset.from_list(rows)")
@@ -67,10 +65,17 @@ def _name_of(model: Any) -> str:
     return model if isinstance(model, str) else str(get_config_model_id(model.config) or "")
 
 
-def model_keys(model: Any, config: AdoraGRPOConfig, peft_config: Any) -> ModelConfig:
-    """What a command's keys would say of the model."""
+def model_keys(model: Any, config: AdoraGRPOConfig, peft_config: Any, quantised: Any = None) -> ModelConfig:
+    """What a command's keys would say of the model. `quantised`: the trainer's `quantization_config`. Raises
+    `UserError` for an object in 4 bits, of which an engine could not read the same weights.
+    """
     init = dict(config.model_init_kwargs or {})
+    quantised = quantised or init.pop("quantization_config", None)
+    if quantised is not None and not getattr(quantised, "load_in_4bit", False):
+        raise UserError("quantization_config: only 4 bits are supported; give BitsAndBytesConfig(load_in_4bit=True)")
     if not isinstance(model, str):
+        if quantised or getattr(model, "quantization_method", None):
+            raise UserError("model: an object has no folder in 4 bits; give its name, and quantization_config")
         attention = getattr(model.config, "_attn_implementation", None)
         init = {"dtype": model.dtype, "attn_implementation": attention, "revision": None}
     return ModelConfig(
@@ -79,6 +84,9 @@ def model_keys(model: Any, config: AdoraGRPOConfig, peft_config: Any) -> ModelCo
         dtype=str(init.get("dtype", "float32")).removeprefix("torch."),
         attn_implementation=init.get("attn_implementation"),
         use_peft=peft_config is not None or (not isinstance(model, str) and hasattr(model, "peft_config")),
+        load_in_4bit=quantised is not None,
+        bnb_4bit_quant_type=getattr(quantised, "bnb_4bit_quant_type", "nf4"),
+        use_bnb_nested_quant=bool(getattr(quantised, "bnb_4bit_use_double_quant", False)),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -72,8 +72,9 @@ from adora_vl.models.check import (
     loses_updates,
 )
 from adora_vl.models.families import sees_images
+from adora_vl.models.four_bit import bytes_of, check_four_bit, four_bit_folder, is_four_bit, keep_gradients
 from adora_vl.models.load import check_weights, limit_pixels, load_config, load_processor
-from adora_vl.models.shape import config_for_planning
+from adora_vl.models.shape import ModelShape, config_for_planning, describe
 from adora_vl.record.manifest import run_manifest
 from adora_vl.record.trackers import check_trackers
 from adora_vl.rewards import ChosenRewards, try_rewards
@@ -142,6 +143,7 @@ class Checked:
     name: str = field(init=False)  # the folder of the model, or its hub id; of an adapter that of its base
     adapters: list[Adapter] = field(default_factory=list)  # where an adapter was named: it, and those beneath it
     model_config: PretrainedConfig = field(init=False)
+    four_bit: bool = False  # whether the base is in 4 bits
     processor: Any = field(init=False)  # None where it is not here
     overlong: OverlongPrompts = field(init=False)
     data: list[str] = field(init=False)  # the folders of a command's data sets
@@ -169,14 +171,29 @@ class Checked:
         """PEFT's config of what is trained; None without an adapter."""
         return self.adapter.config if self.adapter is not None else self.asked.model.peft_config
 
+    @cached_property
+    def shape(self) -> ModelShape:
+        """Of the policy as it will be trained."""
+        byte = bytes_of(self.model.use_bnb_nested_quant) if self.four_bit else 0.0
+        return describe(
+            self.model_config, dtype=self.model.dtype, frozen=self.config.adora_freeze, peft_config=self.peft_config,
+            four_bit_bytes=byte,
+        )  # fmt: skip
+
     def policy(self) -> Any:
-        """What TRL makes its model of: a name, or the model of an adapter that was named."""
-        if not self.adapters:
+        """What TRL makes its model of: a name, or the model of an adapter that was named, or in 4 bits."""
+        if not self.adapters and not self.four_bit:
             return self.name
         init = {**(self.config.model_init_kwargs or {}), "trust_remote_code": False}
+        init.pop("quantization_config", None)  # the folder says it
         if self.where.sharding.processes > 1:
             init["device_map"] = None  # as TRL has it
-        return (load_policy if self.adapter is not None else load_merged)(self.name, self.adapters, init)
+        base = self.name
+        if self.model.load_in_4bit and not is_four_bit(self.model_config):
+            base = four_bit_folder(base, self.model.model_revision, self.model)
+        found = (load_policy if self.adapter is not None else load_merged)(base, self.adapters, init)
+        keep_gradients(found)
+        return found
 
     @property
     def script(self) -> AdoraScriptArguments | None:
@@ -319,6 +336,13 @@ def model(run: Checked) -> None:
             run.model_config = load_config(run.name, keys.model_revision)
         run.notes += notes_on(run.name)
     run.notes += check_family(keys, config, run.model_config)
+    stage = run.where.sharding.stage
+    run.four_bit = check_four_bit(keys, config, run.model_config, run.peft_config, stage=stage, here=here)
+    if run.four_bit and len(run.adapters) > (run.adapter is not None):
+        raise UserError(
+            f"model_name_or_path: {str(run.adapters[-1].folder)!r} would be merged into a base in 4 bits, which rounds "
+            "it away; make a model of it with `python -m adora_vl.export` and name that"
+        )
     check_visual(config, run.model_config)
     check_tensor_parallel(config, run.model_config, run.where.sharding.processes)
     if here and config.use_vllm and config.vllm_mode == "colocate":
@@ -528,6 +552,8 @@ def _fingerprint(run: Checked) -> Fingerprint:
         settings = [as_asked(script, run.dataset.data.table), run.config, run.model]
     if script is None and source.peft_config is not None:
         further = {"peft_config": adapter_text(source.peft_config)}
+    if script is None and run.four_bit:
+        further["4 bits"] = f"{run.model.bnb_4bit_quant_type} {run.model.use_bnb_nested_quant}"
     name = run.name if source.loaded is None else identity_of_model(source.loaded)
     found = fingerprint(
         *settings,

@@ -16,6 +16,7 @@ import trl
 from datasets import Dataset
 from PIL import Image
 from transformers import Gemma3Config, PreTrainedModel, Qwen2Config
+from trl import get_quantization_config
 
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.reading import read
@@ -42,6 +43,7 @@ from tests.unit.config.test_recipes import CONFIGS, PAIRS
 CPU = ["--use_cpu", "true", "--bf16", "false"]
 BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
+FOUR = "--load_in_4bit true --dtype bfloat16 --use_peft true --lora_target_modules q_proj up_proj"
 REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 
 
@@ -50,11 +52,13 @@ def here(tmp_path_factory):
     """A folder with what the wrong commands name."""
     folder = tmp_path_factory.mktemp("here")
     assert data_prep(["synthetic", "--output", str(folder / "data"), "--rows", "20", "--test-rows", "5"]) == 0
-    for name in ("tied", "unknown", "shards"):
+    for name in ("tied", "unknown", "shards", "awq"):
         shutil.copytree(PRETRAINED, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
     tied = json.loads((PRETRAINED / "config.json").read_text())
     tied["tie_word_embeddings"] = tied["text_config"]["tie_word_embeddings"] = True
     (folder / "tied" / "config.json").write_text(json.dumps(tied))
+    awq = json.loads((PRETRAINED / "config.json").read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    (folder / "awq" / "config.json").write_text(json.dumps(awq))
     Gemma3Config().save_pretrained(folder / "unknown")
     (folder / "empty").mkdir()
     (folder / "text").mkdir()
@@ -101,9 +105,10 @@ def from_python(words: list[str]) -> None:
     """The command's keys as objects."""
     script, config, model = parse(words)
     init = {"attn_implementation": model.attn_implementation} if model.attn_implementation else {}
+    init |= {"dtype": model.dtype} if model.dtype != "float32" else {}
     config.model_init_kwargs = {**init, **dict(config.model_init_kwargs or {})} or None
     name, lora = str(model.model_name_or_path), lora_of(model)
-    source = ModelSource(model_keys(name, config, lora), lora)
+    source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
     run = walk(Asked(config, source, Datasets(rows()), list(script.adora_reward)), Where.of_launch("leave"))
     run.take({"true": True, "None": None}.get(str(config.resume_from_checkpoint), config.resume_from_checkpoint))
 
@@ -156,7 +161,16 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("VLLM --vllm_enable_sleep_mode true", "vllm_enable_sleep_mode: true needs a GPU"),
     ("--trust_remote_code true", "trust_remote_code: true: code that comes with a model"),
     ('--model_init_kwargs {"trust_remote_code":true}', "trust_remote_code: true: code that comes with a model"),
-    ("--load_in_4bit true", "load_in_4bit/load_in_8bit: quantised training is not supported", "CDK"),
+    ("--load_in_8bit true", "load_in_8bit: true is not supported; set load_in_4bit: true", "CDK"),
+    ("--load_in_4bit true --dtype bfloat16", "load_in_4bit: true trains an adapter alone; set use_peft: true"),
+    ("FOUR --dtype float32", "load_in_4bit: true does not go with dtype: float32, as the engine computes in bfloat16"),
+    ("FOUR --bnb_4bit_quant_storage bfloat16", "load_in_4bit: true does not go with bnb_4bit_quant_storage", "CDK"),
+    ("FOUR --use_dora true", "load_in_4bit: true does not go with use_dora: true; leave it out"),
+    ("FOUR --lora_modules_to_save lm_head", "load_in_4bit: true does not go with lora_modules_to_save: ['lm_head']"),
+    ("FOUR VLLM --adora_vllm_dtype float32", "load_in_4bit: true does not go with adora_vllm_dtype: float32"),
+    ("FOUR VLLM --vllm_mode server --adora_weight_transfer file", "load_in_4bit: true does not go with vllm_mode: ser"),
+    ("FOUR --model_name_or_path HERE/sft", "model_name_or_path: 'HERE/sft' would be merged into a base in 4 bits"),
+    ("--model_name_or_path HERE/awq", "model_name_or_path: 'HERE/awq' is quantised in another way than bitsandbytes'"),
     ("--fsdp full_shard", "fsdp: True needs several processes"),
     ("--use_transformers_continuous_batching true", "use_transformers_continuous_batching: true is not supported"),
     ("--push_to_hub true", "push_to_hub: true, but the hub does not answer"),
@@ -213,7 +227,7 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
 
 
 def said_by(way: str, words: str, folder: Path, output: Path) -> str:
-    given = words.replace("VLLM", " ".join(VLLM)).replace("HERE", str(folder)).split()
+    given = words.replace("FOUR", FOUR).replace("VLLM", " ".join(VLLM)).replace("HERE", str(folder)).split()
     first = [*CPU, "--model_name_or_path", "tiny", "--output_dir", str(output), "--dataset_name", str(folder / "data")]
 
     def files() -> list[str]:
@@ -245,7 +259,7 @@ OBJECTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [print]}, "tools: rollouts of several turns"),
     ({"rollout_func": print}, "rollout_func: rollouts of several turns"),
     ({"environment_factory": print}, "environment_factory: rollouts of several turns"),
-    ({"quantization_config": object()}, "quantization_config: quantised training is not supported"),
+    ({"quantization_config": object()}, "quantization_config: only 4 bits are supported; give BitsAndBytesConfig"),
     ({"args": trl.GRPOConfig("x", use_cpu=True, bf16=False)}, "args: a trl.GRPOConfig has other defaults"),
     ({"reward_funcs": None}, "reward_funcs: None would train on nothing"),
     ({"reward_funcs": "accurracy"}, "adora_reward: unknown preset 'accurracy'"),

@@ -1,0 +1,168 @@
+"""A base in 4 bits (bitsandbytes): who asks for it, what it does not go with, and the one copy that trainer and engine
+read, so that both compute with the same weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from filelock import FileLock
+from torch import nn
+from transformers import BitsAndBytesConfig, PretrainedConfig
+from trl import ModelConfig
+from trl.trainer.utils import create_model_from_path
+
+from adora_vl.models.load import load_processor, model_hash
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import cache_folder, replacing_folder
+from adora_vl.utils.versions import installed
+
+# What stays whole. Transformers goes by the beginning of a name, vLLM's plugin by names of its own.
+WHOLE = ("lm_head", "model.visual", "visual")
+_PACKAGES = ("bitsandbytes", "vllm-bnb-plugin")
+
+
+class FourBitKeys(Protocol):
+    """The keys of a run that 4 bits depend on."""
+
+    use_vllm: bool
+    vllm_mode: str
+    vllm_tensor_parallel_size: int
+    fp16: bool
+    adora_vllm_dtype: str
+
+
+def is_four_bit(config: PretrainedConfig) -> bool:
+    """Whether the model was saved in 4 bits."""
+    saved = getattr(config, "quantization_config", None) or {}
+    saved = saved if isinstance(saved, dict) else saved.to_dict()
+    return saved.get("quant_method") == "bitsandbytes" and bool(saved.get("load_in_4bit"))
+
+
+def check_four_bit(
+    model: ModelConfig, run: FourBitKeys, config: PretrainedConfig, peft_config: Any, *, stage: int | None, here: bool
+) -> bool:
+    """Whether the base is in 4 bits. `stage`: DeepSpeed's, None without it; `here`: this machine will run it.
+
+    Raises `UserError` for another quantisation, and for what does not go with 4 bits.
+    """
+    if model.load_in_8bit:
+        raise UserError("load_in_8bit: true is not supported; set load_in_4bit: true, or leave it out")
+    if getattr(config, "quantization_config", None) and not is_four_bit(config):
+        raise UserError(
+            f"model_name_or_path: {model.model_name_or_path!r} is quantised in another way than bitsandbytes' 4 bits; "
+            "name the model that it was made of"
+        )
+    if not model.load_in_4bit and not is_four_bit(config):
+        return False
+    key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
+    if peft_config is None:
+        raise UserError(f"{key} trains an adapter alone; set use_peft: true and lora_target_modules")
+    tuned = {name: getattr(peft_config, name, None) for name in ("use_dora", "modules_to_save", "target_parameters")}
+    kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
+    for holds, reason in (
+        (model.dtype != "bfloat16", f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: bfloat16"),
+        (run.fp16, "fp16: true; set bf16: true"),
+        (model.bnb_4bit_quant_storage not in (None, "uint8"),
+         f"bnb_4bit_quant_storage: {model.bnb_4bit_quant_storage}, which the engine does not read; leave it out"),
+        (stage is not None, "DeepSpeed; start with configs/accelerate/gpu1.yaml"),
+        (kind != "LORA", f"an adapter of the kind {kind}; use LoRA"),
+        (tuned["use_dora"], "use_dora: true; leave it out"),
+        (tuned["modules_to_save"], f"lora_modules_to_save: {tuned['modules_to_save']}; leave it out"),
+        (tuned["target_parameters"], "lora_target_parameters; name lora_target_modules"),
+        (getattr(peft_config, "bias", "none") != "none", f"biases of the adapter ({peft_config.bias})"),
+        (run.use_vllm and run.vllm_mode != "colocate", "vllm_mode: server; set it to colocate"),
+        (run.use_vllm and run.vllm_tensor_parallel_size > 1, "vllm_tensor_parallel_size above 1; set it to 1"),
+        (run.use_vllm and run.adora_vllm_dtype not in ("auto", "bfloat16"),
+         f"adora_vllm_dtype: {run.adora_vllm_dtype}; set it to auto"),
+    ):  # fmt: skip
+        if holds:
+            raise UserError(f"{key} does not go with {reason}")
+    for package in _PACKAGES[: 1 + run.use_vllm] if here else ():
+        if installed(package) is None:
+            raise UserError(f"{key}, but {package} is not installed; install the extra adora-vl[4bit]")
+    return True
+
+
+def in_four_bit(layer: str) -> bool:
+    """Whether the linear layer of this name is among those that 4 bits are for."""
+    return not layer.startswith(WHOLE)
+
+
+def bytes_of(nested: bool) -> float:
+    """Of a parameter in 4 bits: half a byte, and a scale in float32 per 64; nested, one byte per 64 and a scale of
+    those per 256.
+    """
+    return 0.5 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
+
+
+def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
+    """The folder of the base `name` in 4 bits, made in the cache where it is missing: by one process, once."""
+    nested = model.use_bnb_nested_quant
+    parts = (model_hash(name, revision) or f"{name}@{revision}", model.bnb_4bit_quant_type, nested, *WHOLE)
+    key = hashlib.sha256(str(parts).encode()).hexdigest()[:16]
+    folder = cache_folder() / f"{model.bnb_4bit_quant_type}-{key}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):
+        if not (folder / "config.json").is_file():
+            print(f"{name} is turned into 4 bits, once, for trainer and engine: {folder}", file=sys.stderr, flush=True)
+            with replacing_folder(folder) as staged:
+                _write(name, revision, model, staged)
+    return str(folder)
+
+
+def _write(name: str, revision: str | None, model: ModelConfig, folder: Path) -> None:
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=model.bnb_4bit_quant_type, bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=model.use_bnb_nested_quant, llm_int8_skip_modules=list(WHOLE),
+    )  # fmt: skip
+    init = {"revision": revision, "device_map": None, "trust_remote_code": False, "dtype": torch.bfloat16}
+    create_model_from_path(name, quantization_config=quantised, **init).save_pretrained(folder)
+    load_processor(name, revision).save_pretrained(folder)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def keep_gradients(model: Any) -> None:
+    """On a CPU with AVX-512 in bfloat16 bitsandbytes repacks a layer in its first pass without gradients, and no
+    gradient comes through it from then on; widths that are no multiple of 64 fail. Ours leaves the layers as they are.
+    """
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+class FrozenBase:
+    """What is not trained of the policy. It lies in pinned memory of the host while the engine is awake, so that the
+    card holds one copy of the base at a time. On a CPU nothing moves.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        self.device = next(model.parameters()).device
+        self._host: list[torch.Tensor] = []
+        self.away, self.moves = False, 0
+
+    def leave(self) -> None:
+        """Give the card's memory back. The copy on the host is made once: what is frozen does not change."""
+        if self.away:
+            return
+        if self.device.type != "cpu":
+            self._host = self._host or [one.data.to("cpu").pin_memory() for one in self.frozen]
+            for one, host in zip(self.frozen, self._host, strict=True):
+                one.data = host
+            torch.cuda.empty_cache()
+        self.away, self.moves = True, self.moves + 1
+
+    def come_back(self) -> None:
+        """Before the policy makes a pass."""
+        if not self.away:
+            return
+        if self.device.type != "cpu":
+            for one in self.frozen:
+                one.data = one.data.to(self.device, non_blocking=True)
+        self.away, self.moves = False, self.moves + 1

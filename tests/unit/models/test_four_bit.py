@@ -1,0 +1,162 @@
+"""A base in 4 bits: its gradients, its engine, what is trained, what comes out, and how much of it is on a card."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText
+from trl import ModelConfig
+from vllm import LLM
+
+from adora_vl.export import main as export
+from adora_vl.models.adapter import load_merged
+from adora_vl.models.four_bit import FrozenBase, bytes_of, four_bit_folder, keep_gradients
+from adora_vl.models.load import PRETRAINED
+from adora_vl.models.shape import config_for_planning, describe
+from adora_vl.rollout.llm import PolicyLLM
+from adora_vl.rollout.weight_sync import adapter_layers
+from tests.integration.support import run as in_a_process
+from tests.support.sft_adapter import TEXT, sft_adapter
+from tests.support.tiny_run import arguments, train
+
+INIT = {"dtype": torch.bfloat16, "device_map": None}
+FOUR = {"load_in_4bit": "true", "dtype": "bfloat16"}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """Where bases in 4 bits are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ADORA_VL_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def sft(tmp_path_factory):
+    """Of single layers with a rank of their own, which vLLM's reader passes over."""
+    ranks: dict[str, Any] = {"rank_pattern": {"up_proj": 12}, "alpha_pattern": {"up_proj": 6}}
+    return sft_adapter(tmp_path_factory.mktemp("sft") / "adapter", modules_to_save=None, **ranks)
+
+
+@pytest.fixture(scope="module")
+def base(home):
+    return four_bit_folder(str(PRETRAINED), "main", ModelConfig(use_bnb_nested_quant=True))
+
+
+def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_head_stay_whole(base, sft):
+    model = load_merged(base, (), INIT)
+    keep_gradients(model)
+    four = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
+    assert len(four) == 7 * 3 and not any("visual" in name or "lm_head" in name for name in four)
+    config = config_for_planning(str(PRETRAINED))[0]
+    shape = describe(config, dtype="bfloat16", four_bit_bytes=bytes_of(nested=True))
+    held = sum(parameter.nbytes for parameter in model.parameters())
+    assert shape.base_bytes(2) == pytest.approx(held, rel=0.01) and shape.base_bytes(2) < 2 * shape.total
+    policy = PeftModel.from_pretrained(model, sft, is_trainable=True)
+    ids = torch.arange(20, 40)[None]
+    policy.eval()
+    with torch.no_grad():
+        policy(input_ids=ids)
+    policy.train()
+    policy(input_ids=ids, labels=ids).loss.backward()
+    assert all(one.grad is not None and one.grad.abs().sum() > 0 for one in policy.parameters() if one.requires_grad)
+
+
+@pytest.mark.slow
+@pytest.mark.core
+def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out(home, sft, tmp_path):
+    run, keys = (
+        tmp_path / "run",
+        {"max_steps": 2, "model_name_or_path": sft, "beta": 0.1, "learning_rate": 2e-2, **FOUR},
+    )
+    said = in_a_process([sys.executable, "-m", "adora_vl.train", *arguments(run, use_vllm="true", **keys)])
+    log = json.loads((run / "trainer_state.json").read_text())["log_history"]
+    assert all(0 < entry["adora/drift"] < 0.02 for entry in log[:2]), "0.16 with the original weights; the old adapter"
+    assert log[0]["kl"] == 0 < log[1]["kl"] and 0 < log[0]["adora/sync_mb"] < 0.2, "the adapter alone is sent"
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (sft, run))
+    assert all(not torch.equal(before[name], after[name]) and after[name].dtype == torch.float32 for name in before)
+    assert f"adora_vl.export {run} {run / 'merged'}" in said.stdout
+    base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
+    assert export([str(run), str(tmp_path / "out")]) == 0
+    policy = PeftModel.from_pretrained(load_merged(base, (), INIT), run)
+    keep_gradients(policy)
+    plain = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(PRETRAINED), run)
+    exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").float()
+    ids = torch.arange(20, 60)[None]
+    with torch.no_grad():
+        trained, written, other = (m.eval()(input_ids=ids).logits.softmax(-1) for m in (policy, exported, plain))
+    assert 5 * (trained - written).abs().sum() < (trained - other).abs().sum(), "by the base that it was trained on"
+
+
+def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
+    new = {**FOUR, "use_peft": "true", "lora_dropout": 0, "lora_target_modules": TEXT, "bnb_4bit_quant_type": "fp4"}
+    whole, halved = (
+        train(tmp_path / name, max_steps=steps, save_steps=1, **new) for name, steps in (("a", 2), ("b", 1))
+    )
+    train(halved, max_steps=2, save_steps=1, **new)
+    one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, halved))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the_policy_s(base, sft, monkeypatch):
+    from vllm.lora.lora_model import LoRAModel
+
+    from adora_vl.rollout import weight_sync
+
+    policy = PeftModel.from_pretrained(load_merged(base, (), INIT), sft, is_trainable=True)
+    layers = dict(adapter_layers(policy))
+    before = {name: layer.lora_B["default"].weight.clone() for name, layer in layers.items()}
+    got: dict[str, Any] = {}
+
+    class Manager:
+        modules: Mapping[str, Any] = MappingProxyType({})
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda adapter: None
+
+    def take(number, tensors, helper, **options):
+        got.update({name: tensor.clone() for name, tensor in tensors.items()})
+        assert helper.vllm_lora_scaling_factor == 1
+        for tensor in tensors.values():
+            tensor.mul_(2)  # as vLLM does with what is on its device
+        return SimpleNamespace(loras={})
+
+    monkeypatch.setattr(LoRAModel, "from_lora_tensors", take)
+    lora = SimpleNamespace(_adapter_manager=Manager(), lora_config=SimpleNamespace(lora_dtype=None))
+    monkeypatch.setattr(weight_sync, "_model_runner", lambda llm: SimpleNamespace(lora_manager=lora, get_model=object))
+    count, size = weight_sync.push_adapter(SimpleNamespace(adapter=SimpleNamespace(lora_int_id=1)), policy)
+    assert count == 2 * len(layers) == len(got) and size == sum(tensor.nbytes for tensor in got.values())
+    scalings = set()
+    for name, layer in layers.items():
+        assert torch.equal(layer.lora_B["default"].weight, before[name]), "ten syncs would have grown it a thousandfold"
+        assert torch.equal(got[f"{name}.lora_B.weight"], before[name] * layer.scaling["default"])
+        scalings.add(layer.scaling["default"])
+    assert scalings == {8 / 4, 6 / 12}
+
+
+def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkeypatch):
+    events: list[Any] = []
+    monkeypatch.setattr(LLM, "sleep", lambda self, level: events.append(level))
+    monkeypatch.setattr(LLM, "wake_up", lambda self, tags: events.append((tags, llm.base.away)))
+    monkeypatch.setattr(LLM, "generate", lambda self, *given, **named: named["lora_request"])
+    llm: Any = object.__new__(PolicyLLM)
+    llm.base, llm.adapter = FrozenBase(torch.nn.Linear(2, 2).requires_grad_(False)), "policy"
+    for tags in ("weights", "kv_cache"):
+        llm.wake_up(tags=tags)
+    assert llm.generate([]) == "policy"
+    llm.sleep(level=2)
+    assert events == [("weights", True), ("kv_cache", True), 1], "level 2 would discard what no sync brings back"
+    assert not llm.base.away and llm.base.moves == 2
+    with llm.awake():
+        llm.wake_up(tags="weights")
+        llm.sleep(level=2)
+    assert llm.base.away and llm.base.moves == 3, "it stays away as long as the engine is awake"
