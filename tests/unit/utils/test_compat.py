@@ -37,7 +37,7 @@ FIELDS = {
     "names of our own functions": {"__name__", "__qualname__"},
     "images of a row, see KeptImage": {"__class__"},
     "an image of Pillow that we have made": {"readonly"},
-    "the config of an adapter that we have read": {"inference_mode"},
+    "the config of an adapter": {"base_model_name_or_path", "inference_mode"},
     "the output of a forward pass, and a copy of a module": {"config", "last_hidden_state"},
 }
 # setattr with a key of a dataclass of settings
