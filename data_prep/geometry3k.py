@@ -207,20 +207,12 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
         raise refuse("not_json", wrong, "download the problem again")
     field = partial(_field, data, refuse, f"{folder}/data.json")
     return RawProblem(
-        id=row_id,
-        split=split,
-        source="geometry3k",
-        origin=str(folder),
-        images=(originals[1],),
-        problem=readable(field("problem_text", str)),
-        answer=field("answer", str),
-        choices=tuple(field("choices", list)),
-        goal=", ".join(field("problem_type_goal", list, [])),
-        shapes=tuple(field("problem_type_graph", list, [])),
-        solution=field("detailed_solution", str, "").strip(),
-        other_files=(originals[0],),
-        **_facts_of(folder, field("problem_text", str), row_id),
-    )
+        id=row_id, split=split, source="geometry3k", origin=str(folder), images=(originals[1],),
+        problem=readable(field("problem_text", str)), answer=field("answer", str),
+        choices=tuple(field("choices", list)), goal=", ".join(field("problem_type_goal", list, [])),
+        shapes=tuple(field("problem_type_graph", list, [])), solution=field("detailed_solution", str, "").strip(),
+        other_files=(originals[0],), **_facts_of(folder, field("problem_text", str), row_id),
+    )  # fmt: skip
 
 
 def _facts_of(folder: ProblemFolder, problem: str, row_id: str) -> dict[str, Any]:
@@ -282,13 +274,9 @@ def _redrawn(form: Form, split: str, number: str, question: str, answer: str) ->
 
 
 def _field(
-    data: dict[str, Any],
-    refuse: Callable[..., RowError],
-    path: str,
-    name: str,
-    kind: type[str] | type[list[str]],
+    data: dict[str, Any], refuse: Callable[..., RowError], path: str, name: str, kind: type[str] | type[list[str]],
     default: Any = None,
-) -> Any:
+) -> Any:  # fmt: skip
     """`data[name]`, a text or a list of texts. Raises `RowError` where it is neither, or missing without a default."""
     value = data.get(name, default)
     if isinstance(value, kind) and all(isinstance(item, str) and storable(item) for item in value):
@@ -304,13 +292,9 @@ PRESET_ID = PRESET.id or ""
 
 
 def open_source(
-    kind: str,
-    location: str | None,
-    *,
-    revision: str | None = None,
-    diagram: str | None = None,
+    kind: str, location: str | None, *, revision: str | None = None, diagram: str | None = None,
     texts: str | None = None,
-) -> tuple[dict[str, SplitReads], str | None]:
+) -> tuple[dict[str, SplitReads], str | None]:  # fmt: skip
     """The rows of the source `kind` (one of `SOURCES`) at a dataset id or a path, and the commit of the hub.
 
     Raises `UserError` where there is none.
@@ -347,15 +331,9 @@ class Options(Cleaning):
 
 
 def prepare_geometry3k(
-    output: Path,
-    *,
-    source: str,
-    location: str | None = None,
-    revision: str | None = None,
-    options: Options | None = None,
-    workers: int = 1,
-    overwrite: bool = False,
-) -> Manifest:
+    output: Path, *, source: str, location: str | None = None, revision: str | None = None,
+    options: Options | None = None, workers: int = 1, overwrite: bool = False,
+) -> Manifest:  # fmt: skip
     """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path.
 
     `revision`: a branch, tag or commit of the hub. `workers`: number of processes that clean rows; the output does not

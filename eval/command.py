@@ -208,13 +208,9 @@ def questions(benchmark: Benchmark, options: Namespace) -> AskedProblems:
 
 
 def ask(
-    benchmark: Benchmark,
-    options: Namespace,
-    settings: AnswerEngineSettings,
-    asked: AskedProblems,
-    processes: Ranks,
+    benchmark: Benchmark, options: Namespace, settings: AnswerEngineSettings, asked: AskedProblems, processes: Ranks,
     build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Ask the model all questions, and write its answers into the output folder. Raises `UserError`.
 
     `build`: makes the engine; None: `build_engine`.

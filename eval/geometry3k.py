@@ -140,12 +140,9 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
     known = {key: row[key] for key in ("source", "split") if row.get(key)}
     meta = {key: value for key, value in (row.get("meta") or {}).items() if key not in _TRAINING_TEXTS}
     return {
-        "pid": row["id"],
-        "question": row["problem"],
-        "answer": row["answer"],
-        "choices": row.get("choices"),
+        "pid": row["id"], "question": row["problem"], "answer": row["answer"], "choices": row.get("choices"),
         "metadata": {**known, **meta},
-    }
+    }  # fmt: skip
 
 
 def _stored(encoded: Dataset, index: int) -> list[bytes]:
@@ -177,15 +174,11 @@ def _caution(score: Mapping[str, Any]) -> str | None:
 _PUBLISHED = Published(
     "EasyR1's reports, Geometry3K test",
     {
-        "7B before GRPO": {"all": 37.0},
-        "7B GRPO": {"all": 48.0},
-        "7B DAPO": {"all": 50.0},
-        "7B SAPO": {"all": 54.0},
-        "3B before GRPO": {"all": 24.0},
-        "3B GRPO": {"all": 38.0},
+        "7B before GRPO": {"all": 37.0}, "7B GRPO": {"all": 48.0}, "7B DAPO": {"all": 50.0}, "7B SAPO": {"all": 54.0},
+        "3B before GRPO": {"all": 24.0}, "3B GRPO": {"all": 38.0},
     },
     _caution,
-)
+)  # fmt: skip
 BENCHMARK = Benchmark(
     "geometry3k", "test", load, grade, _rules, _score_options, _data_options,
     fingerprint=("prompt",), summary=_summary, published=_PUBLISHED,

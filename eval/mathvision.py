@@ -274,15 +274,11 @@ def _score_options(parser: ArgumentParser) -> None:
 _PUBLISHED = Published(
     "MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
     {
-        "Gemini-Pro": {"all": 17.66},
-        "InternLM-XComposer2-VL": {"all": 14.54},
-        "Qwen-VL-Max with CoT": {"all": 12.63},
-        "ShareGPT4V-7B": {"all": 10.53},
-        "SPHINX-v2": {"all": 9.70},
-        "LLaVA-v1.5-7B": {"all": 8.52},
+        "Gemini-Pro": {"all": 17.66}, "InternLM-XComposer2-VL": {"all": 14.54}, "Qwen-VL-Max with CoT": {"all": 12.63},
+        "ShareGPT4V-7B": {"all": 10.53}, "SPHINX-v2": {"all": 9.70}, "LLaVA-v1.5-7B": {"all": 8.52},
     },
     lambda score: None if score["rules"].get("rules") == "official" else "the quoted rows are by the rules `official`",
-)
+)  # fmt: skip
 BENCHMARK = Benchmark(
     "mathvision", "test", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
     id_column="id", prepare=_prepare, summary=_summary, item=extraction_item, published=_PUBLISHED,

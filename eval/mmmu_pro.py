@@ -98,14 +98,9 @@ _NEEDED = ("id", "options", "answer", "subject")
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, the same question for each, and a hash of the data."""
     return load_problems(
-        options,
-        _NEEDED,
-        ("image",),
-        prompt=lambda row: QUERIES[options.query],
-        check=check,
-        id_column="id",
+        options, _NEEDED, ("image",), prompt=lambda row: QUERIES[options.query], check=check, id_column="id",
         config="vision",
-    )
+    )  # fmt: skip
 
 
 def _data_options(parser: ArgumentParser) -> None:

@@ -161,13 +161,10 @@ def _rules(options: Namespace) -> dict[str, Any]:
 _PUBLISHED = Published(
     "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     {
-        "Qwen2.5-VL-7B-Instruct": {"all": 63.9},
-        "MM-EUREKA-8B": {"all": 64.3},
-        "MMR1-math-v0": {"all": 64.9},
-        "GRPO": {"all": 61.9},
-        "ADORA": {"all": 63.8},
+        "Qwen2.5-VL-7B-Instruct": {"all": 63.9}, "MM-EUREKA-8B": {"all": 64.3}, "MMR1-math-v0": {"all": 64.9},
+        "GRPO": {"all": 61.9}, "ADORA": {"all": 63.8},
     },
-)
+)  # fmt: skip
 BENCHMARK = Benchmark(
     "mmstar", "val", load, grade, _rules, _score_options, _data_options, check, ("data_revision", "no_image"),
     id_column="index", summary=_summary, item=extraction_item, published=_PUBLISHED,

@@ -22,15 +22,11 @@ from eval.records import Benchmark
 # The columns of the tables of autumn 2026, by the place of their data on the hub.
 SUITES = {
     "reasoning": {
-        "mathvista": "AI4Math/MathVista",
-        "mathvision": "MathLLMs/MathVision",
-        "mathverse": "AI4Math/MathVerse",
-        "wemath": "We-Math/We-Math",
-        "mmstar": "Lin-Chen/MMStar",
-        "mmmu_pro": "MMMU/MMMU_Pro",
+        "mathvista": "AI4Math/MathVista", "mathvision": "MathLLMs/MathVision", "mathverse": "AI4Math/MathVerse",
+        "wemath": "We-Math/We-Math", "mmstar": "Lin-Chen/MMStar", "mmmu_pro": "MMMU/MMMU_Pro",
         "logicvista": "lscpku/LogicVista",
     }
-}
+}  # fmt: skip
 _FIGURE = {"mathverse": "five_versions", "wemath": "strict"}  # what papers quote; else the accuracy of all answers
 
 

@@ -102,15 +102,9 @@ class DaroWeights:
 
 
 def daro(
-    advantages: Tensor,
-    tokens: Tensor,
-    pass_rates: Tensor,
-    weights_M: Tensor,
-    scored: Tensor | None = None,
-    *,
-    by_bin_tokens: bool = True,
-    drop_outside: bool = True,
-) -> Tensor:
+    advantages: Tensor, tokens: Tensor, pass_rates: Tensor, weights_M: Tensor, scored: Tensor | None = None, *,
+    by_bin_tokens: bool = True, drop_outside: bool = True,
+) -> Tensor:  # fmt: skip
     """Advantages with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum w_mu L_mu`.
 
     TRL's loss divides the sum over all tokens by their number T. With A multiplied by `w_mu T / T_mu`, the part of a

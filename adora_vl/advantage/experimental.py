@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 
 
 def a_grae(
-    advantages: Tensor,
-    pass_rates: Tensor,
-    *,
-    scored: Tensor | None = None,
-    curriculum: bool = True,
-    alpha: float | None = 1.0,
-    eps: float = 1e-6,
-) -> Tensor:
+    advantages: Tensor, pass_rates: Tensor, *, scored: Tensor | None = None, curriculum: bool = True,
+    alpha: float | None = 1.0, eps: float = 1e-6,
+) -> Tensor:  # fmt: skip
     """Scale the advantages by two factors. p is the pass rate of a prompt, and R, the mean of p over the batch,
     measures how far training has come.
 

@@ -10,48 +10,24 @@ from torch import Tensor
 
 from adora_vl.advantage.adora import Adora, AdoraWeighting, assign_weights, weigh_groups
 from adora_vl.advantage.daro import Daro, DaroWeights
-from adora_vl.advantage.experimental import (
-    AGrae,
-    Canon,
-    D3s,
-    McGrpo,
-    Ngrpo,
-    Rrb,
-    Ssb,
-)
+from adora_vl.advantage.experimental import AGrae, Canon, D3s, McGrpo, Ngrpo, Rrb, Ssb
 from adora_vl.advantage.groups import Groups
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo
 from adora_vl.advantage.method import Method
 
 METHODS: Mapping[str, type[Method]] = {
-    "grpo": Grpo,
-    "dr_grpo": DrGrpo,
-    "lite_ppo": LitePpo,
-    "dapo": Dapo,
-    "adora": Adora,
-    "daro": Daro,
-    "mc_grpo": McGrpo,
-    "ngrpo": Ngrpo,
-    "a_grae": AGrae,
-    "canon": Canon,
-    "d3s": D3s,
-    "ssb": Ssb,
-    "rrb": Rrb,
-}
+    "grpo": Grpo, "dr_grpo": DrGrpo, "lite_ppo": LitePpo, "dapo": Dapo, "adora": Adora, "daro": Daro, "mc_grpo": McGrpo,
+    "ngrpo": Ngrpo, "a_grae": AGrae, "canon": Canon, "d3s": D3s, "ssb": Ssb, "rrb": Rrb,
+}  # fmt: skip
 
 
 class AdvantagePipeline:
     """Applies the chosen methods in order. Holds their state and the figures of the last batch."""
 
     def __init__(
-        self,
-        chosen: Mapping[str, Method],
-        *,
-        scale: str = "group",
-        max_length: int = 0,
-        sums_rewards: bool = True,
+        self, chosen: Mapping[str, Method], *, scale: str = "group", max_length: int = 0, sums_rewards: bool = True,
         seed: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Set up a run.
 
         Args:

@@ -45,14 +45,9 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
     parser.add_argument(*_FLAGS, action="store_true")
     memory, count = number(0.1, 1e6), whole(1)
     for name, kind in (
-        ("card_gib", memory),
-        ("accelerate_config", path),
-        ("processes", count),
-        ("machines", count),
-        ("rows", count),
-        ("write_config", path),
-        ("json", path),
-    ):
+        ("card_gib", memory), ("accelerate_config", path), ("processes", count), ("machines", count), ("rows", count),
+        ("write_config", path), ("json", path),
+    ):  # fmt: skip
         spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
         parser.add_argument(*spellings, dest=name, type=kind, default=None)
     found, rest = parser.parse_known_args(list(arguments))

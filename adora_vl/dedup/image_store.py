@@ -42,13 +42,9 @@ def normalized(image_processor: Any, patches_RD: Tensor, settings: dict[str, Any
     patch, temporal = settings["patch_size"], settings["temporal_patch_size"]
     channels_first = patches_RD.view(len(patches_RD), -1, temporal, patch, patch).transpose(1, 2)
     done: Tensor = image_processor.rescale_and_normalize(
-        channels_first,
-        settings["do_rescale"],
-        settings["rescale_factor"],
-        settings["do_normalize"],
-        settings["image_mean"],
-        settings["image_std"],
-    )
+        channels_first, settings["do_rescale"], settings["rescale_factor"], settings["do_normalize"],
+        settings["image_mean"], settings["image_std"],
+    )  # fmt: skip
     return done.transpose(1, 2).reshape(len(patches_RD), -1)
 
 
@@ -83,14 +79,9 @@ class ImageCache:
         size = settings["size"]
         # The class's own method: that of the object may be one that asks this cache.
         output = type(image_processor).preprocess(
-            image_processor,
-            [image],
-            do_rescale=False,
-            do_normalize=False,
-            min_pixels=size["shortest_edge"],
-            max_pixels=size["longest_edge"],
-            return_tensors="pt",
-        )
+            image_processor, [image], do_rescale=False, do_normalize=False, min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"], return_tensors="pt",
+        )  # fmt: skip
         self.processed += 1
         entry = ProcessedImage(key, output["pixel_values"], output["image_grid_thw"][0])
         if isinstance(image, Image.Image) and image.info.get(PASSING):

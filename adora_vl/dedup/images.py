@@ -53,13 +53,9 @@ class DistinctImages:
     """Owns the distinct images of the present generation."""
 
     def __init__(
-        self,
-        models: Sequence[nn.Module],
-        processor: Any,
-        device: torch.device,
-        config: AdoraGRPOConfig,
+        self, models: Sequence[nn.Module], processor: Any, device: torch.device, config: AdoraGRPOConfig,
         dataset: Any = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on."""
         self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)

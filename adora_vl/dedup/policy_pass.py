@@ -57,17 +57,9 @@ class PackedForward:
         self._checked = False
 
     def __call__(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        completion: int,
-        batch_size: int | None,
-        compute_entropy: bool,
-        inputs: dict[str, Any],
-        separate: Callable[..., Result],
-        host: HostRows | None = None,
-    ) -> Result | None:
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, completion: int, batch_size: int | None,
+        compute_entropy: bool, inputs: dict[str, Any], separate: Callable[..., Result], host: HostRows | None = None,
+    ) -> Result | None:  # fmt: skip
         """As TRL's `_get_per_token_logps_and_entropies`. None if separate rows are less work or the only way.
 
         `separate`: of the first rows, given their number and inputs. `host`: what the host knows of these rows already.
@@ -118,15 +110,9 @@ class PackedForward:
             warnings.warn(f"share_prompt: no shared prompts from here on: {self.refused}", stacklevel=2)
 
     def _pass(
-        self,
-        model: Any,
-        groups: list[list[int]],
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        completion: int,
-        compute_entropy: bool,
-        host: HostRows,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, model: Any, groups: list[list[int]], input_ids: Tensor, attention_mask: Tensor, completion: int,
+        compute_entropy: bool, host: HostRows,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         plain = self._accelerator.unwrap_model(model)
         rows = [row for group in groups for row in group]
         first = [group[0] for group in groups]
@@ -249,17 +235,10 @@ class PolicyPass:
             self._seen = self._host = None
 
     def __call__(
-        self,
-        separate_rows: Callable[..., Result],
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **inputs: Any,
-    ) -> Result:
+        self, separate_rows: Callable[..., Result], model: Any, input_ids: Tensor, attention_mask: Tensor,
+        logits_to_keep: int, batch_size: int | None = None, compute_entropy: bool = False,
+        compute_aux_loss: bool = False, **inputs: Any,
+    ) -> Result:  # fmt: skip
         """Same arguments and result as TRL's method, which is `separate_rows`.
 
         The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None.

@@ -130,13 +130,9 @@ class Packed:
 
 
 def pack(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    completion: int,
-    groups: Sequence[Sequence[int]],
-    positions: Tensor,
+    input_ids: Tensor, attention_mask: Tensor, completion: int, groups: Sequence[Sequence[int]], positions: Tensor,
     host: HostRows | None = None,
-) -> Packed:
+) -> Packed:  # fmt: skip
     """Lay out left-padded prompts and right-padded completions. The layout is made on the host, and then copied to the
     device, for which nothing waits.
 
@@ -173,10 +169,6 @@ def pack(
     ids, labelled, places, source, scores = (part.to(input_ids.device, non_blocking=True) for part in layout)
     flat = input_ids.flatten()
     return Packed(
-        flat[ids][None],
-        places[..., None, :],
-        flat[labelled][None] if scored else input_ids.new_full((1, 1), -100),
-        source,
-        attention_mask[:, prompt:],
-        SharedPrompts(tuple(spans), scores),
-    )
+        flat[ids][None], places[..., None, :], flat[labelled][None] if scored else input_ids.new_full((1, 1), -100),
+        source, attention_mask[:, prompt:], SharedPrompts(tuple(spans), scores),
+    )  # fmt: skip

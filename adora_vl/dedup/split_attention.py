@@ -93,17 +93,9 @@ def _scored_positions(module: nn.Module, args: Any, kwargs: dict[str, Any], outp
 
 
 def _attention(
-    own: str,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    shared_prompts: SharedPrompts | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+    own: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
+    dropout: float = 0.0, shared_prompts: SharedPrompts | None = None, **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Query (N, H, S, D), key and value (N, Hk, S, D); the result is (N, S, H, D), as of every implementation."""
     function, flash = _function(own, module), is_flash_attention_requested(requested_attention_implementation=own)
     if flash:

@@ -74,19 +74,10 @@ def by_size(
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, dropout: float = 0.0, scaling: float | None = None,
+    is_causal: bool = False, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of packed patches within their windows, with the signature of a kernel for variable lengths.
 
     Args:

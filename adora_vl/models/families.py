@@ -76,10 +76,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": Family(
         "Qwen3-VL",
         Vision(
-            unit=32,
-            min_pixels=256 * 256,
-            max_pixels=4096 * 4096,
-            features=(EMBEDDINGS, DEEPSTACK),
+            unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, features=(EMBEDDINGS, DEEPSTACK),
             projector=("visual.merger.", "visual.deepstack_merger_list."),
         ),
         FULL,
@@ -98,7 +95,7 @@ FAMILIES: dict[str, Family] = {
         note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group cannot share: "
         "share_prompt is off by itself, everything else is shared",
     ),
-}
+}  # fmt: skip
 
 
 def family_of(config: Any) -> Family | None:

@@ -153,14 +153,10 @@ def score(trainer: HasEngine, prompts: Prompts, rollouts: Rollouts) -> Tensor:
     checkpointing = disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
     with torch.no_grad(), kept_random_state(), checkpointing:
         logps, _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model,
-            torch.cat([prompt_BP, completion_BC], dim=1),
-            torch.cat([prompt_mask_BP, rollouts.mask_BC], dim=1),
-            completion_BC.size(1),
-            batch_size=trainer.args.per_device_train_batch_size,
-            num_images=prompts.num_images,
-            **fields,
-        )
+            trainer.model, torch.cat([prompt_BP, completion_BC], dim=1),
+            torch.cat([prompt_mask_BP, rollouts.mask_BC], dim=1), completion_BC.size(1),
+            batch_size=trainer.args.per_device_train_batch_size, num_images=prompts.num_images, **fields,
+        )  # fmt: skip
     assert isinstance(logps, Tensor)
     return logps
 
@@ -262,12 +258,9 @@ def drift_probe(trainer: HasEngine, rows: Sequence[Any], step: int) -> DriftProb
 
 
 def measured_drift(
-    trainer: HasEngine,
-    check: Callable[[Tensor, Tensor, Tensor, int], None],
-    probe: DriftProbe,
-    answers: Sequence[RolloutAnswer],
-    step: int,
-) -> None:
+    trainer: HasEngine, check: Callable[[Tensor, Tensor, Tensor, int], None], probe: DriftProbe,
+    answers: Sequence[RolloutAnswer], step: int,
+) -> None:  # fmt: skip
     """Score what the servers sampled for this rank's prompts, and `check` it: the policy's log-probabilities, the
     engine's, and the mask, (B, C), at this step.
     """

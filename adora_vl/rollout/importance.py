@@ -70,14 +70,9 @@ def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str
 
 
 def importance_ratio(
-    logps_BC: Tensor,
-    sampling_BC: Tensor,
-    mask_BC: Tensor,
-    *,
-    mode: str,
-    clip_min: float | None,
+    logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, *, mode: str, clip_min: float | None,
     clip_max: float | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """exp(policy - engine), cut off: (B, C) for `token_*` modes, (B, 1) for `sequence_*`.
 
     `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the engine gave no
@@ -138,13 +133,9 @@ class ImportanceRatio:
         """Put the ratio into the batch. Returns its figures for the log under TRL's names, of all ranks."""
         mask_BC, sampling_BC, config = loss_mask(micro), micro["sampling_per_token_logps"], self.config
         ratio = importance_ratio(
-            logps_BC,
-            sampling_BC,
-            mask_BC,
-            mode=config.vllm_importance_sampling_mode,
-            clip_min=config.vllm_importance_sampling_clip_min,
-            clip_max=config.vllm_importance_sampling_clip_max,
-        )
+            logps_BC, sampling_BC, mask_BC, mode=config.vllm_importance_sampling_mode,
+            clip_min=config.vllm_importance_sampling_clip_min, clip_max=config.vllm_importance_sampling_clip_max,
+        )  # fmt: skip
         micro["importance_sampling_ratio"] = ratio
         everything_B = torch.ones(len(ratio), dtype=torch.bool, device=ratio.device)
         same_B = ~micro["distorted"] if "distorted" in micro else everything_B  # of the others the ratio is 1

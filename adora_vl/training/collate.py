@@ -30,15 +30,9 @@ def said(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]])
 
 
 def collated(
-    prompts: PromptBatch,
-    completions: Sequence[list[int]],
-    logps: Sequence[list[float | None]] | None,
-    counted: Sequence[bool],
-    *,
-    pad_id: int,
-    multiple: int | None,
-    to_device: Callable[[Any], Any],
-) -> Batch:
+    prompts: PromptBatch, completions: Sequence[list[int]], logps: Sequence[list[float | None]] | None,
+    counted: Sequence[bool], *, pad_id: int, multiple: int | None, to_device: Callable[[Any], Any],
+) -> Batch:  # fmt: skip
     """The rollouts of this rank, B rows.
 
     `logps`: the engine's; None for a token that it could not score, which becomes NaN. `counted`: whether the loss

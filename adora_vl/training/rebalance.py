@@ -93,15 +93,9 @@ class RowExchange:
 
 
 def rebalanced(
-    batch: Batch,
-    live: list[bool],
-    unit: int,
-    plan: list[Move],
-    rank: int,
-    banks: ImageBanks,
-    pad_id: int,
+    batch: Batch, live: list[bool], unit: int, plan: list[Move], rank: int, banks: ImageBanks, pad_id: int,
     exchange: Callable[[Sequence[Move], Sequence[Any], int], list[Any]],
-) -> tuple[Batch, list[bool]]:
+) -> tuple[Batch, list[bool]]:  # fmt: skip
     """Carry out the `plan`. All ranks call this together.
 
     Units that are given away stay in the batch with advantages of 0. Units that arrive are appended.

@@ -33,13 +33,9 @@ class Rewards:
 
     @classmethod
     def of(
-        cls,
-        all_BF: Tensor,
-        failed: Mapping[tuple[int, int], str],
-        weights_F: Tensor,
-        names: Sequence[str],
+        cls, all_BF: Tensor, failed: Mapping[tuple[int, int], str], weights_F: Tensor, names: Sequence[str],
         generations: int,
-    ) -> Rewards:
+    ) -> Rewards:  # fmt: skip
         """`all_BF`: as TRL gathers it. `failed`: the reason by rollout and function for which a call failed.
         `weights_F`, `names`: of the functions.
         """
@@ -183,12 +179,8 @@ class Grader:
     """Makes the scores of a generation from what its reward functions have returned. All ranks call it together."""
 
     def __init__(
-        self,
-        context: StepContext,
-        guard: RewardGuard,
-        weights_F: Tensor,
-        names: Sequence[str],
-    ) -> None:
+        self, context: StepContext, guard: RewardGuard, weights_F: Tensor, names: Sequence[str],
+    ) -> None:  # fmt: skip
         """`weights_F`, `names`: of the reward functions."""
         self.accelerator, self.guard = context.accelerator, guard
         self.weights_F, self.names = weights_F, names

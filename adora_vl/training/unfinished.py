@@ -78,11 +78,8 @@ class UnfinishedGeneration:
         if self.shape.iterations == 1:
             left = [{} if number < within else micro for number, micro in enumerate(left)]
         own: dict[str, Any] = {
-            "micro_batches": to_cpu(left),
-            "first": 0,
-            "images": [],
-            "table": table,
-        }
+            "micro_batches": to_cpu(left), "first": 0, "images": [], "table": table,
+        }  # fmt: skip
         bank = self.banks.of_training()
         if bank is not None:
             own["first"] = bank.first

@@ -53,20 +53,11 @@ def add_revision_option(parser: ArgumentParser) -> None:
 
 
 def load_problems(
-    options: Namespace,
-    needed: Sequence[str],
-    image_columns: Sequence[str] = (),
-    *,
-    prompt: Callable[[Row], str],
-    kept: Sequence[str] = (),
-    check: Callable[[Row], str | None] = lambda row: None,
-    id_column: str = "pid",
-    split: str | None = None,
-    config: str | None = None,
-    blind: bool = False,
-    pictures: str = "",
+    options: Namespace, needed: Sequence[str], image_columns: Sequence[str] = (), *, prompt: Callable[[Row], str],
+    kept: Sequence[str] = (), check: Callable[[Row], str | None] = lambda row: None, id_column: str = "pid",
+    split: str | None = None, config: str | None = None, blind: bool = False, pictures: str = "",
     renamed: Mapping[str, str] | None = None,
-) -> tuple[list[Problem], str]:
+) -> tuple[list[Problem], str]:  # fmt: skip
     """The problems of `options.data`, as a hub id, a file or a folder, and a hash of the data with their pictures.
 
     A folder has Parquet files named after the split (or one named after no split), or `{split}.json`, `.jsonl`, whose
@@ -117,12 +108,9 @@ _decoded_first = partial(decoded_image, first_frame=True)
 
 
 def pictured(
-    fields: Row,
-    prompt: str,
-    images: int,
-    stored: Callable[[], list[bytes]],
+    fields: Row, prompt: str, images: int, stored: Callable[[], list[bytes]],
     decoded: Callable[[bytes], Image.Image] = _decoded_first,
-) -> Problem:
+) -> Problem:  # fmt: skip
     """A problem whose encoded images are read when they are needed; for their sizes alone the headers are."""
     return Problem(fields, prompt, images, partial(_each, decoded, stored), partial(_each, image_size, stored))
 

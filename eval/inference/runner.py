@@ -117,17 +117,10 @@ class Summary:
 
 
 def infer(
-    problems: Sequence[Problem],
-    output: Path,
-    settings: AnswerEngineSettings,
-    fingerprint: Fields,
-    *,
-    system_prompt: str | None,
-    build: Callable[[AnswerEngineSettings], AnswerEngine],
-    samples: int = 1,
-    in_data: int | None = None,
-    ranks: Ranks = ALONE,
-) -> Summary:
+    problems: Sequence[Problem], output: Path, settings: AnswerEngineSettings, fingerprint: Fields, *,
+    system_prompt: str | None, build: Callable[[AnswerEngineSettings], AnswerEngine], samples: int = 1,
+    in_data: int | None = None, ranks: Ranks = ALONE,
+) -> Summary:  # fmt: skip
     """Ask for every answer that `output` does not have yet. The engine is built only if answers are missing.
 
     `in_data`: number of problems in the data; `problems` may be only the first ones of them.

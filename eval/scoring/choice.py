@@ -317,11 +317,8 @@ def _negated(reader: _Reader, text: str) -> int | None:
 
 _Rules = tuple[tuple[str, Callable[[_Reader, str], int | None]], ...]
 _STATED_RULES: _Rules = (
-    ("exact", _exact),
-    ("box", _box),
-    ("stated_letter", _stated_letter),
-    ("stated_text", _stated_text),
-)
+    ("exact", _exact), ("box", _box), ("stated_letter", _stated_letter), ("stated_text", _stated_text),
+)  # fmt: skip
 _RULES: _Rules = (
     *_STATED_RULES,
     ("concluded_letter", _last(attrgetter("concluded"))),

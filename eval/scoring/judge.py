@@ -141,14 +141,9 @@ def judge_of(options: Namespace) -> ChatClient:
         if not getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')} is missing; --extraction judge needs an endpoint and a model")
     endpoint = Endpoint(
-        check_url("judge_url", options.judge_url),
-        options.judge_model,
-        KEY_VARIABLE,
-        options.judge_timeout,
-        options.judge_attempts,
-        options.judge_wait,
-        body={"temperature": 0, "max_tokens": 256},
-    )
+        check_url("judge_url", options.judge_url), options.judge_model, KEY_VARIABLE, options.judge_timeout,
+        options.judge_attempts, options.judge_wait, body={"temperature": 0, "max_tokens": 256},
+    )  # fmt: skip
     cache: Path = options.judge_cache or score_path(options.output).with_name("judge_cache.jsonl")
     with written_to("judge_cache", cache):
         cache.parent.mkdir(parents=True, exist_ok=True)

@@ -65,11 +65,8 @@ def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
 
 # By total pixels of the first image: the upper ends of the groups.
 _SIZES = (
-    (128 * 128, "to 128x128"),
-    (256 * 256, "to 256x256"),
-    (512 * 512, "to 512x512"),
-    (1024 * 1024, "to 1024x1024"),
-)
+    (128 * 128, "to 128x128"), (256 * 256, "to 256x256"), (512 * 512, "to 512x512"), (1024 * 1024, "to 1024x1024"),
+)  # fmt: skip
 
 
 def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, *, answer_tags: bool = False) -> Scored:
