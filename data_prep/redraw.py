@@ -111,7 +111,9 @@ class _Diagram:
             self._arcs(of.names, 0 if number else 1)
             text = text if number else degrees
             least = min(0.16, 0.5 * (self._width(text) + 0.02) / max(0.1, abs(math.sin(turn / 2))))
-            reaches = [max(0.045 if number else 0.08, least) + 0.012 * further for further in range(9)]
+            inside = 0.8 * min(abs(self.at[name] - corner) for name in (of.names[0], of.names[2]))
+            nearest = max(0.045 if number else 0.08, least)
+            reaches = [min(inside, nearest + 0.012 * further) for further in (*range(9), -1, -2, -3)]
             self._label(text, [corner + rect(r, start + part * turn) for r in reaches for part in (0.5, 0.4, 0.6)])
         elif kind.head == "MeasureOf" and of.head == "Arc":
             ends = {of.names[0], of.names[-1]}
@@ -186,7 +188,7 @@ class _Diagram:
             for number, group in enumerate(map(sorted, groups), start=1):
                 for names in group:
                     if of == "MeasureOf":
-                        self._arcs(names, number)
+                        self._arcs(names, number + 1)  # one arc belongs to a value
                     else:
                         towards = self.at[group[0][1]] - self.at[group[0][0]]
                         self._strokes(names, towards, number, wing, part)
@@ -218,7 +220,7 @@ class _Diagram:
             left, top, right, end = box(place)
             others = sum(left < o[2] and o[0] < right and top < o[3] and o[1] < end for o in self.boxes)
             outside = min(left, top) < 0.005 or max(right, end) > 0.995
-            return 100 * outside + 30 * others + sum(left < p.real < right and top < p.imag < end for p in self.ink)
+            return 1000 * outside + 200 * others + sum(left < p.real < right and top < p.imag < end for p in self.ink)
 
         best = min(places, key=hidden)
         self.boxes.append(box(best))

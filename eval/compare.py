@@ -282,11 +282,13 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
         shown = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
         lines.append(_line(f"{name} (quoted)", width, shown))
     lines += [f"quoted: {quoted.source}; not measured here"] if quoted else []
-    for key in by:
+    found = views_of(runs)
+    # MathVerse has its versions of each problem beside our views.
+    for key in by or ["version"] * bool(found and benchmark == "mathverse"):
         lines += ["", *_by_group(runs, key, width)]
     if len(runs) > 1:
         lines += ["", *(_test(runs[0], other) for other in runs[1:])]
-        lines += [line for found in views_of(runs) for line in sees_or_reasons(found)]
+        lines += [line for views in found for line in sees_or_reasons(views)]
     return lines + _notes(runs, quoted)
 
 

@@ -142,6 +142,12 @@ def test_four_views_say_whether_a_model_sees_or_reasons(tmp_path, capsys, text, 
     both = sum(a == b == "1" for a, b in zip(text, image, strict=True)) / text.count("1")
     assert f"of what it solves from words, it solves {100 * both:.1f} % (95 %" in lines
     two = shown(capsys, files["blank"], files["image"])
+    versions = {"version": {"Text Lite": {"accuracy": 0.25}}}
+    grey, seen = (
+        score_file(tmp_path / f"verse_{name}.json", "01", "mathverse", groups=versions, **made_with(**shown_how(name)))
+        for name in ("blank", "image")
+    )
+    assert "version = Text Lite" in shown(capsys, grey, seen) and "version =" not in shown(capsys, seen)
     assert f"without looking {remains:.1f} %" in two and said not in two
     another = score_file(tmp_path / "another.json", image, **made_with(model="n"))
     said = shown(capsys, another, files["blank"])
