@@ -148,6 +148,12 @@ def check_method(config: Any) -> None:
             raise UserError(
                 f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one reward each"
             )
+        share = config.adora_extensions.noisy_rollouts.share
+        if method.reads_surprisal and share:
+            raise UserError(
+                f"adora_extensions.noisy_rollouts.share: {share} leaves {name}'s measure: entropy without "
+                "log-probabilities on the clean image; set measure: length, or the share to 0"
+            )
         try:
             method.check(config)
         except ValueError as error:  # its text begins with a key, or with an option

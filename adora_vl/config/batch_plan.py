@@ -8,7 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from adora_vl.config.keys import RolloutOptions, StepPart
+from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.keys import StepPart
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 

@@ -12,7 +12,6 @@ from transformers import PretrainedConfig, Trainer, get_scheduler
 
 from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
-from adora_vl.config.experimental import check_noise, replay_needs, visual_needs
 from adora_vl.config.sampling import sampling_needs
 from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import check_finite
@@ -31,9 +30,18 @@ def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> Non
     if not trl_evaluates:
         _check_evaluation(config)
     check_method(config)
-    check_noise(config)
+    check_extensions(config)
     check_schedule(config)
     _check_rollouts(config)
+
+
+def check_extensions(config: Any, model_config: PretrainedConfig | None = None) -> None:
+    """Raise `UserError` where the keys do not fit an extension, or with `model_config` the model."""
+    for name, kind in vars(config.adora_extensions).items():
+        try:
+            kind.check(config) if model_config is None else kind.check_model(model_config)
+        except ValueError as error:
+            raise UserError(f"adora_extensions.{name}.{error}") from error
 
 
 def _check_unsupported(config: AdoraGRPOConfig) -> None:
@@ -311,4 +319,5 @@ def refuse_turns(given: Mapping[str, Any]) -> None:
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:
     """What the run does beyond plain GRPO, one line each, for its first lines."""
-    return [*method_needs(config), *sampling_needs(config), *replay_needs(config), *visual_needs(config)]
+    blocks = (config.adora_rollouts, *vars(config.adora_extensions).values())
+    return [*method_needs(config), *sampling_needs(config), *(line for each in blocks for line in each.costs(config))]

@@ -6,13 +6,13 @@ annotation, and not in its metadata, which Transformers' parser hands on to argp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from adora_vl.config.blocks import ExtensionOptions, RolloutOptions, key
 from adora_vl.config.values import Name, check_fields
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, SYSTEM_PROMPTS, template
 from adora_vl.utils.errors import UserError, did_you_mean
@@ -23,15 +23,8 @@ StepPart = Literal[
     "cache_images", "group_requests", "share_vision", "batch_windows", "share_prompt", "skip_old_pass",
     "skip_zero_signal", "spread_signal", "seeded_rollouts",
 ]  # fmt: skip
-NOISE_KINDS = {"gaussian": 500.0, "rotate": 15.0}  # kind -> NoisyRollout's strength: diffusion steps, degrees
 _ROUNDING = 1e-3  # of shares such as 0.333
 _LARGEST_PROMPT = 1_000_000  # bytes of the file of a system prompt
-
-
-def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any:
-    """A field of a dataclass of keys. `default`: also a function that makes one. `choices`: the words that it takes."""
-    made: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
-    return field(**made, metadata={"help": help} | ({"choices": list(choices)} if choices else {}))
 
 
 @dataclass
@@ -97,93 +90,6 @@ class AdoraScriptArguments:
         token = next((token for token in CONTROL_TOKENS if token in (self.adora_system_prompt or "")), None)
         if token is not None:
             raise UserError(f"adora_system_prompt: it has the model's own token {token}; remove it from the text")
-
-
-@dataclass(frozen=True)
-class RolloutOptions:
-    """How a generation is filled. Replay is SSR of VL-Rethinker (arXiv 2504.08837)."""
-
-    refill: Annotated[int, Field(ge=0)] = key(
-        0,
-        "DAPO's dynamic sampling: sample up to this many further batches per generation, to replace groups whose "
-        "advantages are all zero.",
-    )
-    budget: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern="^auto$", description="auto")] | None = key(
-        None,
-        "Partial rollouts: stop a generation after so many tokens and go on with unfinished answers in the next one; "
-        "auto: the length that nine of ten of the last answers had at most, where the longest are much longer. Null: "
-        "all are sampled to their ends.",
-    )
-    ahead: Annotated[int, Field(ge=0, le=1)] = key(
-        0,
-        "1: vLLM servers that get weights by files sample the next generation while the policy learns from the "
-        "present one, with weights of a generation before. 0: one after the other.",
-    )
-    staleness: Annotated[int, Field(ge=1)] = key(
-        4, "With a budget, answers begun so many generations ago are sampled to their end."
-    )
-    replay: Annotated[int, Field(ge=0)] = key(
-        0,
-        "Sample replay: keep up to so many groups with signal per process, and learn from some of them again in the "
-        "places of groups whose advantages are all zero; 0 is off.",
-    )
-    replay_alpha: Annotated[float, Field(ge=0)] = key(
-        1.0, "A kept group is drawn with a chance like the sum of its |advantages| to this power."
-    )
-
-
-@dataclass(frozen=True)
-class NoiseOptions:
-    """NoisyRollout (arXiv 2504.13055)."""
-
-    share: Annotated[float, Field(ge=0, lt=1)] = key(
-        0.0,
-        "This share of each group's rollouts sees a distorted image, all are learned from on the clean one. The "
-        "authors use 0.5; 0 is off.",
-    )
-    kind: str = key("gaussian", "gaussian (the authors' choice) or rotate.", choices=[*NOISE_KINDS])
-    strength: Annotated[float, Field(ge=0)] | None = key(
-        None,
-        "At the beginning: diffusion steps of 1,000 for gaussian (the authors use 400 to 500), degrees for rotate; "
-        "null: 500 or 15.",
-    )
-    schedule: str = key("sigmoid", "sigmoid (falls to 0 along a sigmoid) or constant.", choices=["sigmoid", "constant"])
-    middle: Annotated[float, Field(ge=0, le=1)] = key(
-        0.667, "Share of the run after which the sigmoid is at half; the authors' 40 of 60."
-    )
-    steepness: Annotated[float, Field(gt=0)] = key(
-        30.0, "Steepness of the sigmoid over the whole run; the authors use 30."
-    )
-
-
-@dataclass(frozen=True)
-class VisualOptions:
-    """VPPO (arXiv 2510.09285)."""
-
-    share: Annotated[float, Field(gt=0, le=1)] = key(
-        1.0,
-        "The share of each rollout's tokens that the loss learns from, those that depend most on the image. The "
-        "authors use 0.4; 1 learns from all.",
-    )
-    scale_min: Annotated[float, Field(ge=0, le=1)] = key(
-        1.0,
-        "The factor of the advantage of the rollout that depends least on its image; the factors of all have a mean "
-        "of 1. The authors use 0.9; 1 leaves all alike.",
-    )
-
-    @property
-    def on(self) -> bool:
-        return self.share < 1 or self.scale_min < 1
-
-
-@dataclass(frozen=True)
-class ExtensionOptions:
-    """Methods that nobody has reproduced here; all are off by default."""
-
-    noisy_rollouts: NoiseOptions = key(
-        NoiseOptions, "NoisyRollout: share, kind, strength, schedule, middle, steepness."
-    )
-    visual_tokens: VisualOptions = key(VisualOptions, "VPPO: share, scale_min.")
 
 
 @dataclass

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -164,11 +164,14 @@ def _options(key: str, value: Any, kind: Any) -> Any:
             raise UserError(
                 f"{key}: unknown option {name!r}, it has {', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
             )
+    needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
+    if lacking := [name for name in needed if name not in value]:
+        raise UserError(f"{key}: {_in_words(value)} lacks {', '.join(lacking)}")
     alone = short is not None and list(value) == [short]
     found = {name: convert(key if alone else f"{key}.{name}", each, hints[name]) for name, each in value.items()}
     try:
         return kind(**found)
-    except (TypeError, ValueError) as error:  # which names the option first
+    except ValueError as error:  # which names the option first
         raise UserError(f"{key}.{error}") from error
 
 

@@ -28,7 +28,7 @@ def extensions(context: StepContext, images: DistinctImages, *, has_dropout: boo
 
     found: list[Extension] = []
     asked = context.config.adora_extensions
-    if asked.noisy_rollouts.share:
+    if asked.noisy_rollouts.on:
         found.append(NoisyRollouts(context))
     if asked.visual_tokens.on:
         found.append(VisualDependency(context, images, has_dropout=has_dropout))

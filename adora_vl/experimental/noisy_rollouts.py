@@ -20,7 +20,6 @@ import numpy as np
 from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from adora_vl.config.experimental import noise_strength, noisy_count
 from adora_vl.dedup.image_store import PASSING, can_cache
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import StepContext
@@ -127,7 +126,8 @@ class NoisyRollouts(Extension):
 
     def __init__(self, context: StepContext) -> None:
         config = context.config
-        self.options, self.count, self.seed = config.adora_extensions.noisy_rollouts, noisy_count(config), config.seed
+        self.options, self.seed = config.adora_extensions.noisy_rollouts, config.seed
+        self.count = self.options.count(config.num_generations)
         self.clean = config.num_generations - self.count
         self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
 
@@ -137,7 +137,7 @@ class NoisyRollouts(Extension):
         if options.schedule == "sigmoid":
             done = state.global_step / max(state.max_steps, 1)
             share = sigmoid_annealing(done, middle=options.middle, steepness=options.steepness)
-        level = noise_strength(options) * share
+        level = options.at_first * share
         return float(int(level)) if options.kind == "gaussian" else level
 
     def now(self, key: str) -> Noise | None:

@@ -96,7 +96,7 @@ def half_black(banks: ImageBanks, image_processor: Any, batch: Batch, place: str
         if pixels is None:
             yield None
         elif grids is None:
-            raise AssertionError("pixels without a grid: of a family that check_visual refuses")
+            raise AssertionError("pixels without a grid: of a family that check_extensions refuses")
         elif not len(grids):
             yield pixels
         elif pixels.is_floating_point():

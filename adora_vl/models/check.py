@@ -14,6 +14,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.models.families import family_of, has_linear_attention, known, misplaced_by_vllm, sees_images
+from adora_vl.models.shape import describe, is_dtype
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hidden import masked
 
@@ -90,9 +91,9 @@ def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool
         )
 
 
-def check_attention(model: ModelConfig) -> None:
-    """Raises `UserError` for an attention kernel that is not here."""
-    attention = model.attn_implementation
+def check_attention(model: ModelConfig, given: Mapping[str, Any]) -> None:
+    """Raises `UserError` for an attention kernel that is not here. `given`: `model_init_kwargs`."""
+    attention = given.get("attn_implementation", model.attn_implementation)
     if attention in _FLASH and not _FLASH[attention]():
         raise UserError(f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa")
 
@@ -102,9 +103,11 @@ def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
     read = inspect.getsource(PreTrainedModel.from_pretrained)  # it takes most of them out of its **kwargs
     known = {*inspect.signature(PreTrainedModel.from_pretrained).parameters, "use_auth_token", "attn_implementation"}
     for key, value in masked(given).items():
-        if key not in known and f'"{key}"' not in read and not hasattr(config, key):
+        known_to_none = key not in known and f'"{key}"' not in read and not hasattr(config, key)
+        if known_to_none or (key == "dtype" and isinstance(value, str) and not is_dtype(value)):
+            what = "argument" if known_to_none else "value of it"
             raise UserError(
-                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, which has no such argument"
+                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, which has no such {what}"
             )
 
 
@@ -115,8 +118,6 @@ def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, 
     adapted = hasattr(peft_config, "target_modules")  # LoRA and its like
     if not adapted and not frozen:
         return
-    from adora_vl.models.shape import describe
-
     try:
         describe(config, dtype=model.dtype, frozen=frozen, peft_config=peft_config if adapted else None)
     except UserError:

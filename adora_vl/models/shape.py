@@ -184,6 +184,11 @@ def refuse_tied_adapters(model: Any) -> None:
             )
 
 
+def is_dtype(name: str) -> bool:
+    """Whether torch or Transformers has a dtype of this name."""
+    return name == "auto" or isinstance(getattr(torch, name.removeprefix("torch."), None), torch.dtype)
+
+
 def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
     """The dtype by name. `auto` and None mean the dtype in the model's config, as in Transformers 5."""
     named = config.dtype if name in (None, "auto") else name

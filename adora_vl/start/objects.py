@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -94,17 +95,18 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
     """The trainer's `reward_funcs`: functions and models as in TRL; a text is a preset, `judge`, or FILE.py:FUNCTION,
     or with a slash TRL's reward model. Raises `UserError`.
     """
+    asked = [*given] if isinstance(given, list | tuple) else [given]
+    ours = [one for one in asked if isinstance(one, Mapping) or (isinstance(one, str) and not _is_model(one))]
+    chosen = choose_rewards(ours, output_dir=output_dir) if ours else ChosenRewards((), (), {})
+    made = zip(chosen.entries, chosen.functions, strict=True)
     entries: list[str] = []
     functions: list[Any] = []
-    hashes: dict[str, str] = {}
-    for one in given if isinstance(given, list | tuple) else [given]:
-        if isinstance(one, Mapping) or (
-            isinstance(one, str) and (is_own(one) or not ("/" in one or Path(one).is_dir()))
-        ):
-            chosen = choose_rewards([one], output_dir=output_dir)
-            entries += chosen.entries
-            functions += chosen.functions
-            hashes |= chosen.hashes
+    hashes = {**chosen.hashes}
+    for one in asked:
+        if one in ours:
+            for entry, function in islice(made, len(one) if isinstance(one, Mapping) else 1):
+                entries.append(entry)
+                functions.append(function)
             continue
         if not isinstance(one, str) and not callable(one):
             raise UserError(f"reward_funcs: {one!r:.80} is no function; give a function, a preset or a list of them")
@@ -115,6 +117,11 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
             hashes[entries[-1]] = _source_hash(one)
     tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
     return ChosenRewards(tuple(entries), tuple(functions), hashes, frozenset(tried))
+
+
+def _is_model(name: str) -> bool:
+    """Whether TRL would look for a reward model of this name."""
+    return not is_own(name) and ("/" in name or Path(name).is_dir())
 
 
 def _function_name(function: Any) -> str:

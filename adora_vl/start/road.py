@@ -27,12 +27,12 @@ from adora_vl.config.advantage import method_hashes
 from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
 from adora_vl.config.checks import (
     check_config,
+    check_extensions,
     check_machines,
     check_optimizer,
     check_tensor_parallel,
     costs_of,
 )
-from adora_vl.config.experimental import check_visual
 from adora_vl.config.reading import Given, check_output_dir
 from adora_vl.config.where import Where
 from adora_vl.data.loading import as_asked, load_rows
@@ -343,7 +343,7 @@ def model(run: Checked) -> None:
             f"model_name_or_path: {str(run.adapters[-1].folder)!r} would be merged into a base in 4 bits, which rounds "
             "it away; make a model of it with `python -m adora_vl.export` and name that"
         )
-    check_visual(config, run.model_config)
+    check_extensions(config, run.model_config)
     check_tensor_parallel(config, run.model_config, run.where.sharding.processes)
     if here and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(run.model_config, config.vllm_enable_sleep_mode)
@@ -375,7 +375,7 @@ def _find_adapters(run: Checked) -> None:
 def parts(run: Checked) -> None:
     """Frozen parts, layers with an adapter, attention, and what `from_pretrained` is given."""
     if run.where.here:
-        check_attention(run.model)
+        check_attention(run.model, run.config.model_init_kwargs or {})
     loaded = run.asked.model.loaded
     if loaded is None:
         check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))

@@ -77,6 +77,7 @@ def here(tmp_path_factory):
     sft_adapter(folder / "sft")
     sft_adapter(folder / "baseless", str(folder / "gone"))
     (folder / "raises.py").write_text("def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n")
+    (folder / "syntax.py").write_text("def f(:")
     (folder / "old.yaml").write_text("adora_mode: off")
     (folder / "file").touch()
     (folder / "mine").mkdir()
@@ -126,6 +127,11 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--adora_method.adora.criteria lenght",
      "adora_method.adora.criteria: 'lenght' is not one of length, difficulty; did you mean 'length'"),
     ("--adora_max_drift -1", "adora_max_drift: -1 is not"),
+    ('--adora_method.adora.tau {"end":0.2}', "adora_method.adora.tau: {'end': 0.2} lacks start"),
+    ('--adora_method.adora.tau {"start":0.5,"end":0.2}', "adora_method.adora.tau.end: 0.2 needs shape: linear or cosi"),
+    ("--adora_method HERE/syntax.py:f", "adora_method: 'HERE/syntax.py:f' cannot be loaded: line 1: SyntaxError"),
+    ("--adora_method HERE/raises.py:bad", "adora_method: bad, tried before the run: TypeError"),
+    ("--adora_method nowhere.py:f", "adora_method: 'nowhere.py:f': there is no file 'nowhere.py' in '"),
     ("--adora_method grp", "adora_method: unknown method 'grp'"),
     ("--adora_method dapo+ngrpo", "adora_method: dapo+ngrpo: ngrpo starts from the rewards"),
     ("--adora_method mc_grpo", "num_generations: 8 is even"),
@@ -137,6 +143,10 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ),
     ("--use_vllm true --adora_rollouts.ahead 1", "adora_rollouts.ahead: 1 does not go with another engine"),
     ("--adora_extensions.noisy_rollouts.share 0.3", "adora_extensions.noisy_rollouts.share: 0.3 of num_generations"),
+    ("--adora_extensions.noisy_rollouts.strength 1000", "adora_extensions.noisy_rollouts.strength: 1000 must"),
+    ("--adora_extensions.noisy_rollout.share 0.5", "adora_extensions: unknown option 'noisy_rollout', it has noisy_ro"),
+    ("--adora_extensions.visual_tokens.share 0.4 --model_name_or_path HERE/text",
+     "adora_extensions.visual_tokens.share: 0.4 needs a model that sees images"),
     ("--adora_extensions.visual_tokens.share 0.4 --loss_type vespo",
      "adora_extensions.visual_tokens.share: 0.4 gives each token an advantage"),
     ("--max_completion_length 32 --adora_truncated 40", "adora_truncated: 40 is above max_completion_length"),
@@ -154,6 +164,8 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--eval_strategy steps --eval_steps 5", "eval_strategy: steps needs use_vllm: true"),
     ("VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
      f"adora_eval: 'mathvist' is not one of {', '.join(NAMES)}, or FILE.py:NAME; did you mean 'mathvista'"),
+    ("VLLM --eval_strategy steps --eval_steps 2 --adora_eval HERE/syntax.py:X=HERE/data",
+     "adora_eval: 'HERE/syntax.py:X' cannot be loaded: line 1: SyntaxError"),
     ("VLLM --eval_strategy steps --eval_steps 2", "adora_eval: [] with eval_strategy: steps has nothing to", "P"),
     ("--use_vllm true --vllm_importance_sampling_correction false", "vllm_importance_sampling_correction: false"),
     ("--use_vllm true --vllm_max_model_length 64 --max_completion_length 64", "vllm_max_model_length: 64 leaves no"),
@@ -186,6 +198,8 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("VLLM --model_name_or_path HERE/tied", "tie_word_embeddings: true, but vLLM on a CPU"),
     ("--model_name_or_path HERE/unknown", "model_name_or_path: 'HERE/unknown' has model_type gemma3"),
     ("--model_name_or_path HERE/text", "model_name_or_path: 'HERE/text' reads text only, and the dataset"),
+    ('--model_init_kwargs {"dtype":"bf17"}', "model_init_kwargs: dtype: 'bf17' is refused by the model"),
+    ('--model_init_kwargs {"attn_implementation":"flash_attention_2"}', "attn_implementation: flash_attention_2 is"),
     ('--model_init_kwargs {"nosuch":1}', "model_init_kwargs: nosuch: 1 is refused by the model"),
     ("--attn_implementation flash_attention_2", "attn_implementation: flash_attention_2 is not installed"),
     ("--model_name_or_path HERE/sft --lora_r 16", "lora_r: 16, but the adapter 'HERE/sft' has r: 4 and goes on", "CDK"),
@@ -201,6 +215,7 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--dataset_name HERE/twice", "dataset_name: 'HERE/twice' has the row 'a' twice", "CDK"),
     ("--dataset_train_split dev", "dataset: 'HERE/data' has no split 'dev'", "CDK"),
     ("--use_vllm true --max_completion_length 4 --vllm_max_model_length 9", "vllm_max_model_length: 9 is too short"),
+    ("--adora_reward accuracy format accuracy", "adora_reward: 'accuracy' is given twice; weigh it with reward_weig"),
     ("--adora_reward adorra", "adora_reward: unknown preset 'adorra'"),
     ("--adora_reward accuracy HERE/nowhere.py:f", "adora_reward: 'HERE/nowhere.py:f': there is no file"),
     (f"--adora_reward {REWARDS}:brevty", f"adora_reward: '{REWARDS}:brevty': no function 'brevty' there"),

@@ -20,7 +20,8 @@ from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_o
 from adora_vl.checkpoint.resume import choose_start
 from adora_vl.checkpoint.universal import _GroupsAsBefore, expect_universal, load_shards, without_code, write_universal
 from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
-from adora_vl.config.keys import AdoraKeys, RolloutOptions
+from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed

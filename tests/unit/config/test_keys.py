@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.keys import NoiseOptions, RolloutOptions, VisualOptions
+from adora_vl.config.blocks import NoiseOptions, RolloutOptions, VisualOptions
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.config.values import RANGES, convert, declared

@@ -17,7 +17,6 @@ from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
 from adora_vl.config.checks import check_config
-from adora_vl.config.experimental import noisy_count
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import parse
 from adora_vl.experimental.noisy_rollouts import NoisyRollouts
@@ -99,7 +98,7 @@ def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_s
     plan = batch_plan(config, 8)
     assert (plan.prompts_per_generation, plan.optimizer_batch, plan.updates_per_generation) == (512, 128 * 12, 4)
     assert config.save_steps == 2101 // 512 * 4, "once per epoch"
-    assert noisy_count(config) == 6
+    assert config.adora_extensions.noisy_rollouts.count(config.num_generations) == 6
     for number in (1, 20, 35, 39, 41, 45, 60):  # a generation as it is counted there
         there = int(500 * (1 - 1 / (1 + math.exp(-30 * (number / 60 - 40 / 60)))))
         assert level(config, (number - 1) / 60) == there, number

@@ -14,8 +14,8 @@ from PIL import Image
 from transformers import TrainerState
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.config.experimental import check_noise, noise_strength, noisy_count
-from adora_vl.config.keys import ExtensionOptions, NoiseOptions
+from adora_vl.config.blocks import ExtensionOptions, NoiseOptions
+from adora_vl.config.checks import check_config
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageCache, effective_settings
 from adora_vl.dedup.prompts import PromptBatch
@@ -148,7 +148,7 @@ def test_the_neutral_settings_distort_nothing():
     assert noisy_at(0).now("x") is not None
     images: list[Any] = [[drawing()], None]
     assert unaltered(images, 0, 2) == (images, [False, False])
-    assert noisy_count(config()) == 0
+    assert NoiseOptions().count(8) == 0
 
 
 def test_the_noise_follows_the_progress_of_the_run():
@@ -247,9 +247,9 @@ ENGINE = ["--use_vllm", "true", "--vllm_mode", "colocate", f"{NOISE}.share", "0.
 
 def test_keys_become_settings():
     ours = config(*ENGINE, f"{NOISE}.kind", "rotate")
-    check_noise(ours)
+    check_config(ours)
     options = ours.adora_extensions.noisy_rollouts
-    assert noisy_count(ours) == 4 and options == NoiseOptions(0.5, "rotate") and noise_strength(options) == 15.0
+    assert options.count(8) == 4 and options == NoiseOptions(0.5, "rotate") and options.at_first == 15.0
 
 
 def test_what_does_not_fit_is_named(subtests):
@@ -265,4 +265,4 @@ def test_what_does_not_fit_is_named(subtests):
     ]
     for arguments, message in cases:
         with subtests.test(f"{arguments!r:.80}"), pytest.raises(UserError, match=message):
-            check_noise(config(*arguments))
+            check_config(config(*arguments))

@@ -17,9 +17,8 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.store import load_of_rank
-from adora_vl.config.checks import check_filling
-from adora_vl.config.experimental import replay_needs
-from adora_vl.config.keys import RolloutOptions
+from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.checks import check_filling, costs_of
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageBanks, ImageCache
 from adora_vl.experimental.replay import FILES, Kept, SampleReplay
@@ -194,12 +193,12 @@ def test_after_a_ratio_that_exploded_nothing_is_replayed_again():
 
 def test_what_it_costs_is_said():
     config = parse([*CPU, "--adora_rollouts.replay", "4"])[1]
-    memory, clip = replay_needs(config)
+    memory, clip = costs_of(config)
     assert "up to 4 groups and their images per process" in memory and "without TRL's delta" in clip
     config.delta = 10.0
-    assert replay_needs(config) == [memory]
+    assert costs_of(config) == [memory]
     config.adora_rollouts = RolloutOptions()
-    assert replay_needs(config) == []
+    assert costs_of(config) == []
 
 
 def test_images_that_cannot_be_kept_once_are_refused():

@@ -22,8 +22,8 @@ from transformers import AutoConfig, Gemma3Config
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from trl import GRPOTrainer
 
-from adora_vl.config.experimental import check_visual, visual_needs
-from adora_vl.config.keys import ExtensionOptions, VisualOptions
+from adora_vl.config.blocks import ExtensionOptions, VisualOptions
+from adora_vl.config.checks import check_extensions, costs_of
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.dedup.policy_pass import _INPUTS, evaluating
@@ -327,23 +327,23 @@ def test_losses_that_take_one_advantage_per_rollout_are_refused(subtests):
         with subtests.test(said):
             config = parse([*CPU, *arguments])[1]
             with pytest.raises(UserError, match=said):
-                check_visual(config, AutoConfig.from_pretrained(PRETRAINED))
+                check_extensions(config)
             config.adora_extensions = ExtensionOptions()
-            check_visual(config, AutoConfig.from_pretrained(PRETRAINED))
-            assert not visual_needs(config)
+            check_extensions(config, AutoConfig.from_pretrained(PRETRAINED))
+            assert not costs_of(config)
 
 
 def test_a_model_without_eyes_is_refused():
     config = parse([*CPU, f"{VISUAL}.share", "0.4"])[1]
     with pytest.raises(UserError, match="visual_tokens.share: 0.4 needs a model that sees images"):
-        check_visual(config, AutoConfig.from_pretrained(PRETRAINED).text_config)
-    assert "half of every image black" in visual_needs(config)[0]
+        check_extensions(config, AutoConfig.from_pretrained(PRETRAINED).text_config)
+    assert "half of every image black" in costs_of(config)[0]
 
 
 def test_a_family_whose_patches_are_not_known_is_refused():
     config = parse([*CPU, f"{VISUAL}.scale_min", "0.9"])[1]
     with pytest.raises(UserError, match="visual_tokens.scale_min: 0.9 .* and gemma3 is none"):
-        check_visual(config, Gemma3Config())
+        check_extensions(config, Gemma3Config())
 
 
 def test_an_image_processor_that_is_not_known_is_refused_before_a_rollout():

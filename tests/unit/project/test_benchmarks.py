@@ -21,7 +21,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from adora_vl.advantage import Adora, AdvantagePipeline, Groups
 from adora_vl.config.advantage import check_method
-from adora_vl.config.experimental import check_noise
+from adora_vl.config.checks import check_extensions
 from adora_vl.data.dataset import load_split
 from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.report.compare import main as gain
@@ -549,7 +549,7 @@ def test_every_compared_run_has_options_that_a_run_accepts():
     for name, variant in {name: variant for part in PARTS.values() for name, variant in part.items()}.items():
         config = parse([*RECIPE, *variant.arguments(60, 10)])[1]
         check_method(config)
-        check_noise(config)
+        check_extensions(config)
         assert config.beta == (0 if name == "noisy" else 0.001), name
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adora_vl.config.keys import RolloutOptions
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.training.ahead import Pending, RolloutsAhead

@@ -16,7 +16,7 @@ from transformers import TrainerState
 
 from adora_vl import experimental, trainer
 from adora_vl.checkpoint.store import MANIFEST, load_of_rank
-from adora_vl.config.keys import RolloutOptions
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.dynamic_sampling import DynamicSampling

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import TrainerState
 
-from adora_vl.config.keys import RolloutOptions
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.rollout.rollouts import (
     DrawnProblem,
