@@ -6,7 +6,7 @@ import ast
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from adora_vl.utils.cli import imports
@@ -16,7 +16,7 @@ with imports():
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
     from eval.inference.predictions import wrong_fields
-    from eval.records import Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, RowGrade
+    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.choice import extract_choice
     from eval.scoring.score import extraction_item, verdict
 
@@ -78,10 +78,11 @@ def check(row: Prediction) -> str | None:
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     """The verdict on a row by `options.rules`."""
-    read: Callable[[str, Sequence[str]], Any] = extract_choice
+    choices = options_of(row)
     if options.rules == "official":
-        read = lambda response, choices: Extraction(official_letter(response, choices), "official")  # noqa: E731
-    letter, how = read(row["response"], options_of(row))
+        letter, how = official_letter(row["response"], choices), "official"
+    else:
+        letter, how = extract_choice(row["response"], choices)
     return RowGrade(verdict(letter == row["answer"]), letter, how if letter else "drawn", {"subject": [row["subject"]]})
 
 
