@@ -19,7 +19,8 @@ SMALL = ["--layers", "2", "--blocks", "2", "--lengths", "384", "384", "384", "38
 
 
 def _published(config: Path) -> bool:
-    model = yaml.safe_load(config.read_text(encoding="utf-8")).get("model_name_or_path")
+    keys = yaml.safe_load(config.read_text(encoding="utf-8"))
+    model = keys.get("model_name_or_path") if not keys.get("load_in_4bit") else ""  # it has no kernels for 4 bits
     return (SHAPES / str(model).split("/")[-1] / "config.json").is_file()
 
 

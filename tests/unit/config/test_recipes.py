@@ -30,6 +30,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 PAIRS = {
     "smoke_cpu": "cpu", "demo_cpu": "cpu", "smoke_text_cpu": "cpu", "annotated": "cpu", "adora_7b_geo3k": "zero3",
     "grpo_7b_geo3k": "zero3", "noisy_7b_geo3k": "zero3", "adora_llm_kk": "zero3", "adora_3b_1gpu_lora": "gpu1",
+    "adora_3b_12gb": "gpu1", "adora_7b_24gb_4bit": "gpu1",
     "adora_3b_24gb": "gpu1", "adora_qwen3_vl_2b_1gpu": "gpu1", "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
     "adora_qwen3_vl_8b_geo3k": "zero3", "slice_7b_cpu": "cpu",
 }  # fmt: skip

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from adora_vl.train import main as train
-from benchmarks import grading, step
+from benchmarks import grading, step, what_fits
 from benchmarks import slice as part
 from benchmarks.attenuation.__main__ import RUNS
 from benchmarks.attenuation.report import all_tables
@@ -104,7 +104,13 @@ def before_training(folder, plain, demo, budget):
         assert [float(cell) for cell in cells] == pytest.approx([right, right], abs=1), model
 
 
+def small_cards(folder, rows):
+    printed = [*what_fits.rows((12, 24))][2:]
+    assert [f"| {' | '.join(row)} |" for row in rows if row[0] in ("12", "24")] == printed
+
+
 CHECKS = {
+    small_cards: ["card, GB"],
     predictions: ["GPUs", "model", "two CPU cores, 24 GiB"],
     policy_step: ["prompt, tokens"],
     pretended_card: ["prompt", "recipe, on a pretended card"],
