@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.where import Sharding
 from adora_vl.dedup.shared_prompt import sharing_pays
+from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
 from adora_vl.planning.activations import (
     FLOAT,
@@ -196,6 +197,7 @@ class Setup:
     reference: bool = False
     engine: Engine | None = None
     accelerator: bool = True  # a GPU: its context, its kernels
+    micro_batches: int = 2  # of an optimizer step: at the second all gradients are there from the beginning
 
     @property
     def micro_batch(self) -> MicroBatch:
@@ -257,8 +259,8 @@ def predict(setup: Setup, card: int) -> Prediction:
     phases = {
         "rollouts": {**resident, "gradients": standing, **awake, "weights on their way": synced},
         "forward and backward": {
-            **resident, **asleep, "gradients": held.gradients, "gathered weights": held.gathered,
-            "pixels": pixels, "image features": features, **_learning(setup),
+            **resident, **asleep, "gathered weights": held.gathered, "pixels": pixels, "image features": features,
+            **_learning(setup, held.gradients),
         },
         "frozen vision tower": {
             **resident, **asleep, "gradients": held.gradients, "gathered weights": held.gathered,
@@ -288,24 +290,38 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
     return tokens * shape.text.width * layers * setup.compute_bytes, inputs + vision_layer(eye, patches, setup.dtypes)
 
 
-def _learning(setup: Setup) -> dict[str, int]:
-    """Activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
+def _learning(setup: Setup, gradients: int) -> dict[str, int]:
+    """Gradients and activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
     shape, batch, dtypes = setup.shape, setup.micro_batch, setup.dtypes
     kept = saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=setup.masked and not batch.packed)
+    text = kept.text + head_saved(shape, batch, dtypes, compact=setup.accelerator)
     head = head_transient(shape, batch, dtypes, compact=setup.accelerator)
     # What the head adds to the gradient of a weight that it shares waits for the embedding's part, at the end; there
     # both and their sum are held
-    waiting = shape.vocabulary * shape.text.width * shape.weight_bytes if shape.tied and shape.head_is_trained else 0
+    weight = shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
+    waiting = weight if shape.tied else 0
     whole = shape.text.mlp_width * shape.text.width * shape.weight_bytes if shape.four_bit else 0  # one, dequantised
-    layer = max(kept.recomputed + kept.layer_gradients + whole + waiting, 3 * waiting)
+    layer = kept.recomputed + kept.layer_gradients + whole + waiting
+    moments = [("logits", head, text, gradients), ("one layer going back", max(layer, 3 * waiting), text, gradients)]
+    if setup.sharding.stage is None and setup.micro_batches == 1:  # they come as the layers go back, and activations go
+        byte, others = FLOAT if shape.adapters else shape.weight_bytes, shape.text.layers - 1
+        standing = gradients - shape.trained * byte
+        behind = standing + weight - waiting
+        layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
+        moments = [
+            ("logits", head, text, standing),
+            ("one layer going back", layer, kept.text, behind),
+            ("one layer going back", layer, kept.text // shape.text.layers, behind + layers * others // (others + 1)),
+            ("one layer going back", 3 * waiting, 0, gradients - waiting),
+        ]
+    name, passing, activations, there = max(moments, key=lambda moment: sum(moment[1:]))
+    mask = mask_bytes(batch, dtypes, accelerator=setup.accelerator) if setup.masked and not batch.packed else 0
     return {
-        "activations": kept.text + head_saved(shape, batch, dtypes, compact=setup.accelerator),
-        "attention mask": mask_bytes(batch, dtypes, accelerator=setup.accelerator)
-        if setup.masked and not batch.packed
-        else 0,
+        "gradients": there,
+        "activations": activations,
+        "attention mask": mask,
         "vision": 0 if frozen_tower(setup)[1] else kept.vision,
-        "logits": head if head >= layer else 0,
-        "one layer going back": layer if layer > head else 0,
+        name: passing,
     }
 
 

@@ -140,6 +140,7 @@ def make_setup(
         compute_bytes=2 if mixed else shape.weight_bytes,
         mixed=mixed,
         checkpointing=config.gradient_checkpointing,
+        micro_batches=config.gradient_accumulation_steps,
         masked=not flash,
         reference=config.beta != 0.0,
         engine=engine,

@@ -84,7 +84,8 @@ def facts(ran: Ran) -> dict[str, Any]:
     predicted = ran.predicted_peak if ran.predicted is not None else None
     figures = {"trained": ran.trained, "prompt": ran.prompt, "micro_batches": ran.micro_batches, "fault": ran.fault}
     own = {"waits": own_waits(ran, "forward", "backward"), "generation_waits": own_waits(ran, "generation")}
-    return {**asdict(ran.asked), **figures, **found, **own, "peak": ran.peak, "predicted": predicted, "places": waits}
+    memory = {"peak": ran.peak, "predicted": predicted, "first_and_later": ran.first_and_later if predicted else []}
+    return {**asdict(ran.asked), **figures, **found, **own, **memory, "places": waits}
 
 
 def report(ran: Ran, most: int = 25) -> list[str]:

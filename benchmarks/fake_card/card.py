@@ -70,7 +70,7 @@ class Card(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()  # of attention, and of Triton
         self.waits: dict[str, Counter[Place]] = defaultdict(Counter)
         self.made_up: Counter[Place] = Counter()  # values that were asked for and that nobody knows
-        self.live = 0  # bytes
+        self.live = self.highest = 0  # bytes: now, and since `run` last looked
         self._idle = True  # nothing was launched since the host last waited
         self._storages: dict[int, int] = {}
         self._outdated: set[int] = set()
@@ -79,7 +79,7 @@ class Card(TorchDispatchMode):
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         before, self.phase = self.phase, phase
-        self.peaks[phase] = max(self.peaks[phase], self.live)
+        self._reach(self.live)
         try:
             yield
         finally:
@@ -150,7 +150,11 @@ class Card(TorchDispatchMode):
                     weakref.finalize(storage, self._free, key)
                 self.live += size - self._storages.get(key, 0)
                 self._storages[key] = size
-        self.peaks[self.phase] = max(self.peaks[self.phase], self.live)
+        self._reach(self.live)
+
+    def _reach(self, size: int) -> None:
+        self.highest = max(self.highest, size)
+        self.peaks[self.phase] = max(self.peaks[self.phase], size)
 
     def _free(self, key: int) -> None:
         self.live -= self._storages.pop(key, 0)
@@ -286,7 +290,7 @@ class Card(TorchDispatchMode):
             own = 4 * query.size(0) * query.size(1) * rows * (query.size(-1) + 1)
             if key.size(1) != query.size(1):
                 own += 2 * key.size(0) * query.size(1) * key.size(-2) * key.size(-1) * key.element_size()
-            self.peaks[self.phase] = max(self.peaks[self.phase], self.live + own)
+            self._reach(self.live + own)
 
 
 def _is_mask(index: Any) -> bool:

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ from adora_vl.data.prompts import conversation
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
-from adora_vl.planning.memory import CONTEXT, Prediction, predict
+from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
 from adora_vl.planning.plan import make_setup
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.start import road
@@ -71,8 +71,9 @@ class Ran:
     parameters: int = 0
     trained: int = 0
     prompt: int = 0  # tokens of the longest
-    micro_batches: int = 0
+    peaks: list[int] = field(default_factory=list)  # bytes of each micro-batch
     predicted: Prediction | None = None
+    predicted_first: Prediction | None = None  # of an optimizer step's first micro-batch
     fault: str = ""  # what raised, with its last lines
     seconds: float = 0.0
 
@@ -84,9 +85,28 @@ class Ran:
     @property
     def predicted_peak(self) -> int:
         """The dry run's, without what the card does not pretend: context, fragmentation, the engine."""
-        assert self.predicted is not None
-        parts = self.predicted.phases["forward and backward"]
-        return sum(size for name, size in parts.items() if name not in _NOT_PRETENDED)
+        return _pretended(self.predicted)
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.peaks)
+
+    @property
+    def first_and_later(self) -> list[tuple[int, int]]:
+        """Measured and predicted bytes of an optimizer step's first micro-batch, and of later ones, where the
+        optimizer has its moments.
+        """
+        each = self.micro_batches // self.asked.updates
+        at = [(number % each, peak) for number, peak in enumerate(self.peaks) if number >= each]
+        found = [([peak for place, peak in at if not place], self.predicted_first)]
+        found.append(([peak for place, peak in at if place], self.predicted))
+        return [(max(peaks), _pretended(said)) for peaks, said in found if peaks]
+
+
+def _pretended(predicted: Prediction | None) -> int:
+    assert predicted is not None
+    parts = predicted.phases["forward and backward"]
+    return sum(size for name, size in parts.items() if name not in _NOT_PRETENDED)
 
 
 _NOT_PRETENDED = ("CUDA context", "fragmentation", "engine asleep", "engine weights", "engine workspace", "KV cache")
@@ -112,14 +132,19 @@ class RecordedAnswers:
     def sync_weights(self) -> None:
         pass
 
+    def _answers(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        drawn = torch.Generator().manual_seed(17)
+        self.longest_prompt = max(map(len, prompts))
+        lengths = [self.lengths[place % len(self.lengths)] for place in range(len(prompts))]
+        return [[*torch.randint(20, 600, (n - 1,), generator=drawn).tolist(), self.stop] for n in lengths]
+
     def sample(self, asks: Sequence[RolloutAsk]) -> list[RolloutAnswer]:
-        drawn, answers = torch.Generator().manual_seed(17), []
-        for place in range(len(asks)):
-            length = self.lengths[place % len(self.lengths)]
-            tokens = [*torch.randint(20, 600, (length - 1,), generator=drawn).tolist(), self.stop]
-            answers.append(RolloutAnswer(tokens, [LOGP] * length))
-        self.longest_prompt = max(len(ask.ids) for ask in asks)
-        return answers
+        return [RolloutAnswer(row, [LOGP] * len(row)) for row in self._answers([ask.ids for ask in asks])]
+
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+        """As stock TRL asks."""
+        rows = self._answers(prompts)
+        return prompts, rows, [[[LOGP]] * len(row) for row in rows], None
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
@@ -143,7 +168,9 @@ def run(asked: CardRun, folder: Path) -> Ran:
             with card.during("start"):
                 trainer.train()
             ran.prompt = trainer.vllm_generation.longest_prompt
-            ran.predicted = _prediction(asked, config, model, folder, ran.prompt)
+            setup = _setup(asked, config, model, folder, ran.prompt)
+            room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
+            ran.predicted, ran.predicted_first = predict(setup, room), predict(replace(setup, micro_batches=1), room)
         except Exception as error:  # whatever it is, it is the result
             lines = traceback.format_exc().strip().splitlines()
             ran.fault = "\n".join([f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", *lines[-8:-1]])
@@ -238,7 +265,7 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     return stock, config, model
 
 
-def _prediction(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -> Prediction:
+def _setup(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -> Setup:
     peft = get_peft_config(model)
     shape = describe(
         AutoConfig.from_pretrained(folder / "model"),
@@ -247,15 +274,19 @@ def _prediction(asked: CardRun, config: Any, model: Any, folder: Path, prompt: i
         peft_config=peft,
     )
     image = asked.image_tokens if shape.vision else 0
-    setup = make_setup(config, model, shape, Sharding(), Measured([""], [prompt], [image]))
-    return predict(setup, torch.cuda.get_device_properties(CARD).total_memory - CONTEXT)
+    return make_setup(config, model, shape, Sharding(), Measured([""], [prompt], [image]))
 
 
 def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
-    def around(holder: Any, method: str, phase: str, after: Callable[[], None] | None = None) -> None:
+    def around(
+        holder: Any, method: str, phase: str, before: Callable[[], None] | None = None,
+        after: Callable[[], None] | None = None,
+    ) -> None:  # fmt: skip
         original = getattr(holder, method)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            if before is not None:
+                before()
             with card.during(phase):
                 done = original(*args, **kwargs)
             if after is not None:
@@ -264,8 +295,11 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
 
         setattr(holder, method, wrapped)
 
+    def begun() -> None:
+        card.highest = card.live
+
     def counted() -> None:
-        ran.micro_batches += 1
+        ran.peaks.append(card.highest)
 
     create = trainer.create_optimizer
 
@@ -276,8 +310,8 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
 
     trainer.create_optimizer = created
     around(trainer, "_prepare_inputs", "generation")
-    around(trainer, "compute_loss", "forward", counted)
-    around(trainer.accelerator, "backward", "backward")
+    around(trainer, "compute_loss", "forward", before=begun)
+    around(trainer.accelerator, "backward", "backward", after=counted)
     around(trainer.accelerator, "clip_grad_norm_", "clip")
     around(trainer, "_save_checkpoint", "checkpoint")
     if ran.asked.way == "ours":

@@ -38,8 +38,8 @@ def row_of(found: Sequence[Ran]) -> list[str]:
     if len(found) == 1:
         (ran,) = found
         shown = (Path(ran.asked.config).stem, str(ran.asked.layers or "all"), f"{ran.parameters / 1e9:.2f}")
-        share = ran.predicted_peak / ran.peak
-        return [*shown, f"{ran.prompt:,}", f"{ran.peak / GIB:.2f}", f"{ran.predicted_peak / GIB:.2f}", f"{share:.3f}"]
+        both = ((f"{peak / GIB:.2f}", f"{said / GIB:.2f}", f"{said / peak:.3f}") for peak, said in ran.first_and_later)
+        return [*shown, f"{ran.prompt:,}", *(cell for cells in both for cell in cells)]
     stock, ours = (learning(ran) for ran in found)
     lengths, prompt = list(found[0].asked.lengths), found[1].prompt
     said = f"{min(lengths):,} to {max(lengths):,}, median {median(lengths):.0f}"
@@ -56,8 +56,8 @@ def learning(ran: Ran) -> float:
 
 HEADS = {
     "memory": (
-        "recipe, on a pretended card", "layers", "billion parameters", "prompt", "peak, GiB", "predicted, GiB",
-        "predicted / peak",
+        "recipe, on a pretended card", "layers", "billion parameters", "prompt", "first micro-batch, GiB", "predicted",
+        "ratio", "later ones, GiB", "predicted", "ratio",
     ),
     "flops": ("prompt", "answers, tokens", "stock, TFLOP", "ours, TFLOP", "ratio", "of the tokens", "check, once"),
 }  # fmt: skip

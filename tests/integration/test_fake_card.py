@@ -53,6 +53,15 @@ def test_learning_takes_the_memory_that_the_dry_run_predicts(recipes, subtests):
     for name, run in recipes.items():
         with subtests.test(name):
             assert run["predicted"] == pytest.approx(run["peak"], rel=0.03)
+            assert len(run["first_and_later"]) == 2, "without gradients at its beginning, and with them"
+            for peak, predicted in run["first_and_later"]:
+                assert predicted == pytest.approx(peak, rel=0.03)
+
+
+def test_stock_takes_its_steps_on_the_card_too():
+    command = [sys.executable, "-m", "benchmarks.fake_card", str(CONFIGS / "adora_3b_1gpu_lora.yaml"), *SMALL]
+    done = subprocess.run([*command, "--way", "stock", "--updates", "1"], check=False, capture_output=True, text=True)
+    assert "No fault of device or dtype." in done.stdout, done.stdout[-2000:]
 
 
 _A_FAULT = """

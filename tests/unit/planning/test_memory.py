@@ -238,6 +238,7 @@ def test_what_saves_memory_saves_memory(recipe, subtests):
     cases: list[Any] = [
         {"checkpointing": False}, {"sharding": Sharding(8, 2)}, {"sharding": Sharding(1)},
         {"batch": MicroBatch(4, 1580, 4096, 1280)}, {"generation": 512},
+        {"sharding": Sharding(1), "micro_batches": 1},
     ]  # fmt: skip
     for dearer in cases:
         with subtests.test(f"{dearer!r:.80}"):
