@@ -1,8 +1,8 @@
 """What `data_prep convert` takes: `python -m benchmarks.convert`. Under a minute.
 
 Prints the processor's milliseconds for a row with a picture of a megapixel in a table of one split, by what its file
-is, beside those of decoding that file alone, and the memory that each of `--rows` rows of text adds, as the difference
-between two processes of which one converts twice as many.
+is, beside those of decoding that file alone, and for each number of `--rows` of text the most memory and the rows a
+second of the processor, each in a process of its own. `--rows 100000 1000000` takes five minutes.
 """
 
 from __future__ import annotations
@@ -84,33 +84,40 @@ def pictures(folder: Path) -> None:
         print(f"{name:<30} {ours:8.1f} {alone:9.1f} {ours / alone:6.2f}")
 
 
-def converted(rows: int, folder: Path) -> None:
-    """Convert so many rows of text, and print the most memory that it took, in bytes."""
-    with (folder / "t.jsonl").open("w") as file:
-        for n in range(rows):
-            file.write(json.dumps({"q": f"What is {n} plus {n * 7 % 1000}?", "a": str(n + n * 7 % 1000)}) + "\n")
-    words = ["--input", str(folder / "t.jsonl"), "--columns", "problem=q", "answer=a", "--workers", "1"]
+def converted(rows: int, form: str, folder: Path) -> None:
+    """Convert so many rows of text; prints the most memory that it took, in MiB, and the processor's seconds."""
+    table = ({"q": f"What is {n} plus {n * 7 % 1000}?", "a": str(n + n * 7 % 1000)} for n in range(rows))
+    with (folder / f"t.{form}").open("w") as file:
+        if form == "csv":
+            file.write("q,a\n")
+            file.writelines(f"{row['q']},{row['a']}\n" for row in table)
+        else:
+            before, between, after = ("[", ",\n", "]") if form == "json" else ("", "\n", "")
+            file.write(before)
+            for n, row in enumerate(table):
+                file.write((between if n else "") + json.dumps(row))
+            file.write(after)
+    begin = time.process_time()
+    words = ["--input", str(folder / f"t.{form}"), "--columns", "problem=q", "answer=a", "--workers", "1"]
     data_prep(["convert", *words, "--output", str(folder / "out")])
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, time.process_time() - begin)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rows", type=int, default=100_000)
-    parser.add_argument("--memory-of", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[50_000, 100_000])
+    parser.add_argument("--form", choices=["jsonl", "json", "csv"], default="jsonl", help="of the table of text")
+    parser.add_argument("--once", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        if arguments.memory_of:
-            converted(arguments.memory_of, Path(made))
+        if arguments.once:
+            converted(arguments.rows[0], arguments.form, Path(made))
             return
         pictures(Path(made))
-    words = [sys.executable, "-m", "benchmarks.convert", "--memory-of"]
-    few, many = (
-        int(subprocess.run([*words, str(rows)], capture_output=True, check=True, text=True).stdout.split()[-1])
-        for rows in (arguments.rows // 2, arguments.rows)
-    )
-    a_row = (many - few) / (arguments.rows - arguments.rows // 2)
-    print(f"memory: {a_row:.0f} bytes for each row of text, and {many / 2**20:.0f} MiB in all")
+    for rows in arguments.rows:
+        words = [sys.executable, "-m", "benchmarks.convert", "--once", "--form", arguments.form, "--rows", str(rows)]
+        out = subprocess.run(words, capture_output=True, check=True, text=True).stdout.split()
+        print(f"{rows:>9,} rows of text: {float(out[-2]):.0f} MiB at most, {rows / float(out[-1]):,.0f} rows a second")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import islice
@@ -24,12 +24,14 @@ from data_prep.columns import Columns, class_names, picked, require_columns
 from data_prep.records import BadRecord
 
 Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
+Table = tuple[list[str], str, Callable[[], Records]]  # its columns, how it is read, what begins to read it
 EXCEL, SAVED = (".xlsx", ".xlsm"), "state.json"  # of a data set that `save_to_disk` wrote
 TEXT_TABLES = (".csv", ".tsv", *EXCEL)  # a cell is one value, so a list is written as JSON
 ENDINGS = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet", ".arrow")
 _ARROW = (".parquet", ".arrow", SAVED)
 _BATCH_ROWS = 64  # in memory at a time
 _FIRST = 100  # JSON records that are looked through for a column
+_PIECE = 2**16  # characters of a list that are read at once
 _LONGEST_CELL = 2**31 - 1  # of CSV; Python's own limit is less than a picture in Base64
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
@@ -40,44 +42,37 @@ def format_of(path: Path) -> str:
     return SAVED if saved else path.suffix.lower()
 
 
-def records(path: Path, columns: Columns) -> Records:
-    """The records of a file with the wanted columns alone. Raises `UserError` for a file that cannot be read at all."""
-    with _readable(path):
-        if format_of(path) in _ARROW:
-            found, features = _arrow(path, columns)
-        else:
-            found, features = _sheet(path, columns)[2] if format_of(path) in TEXT_TABLES else _json(path, columns), {}
-        names = class_names(columns, {**_described(path), **features})
-        for place, record in found:
-            yield place, picked(record, columns, names) if isinstance(record, dict) else record
+def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]]:
+    """What is to be said of how a file is read, and what begins to read its records with the wanted columns alone.
 
-
-def check_columns(path: Path, columns: Columns) -> str:
-    """What is to be said of how the file is read. Raises `UserError` where it lacks a column, before it is read."""
-    said, ending = "", format_of(path)
+    Raises `UserError` for a file that cannot be read at all or lacks a column, before its rows are read.
+    """
+    features: Mapping[str, Any] = {}
     with _readable(path):
         with path.open("rb") as file:
             known = named_content(file.read(512))
-        if known and ending not in EXCEL:
+        if known and format_of(path) not in EXCEL:
             raise UserError(f"input: {str(path)!r} is {known[1]}")
-        if ending in _ARROW:
-            present: Sequence[str] = _schema(path).names
-        elif ending in TEXT_TABLES:
-            present, said, _ = _sheet(path, columns)
-            if not present:
-                return said  # an empty file, which is said when its rows are counted
-            double = next((name for name in columns.wanted if present.count(name) > 1), None)
-            if double is not None:
-                raise UserError(
-                    f"columns: {path.name!r} has {present.count(double)} columns {double!r}; rename all but one"
-                )
+        if format_of(path) in _ARROW:
+            (present, said, begin), features = _arrow(path, columns)
         else:
-            found = [record for _, record in islice(_json(path, columns), _FIRST) if isinstance(record, dict)]
-            if not found:
-                return said
-            present = list(dict.fromkeys(name for record in found for name in record))
-        require_columns(columns, present, repr(path.name))
-    return said
+            text = {**dict.fromkeys(EXCEL, _workbook), ".csv": _csv, ".tsv": _csv}.get(format_of(path), _json)
+            present, said, begin = text(path, columns)
+        double = next((name for name in columns.wanted if present.count(name) > 1), None)
+        if double is not None:
+            raise UserError(
+                f"columns: {path.name!r} has {present.count(double)} columns {double!r}; rename all but one"
+            )
+        if present:  # else it is empty, which is said when its rows are counted
+            require_columns(columns, present, repr(path.name))
+        names = class_names(columns, {**_described(path), **features})
+
+    def records() -> Records:
+        with _readable(path):
+            for place, record in begin():
+                yield place, picked(record, columns, names) if isinstance(record, dict) else record
+
+    return said, records
 
 
 @contextmanager
@@ -122,8 +117,8 @@ def _stored(path: Path) -> Any:
         raise UserError(f"input: {str(path)!r} cannot be read ({in_one_line(error):.200}); save it again") from error
 
 
-def _arrow(path: Path, columns: Columns) -> tuple[Records, Mapping[str, Any]]:
-    """The records of a Parquet or Arrow file, and its features."""
+def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
+    """A Parquet or Arrow file, and its features."""
     schema, features = _schema(path), {}
     if b"huggingface" in (schema.metadata or {}):
         from datasets import Features
@@ -138,7 +133,10 @@ def _arrow(path: Path, columns: Columns) -> tuple[Records, Mapping[str, Any]]:
         with pq.ParquetFile(path, pre_buffer=False) as file:
             yield from file.iter_batches(_BATCH_ROWS, columns=held)
 
-    return ((f"row {number}", record) for number, record in enumerate(_rows_of(batches()), 1)), features
+    def records() -> Records:
+        return ((f"row {number}", record) for number, record in enumerate(_rows_of(batches()), 1))
+
+    return (schema.names, "", records), features
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRecord]:
@@ -160,15 +158,11 @@ def _one_by_one(batch: Any) -> Iterator[dict[str, Any] | BadRecord]:
             yield BadRecord("field_type", f"a value cannot be read ({in_one_line(error):.200})", "write it anew in")
 
 
-Sheet = tuple[list[str], str, Records]  # the names of its columns, how it is read, its records
+def _csv(path: Path, columns: Columns) -> Table:
+    """CSV in the encoding and with the sign between cells that the file has, as Excel writes them by its language.
 
-
-def _sheet(path: Path, columns: Columns) -> Sheet:
-    return _workbook(path, columns) if format_of(path) in EXCEL else _csv(path, columns)
-
-
-def _csv(path: Path, columns: Columns) -> Sheet:
-    """CSV in the encoding and with the sign between cells that the file has, as Excel writes them by its language."""
+    For its encoding a file is read once more than its rows are: its last letter may be the first that is not UTF-8.
+    """
     encoding = _encoding(path)
     with path.open(encoding=encoding, newline="") as file:
         first = file.readline()
@@ -182,7 +176,8 @@ def _csv(path: Path, columns: Columns) -> Sheet:
     other += [{"cp1252": "in the encoding of Windows (cp1252)", "utf-16": "in UTF-16"}.get(encoding, "")]
     said = " ".join(filter(None, other))
     names = headers[delimiter]
-    return names, said and f"{path.name}, {said}", _csv_rows(path, encoding, delimiter, bool(marked), columns)
+    begin = partial(_csv_rows, path, encoding, delimiter, bool(marked), columns)
+    return names, said and f"{path.name}, {said}", begin
 
 
 def _header(start: str, delimiter: str) -> list[str]:
@@ -232,7 +227,7 @@ def _reader(file: Any, delimiter: str) -> Any:
     return csv.reader(file, delimiter=delimiter, strict=True)
 
 
-def _workbook(path: Path, columns: Columns) -> Sheet:
+def _workbook(path: Path, columns: Columns) -> Table:
     """The sheet of an Excel workbook whose first row has the wanted columns."""
     try:
         import openpyxl
@@ -250,10 +245,10 @@ def _workbook(path: Path, columns: Columns) -> Sheet:
         (sheet, [str(name).strip() for name in names]) for sheet, names in zip(sheets, headers, strict=True) if names
     ]
     if not filled:
-        return [], "", iter(())
+        return [], "", lambda: iter(())
     sheet, names = max(filled, key=lambda found: len(columns.held_by(found[1])))
     said = f"{path.name}, the sheet {sheet.title!r} of {len(filled)}" if len(filled) > 1 else ""
-    return names, said, _sheet_rows(sheet, names)
+    return names, said, partial(_sheet_rows, sheet, names)
 
 
 def _cells(sheet: Any) -> Iterator[tuple[int, list[Any]]]:
@@ -284,14 +279,21 @@ def _sheet_rows(sheet: Any, names: list[str]) -> Records:
         yield f"row {number}", dict(zip(names, [*values, *[None] * (len(names) - len(values))], strict=False))
 
 
-def _json(path: Path, columns: Columns) -> Records:
+def _json(path: Path, columns: Columns) -> Table:
     """One object per line, or one text that holds all rows, whatever the file is called."""
+    begin = partial(_lines, path)
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
-        if path.suffix.lower() == ".json" and (start[:1] == b"[" or (start[:1] == b"{" and not _has_lines(file))):
-            yield from _whole_json(path, columns)
-            return
-        file.seek(0)
+        if path.suffix.lower() == ".json" and start[:1] == b"[":
+            begin = partial(_items, path)
+        elif path.suffix.lower() == ".json" and start[:1] == b"{" and not _has_lines(file):
+            begin = partial(_in_object, path, columns)
+    found = [record for _, record in islice(begin(), _FIRST) if isinstance(record, dict)]
+    return list(dict.fromkeys(name for record in found for name in record)), "", begin
+
+
+def _lines(path: Path) -> Records:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if line.strip():
@@ -309,13 +311,47 @@ def _has_lines(file: Any) -> bool:
     return False
 
 
-def _whole_json(path: Path, columns: Columns) -> Records:
-    """The rows of a list, also of the one in an object, of an object that has them by key, or their columns by name."""
+def _items(path: Path) -> Records:
+    """The objects of a list, of which one at a time is in memory."""
+    decoder, number, wanted = json.JSONDecoder(object_pairs_hook=_once), 1, _PIECE
+    with path.open(encoding="utf-8-sig") as file:
+        text, end, closed = file.read(_PIECE).lstrip()[1:].lstrip(), False, False
+        while not closed:
+            if number == 1 and text.startswith("]"):  # an empty list
+                text = text[1:]
+                break
+            try:
+                item, at = decoder.raw_decode(text)
+                sign = (rest := text[at:].lstrip())[:1]
+                if (sign or end) and sign not in (",", "]"):
+                    raise json.JSONDecodeError("Expecting ',' delimiter", text, at)
+            except (ValueError, RecursionError) as error:
+                if end or isinstance(error, RecursionError):
+                    what = f"item {number}: {getattr(error, 'msg', error)}"
+                    raise UserError(f"input: {str(path)!r} is not JSON ({what:.200}); mend it") from error
+                sign = ""
+            if sign:
+                yield f"item {number}", _no_object(item)
+                number, wanted, closed, text = number + 1, _PIECE, sign == "]", rest[1:].lstrip()
+            else:  # the item may go on behind the text
+                more, wanted = file.read(wanted), 2 * wanted
+                text, end = (text + more).lstrip(), not more
+        if (text + file.read()).strip():
+            raise UserError(f"input: {str(path)!r} is not JSON (more stands behind its list); mend it")
+
+
+def _no_object(item: Any) -> dict[str, Any] | BadRecord:
+    broken = BadRecord("not_json", f"it is {item!r:.60}", "make it an object in")
+    return item if isinstance(item, dict | BadRecord) else broken
+
+
+def _in_object(path: Path, columns: Columns) -> Records:
+    """The rows of the list in an object, of an object that has them by key, or that is one itself."""
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise UserError(f"input: {str(path)!r} is not JSON ({in_one_line(error):.200}); mend it") from error
-    items: Iterable[tuple[object, Any]] = enumerate(content, 1) if isinstance(content, list) else [(1, content)]
+    items: Iterable[tuple[object, Any]] = [(1, content)]
     under = ""
     if isinstance(content, dict) and not columns.held_by(content):
         lists = [name for name, value in content.items() if _holds_rows(value)]
@@ -330,8 +366,7 @@ def _whole_json(path: Path, columns: Columns) -> Records:
                 "as a list, [{...}, {...}], or one object a line"
             )
     for place, item in items:
-        broken = BadRecord("not_json", f"it is {item!r:.60}", "make it an object in")
-        yield f"item {place}{under}", item if isinstance(item, dict | BadRecord) else broken
+        yield f"item {place}{under}", _no_object(item)
 
 
 def _holds_rows(value: Any) -> bool:

@@ -20,7 +20,7 @@ from adora_vl.utils.cli import amount, read_json
 from adora_vl.utils.errors import UserError
 from data_prep.chat import text_of_chat, without_instruction
 from data_prep.columns import PRESETS, Columns
-from data_prep.formats import check_columns, records
+from data_prep.formats import open_table
 from data_prep.hub import download_parquet
 from data_prep.logic_forms import Form, facts_in_words, form_of, read_forms
 from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
@@ -244,8 +244,7 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
     forms = read_forms(path)
     held: dict[str, list[Callable[[], RawProblem]]] = {split: [] for split in _THEIR_SPLITS}
     undrawn = 0
-    check_columns(texts, _TEXTS)
-    for where, record in records(texts, _TEXTS):
+    for where, record in open_table(texts, _TEXTS)[1]():
         row = record if isinstance(record, dict) else {}
         place = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
         question, answer = text_of_chat(row.get("messages")), row.get("solution")

@@ -16,7 +16,7 @@ from adora_vl.data.dataset import SPLITS
 from adora_vl.utils.errors import UserError
 from data_prep.answers import Record
 from data_prep.columns import Columns
-from data_prep.formats import ENDINGS, SAVED, TEXT_TABLES, check_columns, format_of, records, row_count
+from data_prep.formats import ENDINGS, SAVED, TEXT_TABLES, format_of, open_table, row_count
 from data_prep.leakage import question_key
 from data_prep.pictures import FileRoot, PictureError, picture_bytes
 from data_prep.problem import Reads
@@ -179,8 +179,8 @@ def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
         if not folder.is_dir():
             raise UserError(f"image_dir: there is no folder {columns.image_dir!r}; name the one that has the pictures")
         files = FileRoot(folder.resolve(), folder.resolve())
-    said = check_columns(file, columns)
-    return TablePart(name, partial(records, file, columns), files, format_of(file) in TEXT_TABLES, file, said)
+    said, begin = open_table(file, columns)
+    return TablePart(name, begin, files, format_of(file) in TEXT_TABLES, file, said)
 
 
 def _split_named(stem: str) -> str | None:

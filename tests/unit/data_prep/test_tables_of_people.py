@@ -16,6 +16,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from PIL import Image
 
+from data_prep import formats
 from data_prep.cli import main
 from data_prep.convert import ensure_converted
 from tests.conftest import Case
@@ -136,14 +137,20 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
     assert reasons == ["gold_signs"] * 4 + ["gold_currency"]
 
 
-def test_rows_of_one_json_text_are_found(case: Case) -> None:
-    rows = [{"q": f"{n}?", "a": n} for n in range(3)]
-    for content in ({"data": rows, "version": 1}, {str(n): row for n, row in enumerate(rows)}):
+def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "_PIECE", 5)  # so that a list is read in pieces that end anywhere
+    rows = [{"q": f"{n}?", "a": n, "more": ["]", {"é": []}]} for n in range(3)]
+    for content in (rows, {"data": rows, "version": 1}, {str(n): row for n, row in enumerate(rows)}):
         for indent in (None, 1):
             with case(f"{content} {indent}") as folder:
-                (folder / "t.json").write_text(json.dumps(content, indent=indent))
+                text = json.dumps(content, indent=indent, ensure_ascii=False)
+                (folder / "t.json").write_text(text)
                 assert convert(folder / "t.json", folder / "out", columns=("problem=q", "answer=a")) == 0
                 assert [row["answer"] for row in kept(folder / "out")] == ["0", "1", "2"]
+                for broken in (text[:-1], text[:-9], f"{text}]", text.replace(",", ";")):
+                    (folder / "t.json").write_text(broken)
+                    assert convert(folder / "t.json", folder / "bad", columns=("problem=q", "answer=a")) == 2
+                    assert not (folder / "bad").exists()
 
 
 def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside(case: Case) -> None:
