@@ -1,8 +1,8 @@
 """The grader on data of others: `python -m benchmarks.grading_data --cases cases.jsonl --golds test.jsonl`.
 
 `--cases`: rows with `gold`, `answer` and `right`, as in math-verify's tests. An answer without a box is put into one,
-and of a gold with boxes the last ones count. Prints how many verdicts agree, and every one that does not. The exit code
-is 1 if a wrong answer is accepted.
+and of a gold with boxes the last ones count. Prints every verdict that does not agree, and a table of those that do by
+`group`. The exit code is 1 if a wrong answer is accepted.
 `--golds`: rows with an `answer` or `solution`. Prints the golds that are refused, and every pair of different texts of
 which one is accepted for the other: they should be the same value. Of rows with `options` it prints each option, as
 its letter or its value, that is not graded as it should be.
@@ -30,17 +30,19 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def agreement(path: Path) -> bool:
     """Prints how many cases agree. Returns whether no wrong answer is accepted."""
     every = rows(path)
-    accepted = disagreed = 0
+    accepted = 0
+    kinds: dict[str, list[bool]] = {}
     for number, row in enumerate(every, 1):
         gold = ", ".join(boxes_in_a_row(row["gold"], answer_tags=False)) or row["gold"]
         answer = row["answer"] if last_boxed(row["answer"]) is not None else rf"\boxed{{{row['answer']}}}"
         found = grade(answer, gold)
-        if (found.verdict == "correct") != row["right"]:
-            disagreed += 1
+        kinds.setdefault(row.get("group", "all"), []).append(agrees := (found.verdict == "correct") == row["right"])
+        if not agrees:
             accepted += found.verdict == "correct"
             print(f"{number:4} {found.verdict} ({found.reason}): {row['answer']!r:.{SHOWN}} for {gold!r:.{SHOWN}}")
     wrong = sum(not row["right"] for row in every)
-    print(f"{len(every) - disagreed} of {len(every)} agree; {accepted} of {wrong} wrong answers are accepted")
+    print("\n".join(f"| {kind.removeprefix('test_')} | {sum(held)} of {len(held)} |" for kind, held in kinds.items()))
+    print(f"{sum(map(sum, kinds.values()))} of {len(every)} agree; {accepted} of {wrong} wrong answers are accepted")
     return not accepted
 
 
