@@ -100,11 +100,8 @@ def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     if text is not None:
         leaks = [a - b for a, b in zip(blind, text, strict=True)]
         low, high = bootstrap(leaks)
-        leakage |= {
-            "S_t": _mean(text),
-            "ML": max(0.0, _mean(leaks)),
-            "ML_bootstrap_95": (max(0.0, low), max(0.0, high)),
-        }
+        leakage |= {"S_t": _mean(text), "ML": max(0.0, _mean(leaks))}
+        leakage["ML_bootstrap_95"] = (max(0.0, low), max(0.0, high))
     return leakage
 
 

@@ -287,9 +287,8 @@ class McGrpo(_FromRewards):
     def check(self, keys: RunKeys) -> None:
         count = keys.num_generations
         if count % 2 == 0:
-            raise ValueError(
-                f"num_generations: {count} is even; adora_method: mc_grpo samples one more, the median: {count + 1}"
-            )
+            one_more = f"adora_method: mc_grpo samples one more, the median: {count + 1}"
+            raise ValueError(f"num_generations: {count} is even; {one_more}")
 
     def costs(self, keys: RunKeys) -> str:
         return f"of {keys.num_generations} rollouts per prompt, the median is not learned from"

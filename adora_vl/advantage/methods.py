@@ -100,10 +100,8 @@ class AdvantagePipeline:
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, in a form that JSON can hold. Empty if no method remembers anything."""
         daro = self._daro.state() if self._daro is not None else self._saved
-        return {
-            **({} if daro is None else {"daro": daro}),
-            **({"rate": self.rate} if self.judged_by.assign == "rate" else {}),
-        }
+        rate = {"rate": self.rate} if self.judged_by.assign == "rate" else {}
+        return {**({} if daro is None else {"daro": daro}), **rate}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Call it before the first batch."""

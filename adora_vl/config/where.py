@@ -51,11 +51,8 @@ class Sharding:
         if self.stage is None:
             copies = "" if self.processes == 1 else ", each with a whole copy (DDP)"
             return f"{cards}, no sharding{copies}"
-        moved = [
-            name
-            for name, there in (("optimizer", self.offload_optimizer), ("weights", self.offload_parameters))
-            if there
-        ]
+        parts = {"optimizer": self.offload_optimizer, "weights": self.offload_parameters}
+        moved = [name for name, there in parts.items() if there]
         return f"{cards}, DeepSpeed ZeRO-{self.stage}" + (f", {' and '.join(moved)} in host memory" if moved else "")
 
 

@@ -134,9 +134,8 @@ def check_weights(key: str, name: str) -> None:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{key}: {str(file)!r} is damaged ({in_one_line(error)}); copy or download it again"
-            ) from error
+            why = in_one_line(error)
+            raise UserError(f"{key}: {str(file)!r} is damaged ({why}); copy or download it again") from error
 
 
 def _check_parts(key: str, folder: Path) -> None:

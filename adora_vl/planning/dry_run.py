@@ -18,16 +18,7 @@ from adora_vl.config.reading import Given
 from adora_vl.data.dataset import example_row
 from adora_vl.data.prompt_lengths import LengthCheck
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, template
-from adora_vl.planning.memory import (
-    checkpoint_bytes,
-    fits,
-    largest_batch,
-    largest_image_tokens,
-    predict,
-    proposed_utilization,
-    replay_bytes,
-    run_bytes,
-)
+from adora_vl.planning import memory
 from adora_vl.planning.memory_report import memory_lines
 from adora_vl.planning.plan import Plan, make_plan
 from adora_vl.utils.cli import amount, plain, quantile, section, spelled
@@ -197,8 +188,9 @@ def disk_lines(plan: Plan) -> list[str]:
     """What the checkpoints will take."""
     setup, config = plan.setup, plan.config
     moves = config.sync_ref_model
-    one = checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed, reference=moves)
-    one += replay_bytes(config.adora_rollouts.replay, setup.sharding.processes, setup.batch.image_tokens, setup.shape)
+    one = memory.checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed, reference=moves)
+    groups, processes = config.adora_rollouts.replay, setup.sharding.processes
+    one += memory.replay_bytes(groups, processes, setup.batch.image_tokens, setup.shape)
     kept = config.save_total_limit
     _, total = steps_of(plan)
     if config.save_strategy != "steps":
@@ -207,7 +199,7 @@ def disk_lines(plan: Plan) -> list[str]:
         lines = [f"{one / GIB:.3g} GiB per checkpoint, without a limit to their number (save_total_limit)."]
     else:
         number = kept if kept is not None else math.ceil((total or 0) / int(config.save_steps))
-        folder = run_bytes(one, setup.shape.total * setup.shape.weight_bytes, number)
+        folder = memory.run_bytes(one, setup.shape.total * setup.shape.weight_bytes, number)
         lines = [f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at most."]
     return section("Disk", lines)
 
@@ -248,7 +240,7 @@ def dry_run(command: Given, options: DryRunOptions) -> int:
         _write("--write-config", options.write_config, yaml.safe_dump(resolved(plan, given), sort_keys=False))
     if options.json is not None:
         _write("--json", options.json, json.dumps(figures(plan, given), indent=2, default=str) + "\n")
-    return 0 if fits(plan.setup, plan.card) else 1
+    return 0 if memory.fits(plan.setup, plan.card) else 1
 
 
 def _check_outputs(options: DryRunOptions) -> None:
@@ -292,7 +284,7 @@ def _is_plain(value: Any) -> bool:
 
 def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
     """The same as the report, for a program."""
-    prediction, schedule = predict(plan.setup, plan.card), spelled(plan.config.lr_scheduler_type)
+    prediction, schedule = memory.predict(plan.setup, plan.card), spelled(plan.config.lr_scheduler_type)
     epoch, total = steps_of(plan)
     return {
         "changed": changed_keys(plan, given),
@@ -306,10 +298,10 @@ def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
         "card_bytes": plan.card,
         "phases": prediction.phases,
         "peak_bytes": prediction.peak,
-        "fits": fits(plan.setup, plan.card),
-        "proposed_vllm_gpu_memory_utilization": proposed_utilization(plan.setup, plan.card),
-        "largest_per_device_train_batch_size": largest_batch(plan.setup, plan.card),
-        "largest_max_pixels": largest_image_tokens(plan.setup, plan.card, max(0, plan.image_room))
+        "fits": memory.fits(plan.setup, plan.card),
+        "proposed_vllm_gpu_memory_utilization": memory.proposed_utilization(plan.setup, plan.card),
+        "largest_per_device_train_batch_size": memory.largest_batch(plan.setup, plan.card),
+        "largest_max_pixels": memory.largest_image_tokens(plan.setup, plan.card, max(0, plan.image_room))
         * plan.setup.shape.image_token_pixels,
         "notes": plan.notes,
         "unknown": plan.unknown,

@@ -368,10 +368,8 @@ class EngineProbe:
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
     """Of each check the worst result of any rank, the same on all ranks."""
     order = list(Status)
-    return [
-        max(column, key=lambda check: order.index(check.status))
-        for column in zip(*gather_object([checks]), strict=True)
-    ]
+    columns = zip(*gather_object([checks]), strict=True)
+    return [max(column, key=lambda check: order.index(check.status)) for column in columns]
 
 
 class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

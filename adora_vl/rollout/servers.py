@@ -142,9 +142,8 @@ class Server:
         tokens, logps = given["completion_ids"], given["logprobs"]
         lengths, scored = [len(row) for row in tokens], [len(row) for row in logps or ()]
         if len(lengths) != ask.sampling["n"] or not all(lengths) or scored != lengths:
-            raise UnusableServerError(
-                f"asked for {ask.sampling['n']} rollouts it gave {lengths} tokens, {scored} of them scored"
-            )
+            gave = f"{lengths} tokens, {scored} of them scored"
+            raise UnusableServerError(f"asked for {ask.sampling['n']} rollouts it gave {gave}")
         if given["prompt_ids"] != [ask.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
         return Sampled(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]))

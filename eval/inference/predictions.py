@@ -208,9 +208,8 @@ class PredictionLog:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                f"output: {_holder(self._file)} is writing {self.path}; wait for it or use another --output"
-            ) from None
+            busy = f"{_holder(self._file)} is writing {self.path}"
+            raise UserError(f"output: {busy}; wait for it or use another --output") from None
 
     def _repair(self) -> None:
         """Cut off a last line that is not complete, which a killed run may have left."""

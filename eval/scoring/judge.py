@@ -180,10 +180,8 @@ def reports(
         found: list[Extraction | None] = judge.each(one, asked)
     failures = [each.text for each in found if each is not None and each.how == JUDGE_FAILED]
     if failures:
-        print(
-            f"warning: the judge failed on {amount(len(failures), 'row')}, the first time: {failures[0]}",
-            file=sys.stderr,
-        )
+        rows = amount(len(failures), "row")
+        print(f"warning: the judge failed on {rows}, the first time: {failures[0]}", file=sys.stderr)
     failed = Extraction(None, JUDGE_FAILED)
     return [failed if each is not None and each.how == JUDGE_FAILED else each for each in found]
 
@@ -203,10 +201,8 @@ def messages_for(question: Question) -> list[dict[str, str]]:
     form = _FORMS.get(question.kind, "Report it as briefly as it can be said.")
     lines = [f"<question>\n{question.text}", *(lettered(question.choices) if question.kind == "choice" else [])]
     lines.append(f"</question>\n<reply>\n{question.response[-MAX_CHARS:]}\n</reply>")
-    return [
-        {"role": "system", "content": _INSTRUCTION.format(form=form)},
-        {"role": "user", "content": "\n".join(lines)},
-    ]
+    told = _INSTRUCTION.format(form=form)
+    return [{"role": "system", "content": told}, {"role": "user", "content": "\n".join(lines)}]
 
 
 def reported(text: Any) -> str:

@@ -159,11 +159,8 @@ def _extractions(graded: Sequence[Graded]) -> dict[str, Any]:
 def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
     """The groups of a row by fields of its metadata, a value or a list of them each."""
     found = {name: (row.get("metadata") or {}).get(name) for name in names}
-    return {
-        name: [str(part) for part in (value if isinstance(value, list) else [value])]
-        for name, value in found.items()
-        if value
-    }
+    listed = {name: value if isinstance(value, list) else [value] for name, value in found.items() if value}
+    return {name: [str(part) for part in values] for name, values in listed.items()}
 
 
 def common_groups(row: Prediction) -> dict[str, list[str]]:
