@@ -38,7 +38,8 @@ FIELDS = {
     "images of a row, see KeptImage": {"__class__"},
     "an image of Pillow that we have made": {"readonly"},
     "the config of an adapter": {"base_model_name_or_path", "inference_mode"},
-    "a layer of bitsandbytes that we have made": {"support_avx512bf16_for_cpu"},
+    "a layer in 4 bits that we have made, and a model turned back from them": {"support_avx512bf16_for_cpu"}
+    | {"_weight_conversions"},
     "the output of a forward pass, and a copy of a module": {"config", "last_hidden_state"},
 }
 # setattr with a key of a dataclass of settings
