@@ -76,12 +76,13 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
 def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out(home, sft, tmp_path):
     run, keys = (
         tmp_path / "run",
-        {"max_steps": 2, "model_name_or_path": sft, "beta": 0.1, "learning_rate": 2e-2, **FOUR},
+        {"max_steps": 2, "model_name_or_path": sft, "beta": 0.1, "learning_rate": 0.1, **FOUR},
     )
     said = in_a_process([sys.executable, "-m", "adora_vl.train", *arguments(run, use_vllm="true", **keys)])
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
-    assert all(0 < entry["adora/drift"] < 0.02 for entry in log[:2]), "0.16 with the original weights; the old adapter"
-    assert log[0]["kl"] == 0 < log[1]["kl"] and 0 < log[0]["adora/sync_mb"] < 0.2, "the adapter alone is sent"
+    assert all(0 < entry["adora/drift"] < 0.05 for entry in log[:2]), [entry["adora/drift"] for entry in log[:2]]
+    assert all(0 < entry["adora/sync_mb"] < 0.2 for entry in log[:2]), "the adapter alone is sent, at every step"
+    assert log[0]["kl"] == 0 < log[1]["kl"]
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (sft, run))
     assert all(not torch.equal(before[name], after[name]) and after[name].dtype == torch.float32 for name in before)
     assert f"adora_vl.export {run} {run / 'merged'}" in said.stdout
