@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -100,15 +101,21 @@ def number_or_text(value: Any) -> str | None:
     return format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
 
 
+_LONGEST_LIST = 100_000  # characters of a list in Python's spelling
+
+
 def listed(value: Any, texts_only: bool) -> Any:
-    """A cell of a text table that is a list in JSON as that list; anything else as it is."""
+    """A cell of a text table that is a list in JSON, or as Python spells one, as that list; else the cell as it is."""
     if texts_only and isinstance(value, str) and value.lstrip().startswith("["):
         try:
             found = read_json(value)
         except GivenTwiceError as error:
             return [error]  # what no list may hold, so the row is refused with these words
         except (ValueError, RecursionError):
-            return value
+            try:  # pandas writes a list so
+                found = ast.literal_eval(value.strip()) if len(value) < _LONGEST_LIST else value
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                return value
         return found if isinstance(found, list) else value
     return value
 

@@ -284,6 +284,8 @@ def _json(path: Path, columns: Columns) -> Table:
     begin = partial(_lines, path)
     with path.open("rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        if start.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes it
+            raise UserError(f"input: {str(path)!r} is JSON in UTF-16; save it as UTF-8")
         if path.suffix.lower() == ".json" and start[:1] == b"[":
             begin = partial(_items, path)
         elif path.suffix.lower() == ".json" and start[:1] == b"{" and not _has_lines(file):

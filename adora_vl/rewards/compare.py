@@ -21,6 +21,8 @@ from adora_vl.rewards.solutions import same_solutions
 Verdict = Literal["correct", "wrong", "unparseable"]
 _DECIMAL = re.compile(r"[+-]?[0-9]*(?:\.([0-9]+))?")
 _DECIMAL_COMMA = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
+_THOUSANDS_TOO = re.compile(r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+")  # `1.234,5`
+_UNIT_LETTER = re.compile(r"([+-]?[0-9.]*[0-9]) ?([hgLl])")  # beside a reference answer with a unit, no unknown
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,13 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
     r"""The value in `y = 2x + 1` and `|AB| = 5`, and in `x \approx 5` for a reference answer in digits, else itself."""
     value = answer
     label = answer.whole.partition("=")[0] if "=" in answer.raw else ""
-    if answer.reason == "enumeration" and reference.real and _DECIMAL_COMMA.fullmatch(answer.text):
-        return replace(plain(answer.text.replace(",", ".")), unit=answer.unit)
+    if answer.reason == "enumeration" and reference.real:
+        grouped = _THOUSANDS_TOO.fullmatch(answer.text)
+        if grouped or _DECIMAL_COMMA.fullmatch(answer.text):
+            text = re.sub("[. ]", "", answer.text) if grouped else answer.text
+            return replace(plain(text.replace(",", ".")), unit=answer.unit)
+    if reference.unit and not answer.unit and (letter := _UNIT_LETTER.fullmatch(answer.whole)):
+        return plain(rf"{letter[1]}\text{{{letter[2]}}}")
     if answer.reason in NO_VALUE and answer.kind != "percentage":
         match = NAMED_VALUE.fullmatch(answer.whole)
         if not match or (match[2] != "=" and not re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text)):

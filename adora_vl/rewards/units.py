@@ -30,6 +30,7 @@ _DIMENSIONS = {
     "months": "months?|个月 1, years?|yrs?|年 12",
     "mass": """grams?|克 1, mg|milligrams? 0.001, kg|kilograms?|千克|公斤 1000, lbs? 453.59237,
         oz|ounces? 28.349523125""",
+    "energy": "joules? 1, kJ|kilojoules? 1000, cal|calories? 4.184, kcal|kilocalories? 4184, kWh 3600000",
     "angle": "deg(?:rees?)?|度 1",
     "dollars": "dollars?|USD 1, cents? 0.01",
     "euros": "euros?|EUR 1",

@@ -334,6 +334,7 @@ def test_a_file_of_another_form_says_which_form_it_needs(tmp_path: Path, capsys:
             json.dumps({"left": [{"q": "?", "a": "5"}], "right": [{"q": "!", "a": "6"}]}, indent=1).encode(),
             "write its rows as a list, [{",
         ),
+        ("utf16.json", '[{"q": "?", "a": "5"}]'.encode("utf-16"), "JSON in UTF-16; save it as UTF-8"),
     ]:
         (tmp_path / name).write_bytes(content)
         code = convert(tmp_path / name, tmp_path / "out", columns=("problem=q", "answer=a"))

@@ -25,7 +25,10 @@ from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, kept
 
 COLUMNS = ("problem=Frage", "answer=Lösung", "images=Bild")
 HEADER = ["Frage", "Lösung", "Bild"]
-GERMAN = [["Wie groß ist der Winkel?", "48,5°", "pics/0.png"], ["Fläche in cm²?", "1.234,5", "pics/1.png, pics/2.png"]]
+GERMAN = [
+    ["Wie groß ist der Winkel?", "48,5°", "['pics/0.png']"],
+    ["Fläche in cm²?", "1.234,5", "pics/1.png, pics/2.png"],
+]
 
 
 def pictures(folder: Path) -> Path:
