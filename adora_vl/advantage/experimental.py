@@ -267,14 +267,9 @@ def ssb(advantages: Tensor, *, scored: Tensor | None = None, share: float = 1.0,
     return advantages * (1 + share * free.sum() * chance / chance.sum())
 
 
-class _FromRewards(Method):
-    @property
-    def remakes(self) -> bool:
-        return True
-
-
 @dataclass(frozen=True)
-class McGrpo(_FromRewards):
+class McGrpo(Method):
+    remakes = True
     source = "arXiv 2601.22582"
 
     centre: str = option("median", "What is subtracted.", "median", "mean")
@@ -295,7 +290,8 @@ class McGrpo(_FromRewards):
 
 
 @dataclass(frozen=True)
-class Ngrpo(_FromRewards):
+class Ngrpo(Method):
+    remakes = True
     settings: ClassVar[Settings] = {"epsilon": 0.16, "epsilon_high": 0.24}
     source = "arXiv 2509.18851"
 
@@ -331,7 +327,8 @@ class AGrae(Method):
 
 
 @dataclass(frozen=True)
-class Canon(_FromRewards):
+class Canon(Method):
+    remakes = True
     settings: ClassVar[Settings] = {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": 0.28}
     source = "arXiv 2509.23962"
 

@@ -110,10 +110,7 @@ def drop_constant(advantages: Tensor, tokens: Tensor, silent: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Grpo(Method):
     source = "arXiv 2402.03300"
-
-    @property
-    def plain(self) -> bool:
-        return True
+    plain = True
 
 
 @dataclass(frozen=True)

@@ -48,17 +48,18 @@ def _check_unsupported(config: AdoraGRPOConfig) -> None:
     """Refuse the keys of TRL that a run would ignore, or would fail on late."""
     if config.trust_remote_code or dict(config.model_init_kwargs or {}).get("trust_remote_code"):
         raise UserError("trust_remote_code: true: code that comes with a model is not run here; set it to false")
-    if config.use_transformers_continuous_batching or config.use_transformers_paged:
-        raise UserError("use_transformers_continuous_batching: true is not supported; set use_vllm: true instead")
-    if config.torch_compile:
-        raise UserError(
-            "torch_compile: true would compile again for nearly every micro-batch, as each has another length; leave "
-            "it out"
-        )
-    if config.remove_unused_columns:
-        raise UserError("remove_unused_columns: true takes the columns away that the rewards read; leave it out")
-    if config.sync_ref_model and not config.beta:
-        raise UserError("sync_ref_model: true with beta: 0 has no reference model; set beta above 0, or leave it out")
+    paged = config.use_transformers_continuous_batching or config.use_transformers_paged
+    for key, holds, why in (
+        ("use_transformers_continuous_batching", paged, "is not supported; set use_vllm: true instead"),
+        ("torch_compile", config.torch_compile, "would compile again for nearly every micro-batch, as each has another "
+         "length; leave it out"),
+        ("remove_unused_columns", config.remove_unused_columns, "takes the columns away that the rewards read; leave "
+         "it out"),
+        ("sync_ref_model", config.sync_ref_model and not config.beta, "with beta: 0 has no reference model; set beta "
+         "above 0, or leave it out"),
+    ):  # fmt: skip
+        if holds:
+            raise UserError(f"{key}: true {why}")
 
 
 def _check_evaluation(config: AdoraGRPOConfig) -> None:
