@@ -61,7 +61,6 @@ from adora_vl.rollout.prompt_tokens import (
     never_sample,
     never_sampled_ids,
 )
-from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
 from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objects
@@ -71,9 +70,9 @@ from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.collate import collated
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard, errors_with_step
+from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import DeepSpeedSteps, ScaledRate, SkipBadSteps
-from adora_vl.training.partial_rollouts import PartialRollouts
 from adora_vl.training.pool import Pool
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
 from adora_vl.training.unfinished import UnfinishedGeneration
@@ -175,21 +174,22 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.sampler: Sampler = PolicyNow(self._turn)
         if self.use_vllm:
             engine = self.sampler = EngineNow(context, self.images, self.vllm_generation)
-        if args.adora_rollouts.budget is not None:
-            partials = PartialRollouts(context, engine.go_on, self.vllm_generation.staying_awake, self.train_dataset)
-            self.extensions.insert(0, partials)
+        ahead = None
         if args.adora_rollouts.ahead:
             drift = partial(drift_probe, self), self._check_drift
-            self.extensions.insert(0, RolloutsAhead(context, engine, self._rows_after, *drift))
+            ahead = RolloutsAhead(context, engine, self.images, self._rows_after, *drift)
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         noted = GenerationLog(context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent)
         columns = partial(collated, pad_id=pad_id, multiple=self.pad_to_multiple_of, to_device=to_device)
-        guards = self.row_guard, self.server_guard, self.drift_guard
+        judge = Judge(
+            context, self.images, self.processing_class, ends, rewards, grader, columns, self._score, self.advantages,
+            self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores,
+        )  # fmt: skip
         self.pool = Pool(
-            context, self.images, self.sampler, self.processing_class, ends, rewards, grader, columns, self._score,
-            self.advantages, guards, self.extensions, noted, self.clock.phase, self.train_dataset,
+            context, self.images, self.sampler, judge, (self.row_guard, self.server_guard), self.extensions,
+            self.clock.phase, self.train_dataset, ahead,
         )  # fmt: skip
         self._generation: Generation | None = None  # the one that is being learned from
         self._collecting: Generation | None = None  # the one that is being sampled and graded
@@ -331,6 +331,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             trackers.empty(self._logs)
         if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
+        position = self.state.global_step * self.shape.accumulated + self._step % self.args.gradient_accumulation_steps
         generation = Generation(
             rows=inputs,
             mode="train" if training else "eval",
@@ -338,7 +339,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             key=self._step_key,
             attempt=0,
             group_size=self.num_generations if training else self.num_generations_eval,
-            sampling=SamplingRequest(),
+            number=position // self.shape.cycle,
             first_micro_step=self._step - self._step % self.shape.cycle,
         )
         self.pool.fill(generation)
@@ -348,12 +349,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self._collecting = generation if training and self._cuts else None
         return generation.batch
 
-    def _turn(self, prompts: PromptBatch, generations: int) -> list[list[int]]:
+    def _turn(self, prompts: PromptBatch) -> list[list[int]]:
         """Rollouts of the policy's own. Stock TRL also samples by settings of the model's folder, where no key says
         another; ours by the keys alone.
         """
         with folder_settings_left_out(self.model):
-            turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, generations)
+            turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
     def _score(self, batch: Batch, mode: str) -> None:
@@ -435,8 +436,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
             if self.ratio_guard.exploded is not None:
-                for extension in self.extensions:
-                    extension.on_exploded_ratio()
+                self.pool.forget_kept()
         return self.batcher.scaled(loss, micro)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -454,7 +454,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     @property
     def _skips_old_pass(self) -> bool:
         """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks for them before."""
-        asks = any(extension.needs_old_logps for extension in self.extensions)
+        asks = self.args.adora_rollouts.replay or any(extension.needs_old_logps for extension in self.extensions)
         return self.args.own("skip_old_pass") and self.shape.has_one_step and not has_dropout(self.model) and not asks
 
     # ------------------------------------------------------------------------------------------ 3. a checkpoint
@@ -470,8 +470,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             stock(model, trial)
             self.reference.save(folder)
             table = trackers.to_json(self._logs)
-            for extension in self.extensions:
-                extension.save(folder)
+            self.pool.save(folder)
             left: list[Batch] | None = self._buffered_inputs
             if self._cuts:
                 left = None if self._generation is None else self._generation.micro_batches
@@ -510,8 +509,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         facts = facts_of(Path(checkpoint))
         self.checkpoints.began_at = checkpoint
         self.methods.load(facts.get("methods", {}))
-        for extension in self.extensions:
-            extension.load(Path(checkpoint))
+        self.pool.load(Path(checkpoint))
         unfinished = self.unfinished.load(Path(checkpoint))
         if unfinished is not None:
             self._step, self._buffered_inputs, table = unfinished
@@ -567,7 +565,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         if not is_training or not self.args.own("cache_images") or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        numbered = self.args.adora_rollouts.budget is not None or self.args.adora_rollouts.ahead > 0
+        asked = self.args.adora_rollouts
+        numbered = asked.budget is not None or asked.ahead > 0 or asked.replay > 0
         rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered)
         loader = super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, dataloader_key)
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)

@@ -17,7 +17,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +48,14 @@ def arguments(folder: Path, limit: int, budget: str, staleness: str, generations
 
 def force_lengths(length: Callable[[int], int]) -> None:
     """From here on an answer ends at the length that `length` says of its seed."""
-    from adora_vl.rollout.llm import PolicyLLM
     from adora_vl.rollout.rollouts import RolloutGroup
-    from adora_vl.training.partial_rollouts import PartialRollouts
+    from adora_vl.training.pool import Pool
     from adora_vl.utils.seeding import rollout_seed
-
-    sample = PolicyLLM.sample
-
-    def limited(self: Any, asks: Any, *further: Any) -> Any:
-        return sample(self, [replace(ask, limit=ask.limit or length(ask.seed)) for ask in asks], *further)
 
     def longest(self: Any, group: RolloutGroup, member: int) -> int:
         return length(rollout_seed(SEED, group.problem.where, group.problem.place, member))
 
-    PolicyLLM.sample, PartialRollouts.longest = limited, longest  # type: ignore[method-assign,assignment]
+    Pool.longest = longest  # type: ignore[method-assign]
 
 
 def child(median: int, limit: int, budget: str, staleness: str, generations: int) -> list[dict[str, float]]:
@@ -72,15 +65,13 @@ def child(median: int, limit: int, budget: str, staleness: str, generations: int
     prepare_engine_environment()
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from adora_vl.rollout.sources import EngineNow
     from adora_vl.train import main
-    from adora_vl.training.partial_rollouts import PartialRollouts
+    from adora_vl.training.judge import Judge
     from adora_vl.training.pool import Pool
 
     found: list[dict[str, float]] = []
     force_lengths(lambda seed: drawn(seed, median, limit))
-    engine_step, begin, sample = LLMEngine.step, PartialRollouts.before_sampling, EngineNow.sample
-    fill = Pool.fill
+    engine_step, sample, fill, judge = LLMEngine.step, Pool._sampled, Pool.fill, Judge.__call__
 
     def timed(method: Any, name: str) -> Any:
         def run(*given: Any) -> Any:
@@ -97,16 +88,16 @@ def child(median: int, limit: int, budget: str, staleness: str, generations: int
         found.append(dict.fromkeys(("steps", "decoding", "seconds", "rollouts", "tokens"), 0.0))
         fill(*given)
 
-    def sampled(*given: Any) -> Any:
-        answer = sample(*given)
-        found[-1]["rollouts"] += len(answer[0])
-        found[-1]["tokens"] += sum(map(len, answer[0]))
-        return answer
+    def judged(self: Judge, generation: Any, groups: Any, *given: Any, **more: Any) -> None:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        found[-1]["rollouts"] += len(rollouts)
+        found[-1]["tokens"] += sum(len(rollout.tokens) for rollout in rollouts)
+        judge(self, generation, groups, *given, **more)
 
     LLMEngine.step = timed(engine_step, "decoding")
     Pool.fill = filled  # type: ignore[method-assign,assignment]
-    PartialRollouts.before_sampling = timed(begin, "seconds")  # type: ignore[method-assign]
-    EngineNow.sample = timed(sampled, "seconds")  # type: ignore[method-assign]
+    Pool._sampled = timed(sample, "seconds")  # type: ignore[method-assign]
+    Judge.__call__ = judged  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as folder:
         assert main(arguments(Path(folder), limit, budget, staleness, generations)) == 0
     return found

@@ -57,7 +57,7 @@ class RolloutOptions:
 
     def costs(self, keys: Any) -> list[str]:
         """What replay costs, for the first lines of the run."""
-        kept = f"sample replay: up to {self.replay} groups and their images per process, in memory and every checkpoint"
+        kept = f"sample replay: up to {self.replay} groups per process, in memory and every checkpoint"
         clip = "sample replay: without TRL's delta, a token of a wrong answer that is likely by now is not clipped"
         return [kept, *([clip] if keys.delta is None else [])] if self.replay else []
 

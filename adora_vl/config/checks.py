@@ -130,7 +130,6 @@ def check_filling(config: Any) -> None:
             key,
             (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"),
             (replays and moves, "sync_ref_model: true, whose reference is another one by then"),
-            (replays and not config.own("cache_images"), "adora_stock_step: cache_images"),
         )
 
 
@@ -154,15 +153,12 @@ def check_budget(config: Any) -> None:
     key, cycle = f"adora_rollouts.budget: {budget}", config.steps_per_generation * config.num_iterations
     parameters = sorted({*(config.generation_kwargs or {})} - _KNOW_NO_BEGINNING)
     obstacle = regroup_obstacle(config)
-    noisy = config.adora_extensions.noisy_rollouts.share
     not_regrouped = obstacle or ("" if regroups(config) else "the keys of micro-batches of whole groups all false")
     _refuse_beside(
         key,
         (not config.use_vllm, "use_vllm: false"),
         (config.vllm_mode != "colocate", f"vllm_mode: {config.vllm_mode}"),
         (config.vllm_tensor_parallel_size > 1, f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}"),
-        (config.adora_rollouts.refill, f"adora_rollouts.refill: {config.adora_rollouts.refill}"),
-        (noisy, f"adora_extensions.noisy_rollouts.share: {noisy}"),
         (not config.own("cache_images"), "adora_stock_step: cache_images"),
         (not config.vllm_importance_sampling_correction, "vllm_importance_sampling_correction: false"),
         (config.vllm_structured_outputs_regex, "vllm_structured_outputs_regex"),

@@ -23,15 +23,12 @@ def extensions(context: StepContext, images: DistinctImages, *, has_dropout: boo
     Raises `UserError` where one does not go with the model.
     """
     from adora_vl.experimental.noisy_rollouts import NoisyRollouts
-    from adora_vl.experimental.replay import SampleReplay
     from adora_vl.experimental.visual_tokens import VisualDependency
 
     found: list[Extension] = []
     asked = context.config.adora_extensions
     if asked.noisy_rollouts.on:
-        found.append(NoisyRollouts(context))
+        found.append(NoisyRollouts(context, images))
     if asked.visual_tokens.on:
         found.append(VisualDependency(context, images, has_dropout=has_dropout))
-    if context.config.adora_rollouts.replay:
-        found.append(SampleReplay(context, images))
     return found

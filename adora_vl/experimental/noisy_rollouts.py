@@ -21,6 +21,8 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.dedup.image_store import PASSING, can_cache
+from adora_vl.dedup.images import DistinctImages
+from adora_vl.rollout.rollouts import DrawnProblem, RolloutGroup
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import StepContext
 from adora_vl.utils.seeding import number_at
@@ -83,78 +85,54 @@ class Noise:
     kind: str
     level: float
     key: str  # the run's seed and position, which seed the noise; a resumed run has the same at the same position
-    clean: int  # how many rollouts of each group, the first ones, see the clean image
 
-    def applied(
-        self, images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any = None
-    ) -> tuple[list[list[Any] | None], list[bool]]:
-        """The images on which the rows are sampled, and for each row whether they are distorted.
-
-        `images`: the images of each row of this rank; None or empty for a row without images. `first`: the number of
-        this rank's first row, counted over all ranks. `image_processor`: the trainer's. The distorted rows of a group
-        get the same objects, so they stay one request.
-        """
-        made: dict[int, list[Any]] = {}
-        seen: list[list[Any] | None] = []
-        sees = [bool(own) and (first + row) % generations >= self.clean for row, own in enumerate(images)]
-        for row, own in enumerate(images):
-            if own is None or not sees[row]:
-                seen.append(own)
-                continue
-            group = (first + row) // generations
-            if group not in made:
-                made[group] = [
-                    distorted(as_seen(image, image_processor), self.kind, self.level, self._seed(group, number))
-                    for number, image in enumerate(own)
-                ]
-            seen.append(made[group])
-        return seen, sees
-
-    def _seed(self, group: int, number: int) -> int:
-        return number_at(f"noise/{self.key}/{group}/{number}")
-
-
-def unaltered(
-    images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any = None
-) -> tuple[list[list[Any] | None], list[bool]]:
-    """As `Noise.applied`, at strength 0."""
-    return list(images), [False] * len(images)
+    def copies(self, images: Sequence[Any], group: int, image_processor: Any = None) -> list[Any]:
+        """Distorted copies for the group of this number over all ranks. `image_processor`: the trainer's."""
+        return [
+            distorted(as_seen(image, image_processor), self.kind, self.level,
+                      number_at(f"noise/{self.key}/{group}/{number}"))
+            for number, image in enumerate(images)
+        ]  # fmt: skip
 
 
 class NoisyRollouts(Extension):
     """Chooses the distortion of each generation of a run."""
 
-    def __init__(self, context: StepContext) -> None:
+    def __init__(self, context: StepContext, images: DistinctImages) -> None:
         config = context.config
         self.options, self.seed = config.adora_extensions.noisy_rollouts, config.seed
         self.count = self.options.count(config.num_generations)
         self.clean = config.num_generations - self.count
         self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
+        self.images = images
 
-    def level(self) -> float:
+    def level(self, step: int) -> float:
         """The strength at this share of the run; for `gaussian` rounded down to whole steps, as in the repository."""
-        options, state, share = self.options, self.state(), 1.0
+        options, share = self.options, 1.0
         if options.schedule == "sigmoid":
-            done = state.global_step / max(state.max_steps, 1)
+            done = step / max(self.state().max_steps, 1)
             share = sigmoid_annealing(done, middle=options.middle, steepness=options.steepness)
         level = options.at_first * share
         return float(int(level)) if options.kind == "gaussian" else level
 
-    def now(self, key: str) -> Noise | None:
-        """The distortion of the present generation, None where nothing is distorted. `key` as in `Noise`."""
-        level = self.level()
+    def at(self, problem: DrawnProblem) -> Noise | None:
+        """The distortion of what was drawn there, None where nothing is distorted."""
+        level = self.level(problem.step)
         if self.count == 0 or level <= 0:
             return None
-        return Noise(self.options.kind, level, key, clean=self.clean)
+        return Noise(self.options.kind, level, f"{self.seed}/{problem.where}")
 
-    def before_sampling(self, generation: Generation) -> None:
-        """The engine sees distorted images for some rollouts; an evaluation does not."""
-        if generation.mode == "train":
-            noise = self.now(f"{self.seed}/{generation.where}")
-            generation.sampling.alter_images = unaltered if noise is None else noise.applied
+    def images_of(self, group: RolloutGroup, images: list[Any]) -> list[list[Any] | None]:
+        """The last rollouts of a group get the same distorted objects, so they stay one request."""
+        noise, problem = self.at(group.problem), group.problem
+        if noise is None:
+            return [None] * len(group.rollouts)
+        other = noise.copies(images, problem.place, self.images.image_processor)
+        members = range(group.first_member, group.first_member + len(group.rollouts))
+        return [other if member >= self.clean else None for member in members]
 
     def after_weighing(self, generation: Generation) -> None:
         """Log the share of all ranks' rollouts that saw a distorted image, and the strength."""
         distorted_B = generation.batch["distorted"]
         self.log("adora/noisy_share", self.accelerator.gather(distorted_B.float()).mean().item())
-        self.log("adora/noise_level", self.level())
+        self.log("adora/noise_level", self.level(generation.step))

@@ -83,7 +83,7 @@ class Recorder:
         self.every = config.adora_record_every  # the rollouts of every n-th generation are recorded; 0: of none
         self.updates = Shape.of(config).updates
         self.numbers = RolloutNumbers(accelerator.process_index, accelerator.num_processes)
-        self._counted = 0  # this rank's rollouts in the present step
+        self._counted = self._latest = 0  # this rank's rollouts in the present step, and those graded last
         self._spans: list[slice] = []  # the recorded ones, one entry per generation
         own = [each.name for each in fields(config) if each.name.startswith("adora_")]
         settings = masked(plain({name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)}))
@@ -103,6 +103,7 @@ class Recorder:
         rows, batch, step = generation.rows, generation.batch, generation.step
         scores, weighed = generation.scores, generation.advantages
         assert scores is not None and weighed is not None
+        self._latest = len(rows)
         self._counted += len(rows)
         if not self.records(step):
             return
@@ -141,7 +142,7 @@ class Recorder:
             late_RB[numbers_N[own_N] % ranks, numbers_N[own_N] // ranks] = values_N[own_N].float()
             if self.accelerator.is_main_process:
                 self.record.set_late(name, [late_RB[:, span].flatten().tolist() for span in self._spans])
-            set_weighed(table, name, late_RB[:, -len(generation.rows) :].flatten().tolist())
+            set_weighed(table, name, late_RB[:, -self._latest :].flatten().tolist())
 
     def measured(self, micro: Batch, logps_BC: Tensor) -> None:
         """Add the drift of rollouts for which it is only known after the policy's own forward pass."""

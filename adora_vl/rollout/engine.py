@@ -293,7 +293,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """Inside, a colocated engine does not sleep between generations of one policy, so the weights are synced once
         for all of them. It sleeps at the end. All ranks enter together.
         """
-        if self.mode != "colocate" or not self.enable_sleep_mode:
+        if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.stays_awake:
             yield
             return
         try:

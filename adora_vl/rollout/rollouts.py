@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
 
-from adora_vl.data.dataloader import KeptImage
+from adora_vl.data.dataloader import ROW_NUMBER, KeptImage
 from adora_vl.types import Row
 from adora_vl.utils.seeding import rollout_seed
 
@@ -26,6 +26,7 @@ class Rollout:
 
     spans: tuple[Span, ...] = ()
     ended: Literal["", "stop", "length", "room"] = ""  # by itself, at the run's limit, or at the end of the engine's
+    distorted: bool = False  # sampled on another image than the trainer's
 
     @property
     def tokens(self) -> list[int]:
@@ -54,6 +55,11 @@ class DrawnProblem:
     where: str  # the name of the generation in which it was drawn
     place: int  # its number there, over all ranks
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps that had been made when it was drawn."""
+        return int(self.where.split("/")[1])
+
 
 @dataclass(frozen=True)
 class RolloutGroup:
@@ -63,6 +69,7 @@ class RolloutGroup:
     row: Row  # empty in a checkpoint, since the data set has it
     began: int  # the generation in which it began
     rollouts: tuple[Rollout, ...]
+    first_member: int = 0  # where a group spans ranks, each has a part of it
 
     @property
     def complete(self) -> bool:
@@ -73,7 +80,23 @@ class RolloutGroup:
         problem, spans = self.problem, self.rollouts[member].spans
         number = sum(span.logps is not None for span in spans)
         where = f"{problem.where}/segment-{number}" if number else problem.where
-        return rollout_seed(run_seed, where, problem.place, member)
+        return rollout_seed(run_seed, where, problem.place, self.first_member + member)
+
+
+def groups_of(rows: Sequence[Any], where: str, began: int, first: int, generations: int) -> list[RolloutGroup]:
+    """The rows of a rank, whose first one has the number `first` over all ranks, as groups that are about to begin, or
+    parts of them. `where`, `began`: of the generation. `generations`: rollouts of a problem, whose rows are neighbours.
+    """
+    found: list[RolloutGroup] = []
+    for number, row in enumerate(rows, first):
+        place, member = divmod(number, generations)
+        if found and found[-1].problem.place == place:
+            found[-1] = replace(found[-1], rollouts=(*found[-1].rollouts, Rollout()))
+            continue
+        own = dict(row)
+        problem = DrawnProblem(own.pop(ROW_NUMBER, -1), where, place)
+        found.append(RolloutGroup(problem, cast("Row", own), began, (Rollout(),), member))
+    return found
 
 
 @dataclass(frozen=True)
@@ -82,7 +105,7 @@ class RolloutAsk:
 
     ids: list[int]  # the prompt with its image tokens expanded, and what the rollout has already
     images: list[Any]  # that the engine is to see
-    together: int  # neighbours of one number that ask for the same may be one request; their seeds count up
+    together: Hashable  # neighbours of one name that ask for the same may be one request; their seeds count up
     seed: int | None = None  # None: the engine's own
     limit: int | None = None  # of tokens; None: the run's
 
@@ -93,7 +116,8 @@ class RolloutAnswer:
 
     tokens: list[int]
     logps: list[float | None]  # of each token, by the weights that sampled it; None where the engine gave none
-    reason: Literal["stop", "length", "room"] = "stop"  # by itself, at its limit, or at the end of the engine's room
+    # by itself, at its limit, or at the end of the engine's room; servers do not say it
+    reason: Literal["", "stop", "length", "room"] = ""
     read: list[int] = field(default_factory=list)  # the prompt as the engine has read it
 
 
@@ -138,45 +162,3 @@ def _alike(one: RolloutAsk, other: RolloutAsk) -> bool:
 
 def _identity(image: Any) -> Any:
     return image.digest if isinstance(image, KeptImage) else id(image)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """How far a rollout goes on, and from where."""
-
-    begun: list[int]  # tokens that it has already
-    limit: int
-    together: int  # as in `RolloutAsk`
-    seed: int | None
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Rollouts that are sampled already, one entry per row, and what the batch is to know of them."""
-
-    tokens: list[list[int]]
-    logps: list[list[float | None]]  # of the weights that sampled each token
-    columns: dict[str, list[int]]  # of `Batch`, (B,)
-
-
-class AlterImages(Protocol):
-    """Gives some rollouts other images than the trainer's."""
-
-    def __call__(
-        self, images: Sequence[list[Any] | None], first: int, generations: int, image_processor: Any
-    ) -> tuple[list[list[Any] | None], list[bool]]:
-        """The images on which the rows of this rank are sampled, and for each row whether they are others.
-
-        `images`: those of each row, None or empty for a row without. `first`: the number of the first row, counted over
-        all ranks.
-        """
-
-
-@dataclass
-class SamplingRequest:
-    """How the rollouts of a generation are sampled, and in `altered` what became of their images."""
-
-    seed: tuple[int, str] | None = None  # the run's, and where the run stands; None: the engine's own seed
-    alter_images: AlterImages | None = None
-    altered: list[bool] = field(default_factory=list)  # out: which rows were sampled on other images
-    answers: Answers | None = None  # taken in the place of new ones

@@ -26,11 +26,12 @@ from adora_vl.config.batch_plan import Shape
 from adora_vl.config.checks import check_async
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.dedup.images import DistinctImages
 from adora_vl.rollout.agreement import DriftProbe
-from adora_vl.rollout.rollouts import Answers, RolloutAnswer
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutGroup, asks_of
 from adora_vl.rollout.servers import GroupRequest, Sampled
 from adora_vl.rollout.sources import EngineNow
-from adora_vl.training.generation import Extension, Generation
+from adora_vl.training.generation import Generation
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
@@ -51,13 +52,14 @@ class Pending:
     found: Future[_Found] | None = None  # on the first rank
 
 
-class RolloutsAhead(Extension):
+class RolloutsAhead:
     """Gives a generation the rollouts that were asked for while the policy learned. All ranks call it together."""
 
     def __init__(
         self,
         context: StepContext,
         sampler: EngineNow,
+        images: DistinctImages,
         next_rows: NextRows,
         probe: Callable[[list[Row], int], DriftProbe],
         check_drift: Callable[[DriftProbe, list[RolloutAnswer], int], None],
@@ -68,7 +70,7 @@ class RolloutsAhead(Extension):
         """
         check_async(context.config)
         self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
-        self.sampler = sampler
+        self.config, self.sampler, self.images = context.config, sampler, images
         self.next_rows, self.probe, self.check_drift = next_rows, probe, check_drift
         shape = Shape.of(context.config)
         self.steps, self.generations = shape.updates, shape.generations
@@ -77,13 +79,12 @@ class RolloutsAhead(Extension):
 
     # ------------------------------------------------------------------------------------------ a generation
 
-    def before_sampling(self, generation: Generation) -> None:
-        """Join what was asked for, give the servers the present weights, and ask for the next generation. Raises
-        `UserError` where that one cannot be known.
+    def __call__(self, generation: Generation, drawn: Sequence[RolloutGroup]) -> tuple[list[RolloutAnswer], int]:
+        """Join what was asked for the groups that were `drawn`, give the servers the present weights, and ask for the
+        next generation. Returns the answers and the step of their weights. Raises `UserError` where the next generation
+        cannot be known.
         """
-        numbers = _without_numbers(generation.rows)
-        if generation.mode != "train":
-            return
+        numbers = [group.problem.number for group in drawn for _ in group.rollouts]
         if min(numbers, default=0) < 0:
             raise UserError(
                 "adora_rollouts.ahead: 1: these rows do not say their numbers, by which the next ones are known (a "
@@ -95,7 +96,7 @@ class RolloutsAhead(Extension):
             if asked is not None and asked.found is not None:
                 asked.found.exception()  # servers that still sample cannot take weights
             self.sampler.give_weights()
-            requests = self.sampler.requests(generation.rows, generation.where)
+            requests = self._requests(generation.rows, generation.where)
             asked = Pending(generation.where, numbers, generation.step, *self._ask(requests))
         assert asked is not None
         stale = generation.step - asked.step
@@ -114,12 +115,20 @@ class RolloutsAhead(Extension):
             short = self.sampler.engine.served.shared(self._joined(probed)[0], len(probe.prompts.ids))
             self.check_drift(probe, short, generation.step)
         answers = self.sampler.engine.served.shared(found, len(numbers))
-        columns = {"stale_tokens": [len(answer.tokens) if stale else 0 for answer in answers]}
-        tokens, logps = [answer.tokens for answer in answers], [answer.logps for answer in answers]
-        generation.sampling.answers = Answers(tokens, logps, columns)
         self.log("adora/staleness", stale / self.steps)
         for name, seconds in (("trainer", waited), ("servers", idle)):
             self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
+        return answers, asked.step
+
+    def _requests(self, rows: list[Row], where: str) -> list[GroupRequest]:
+        """What servers are asked for the rows of the generation of this name, on the first rank."""
+        prompts, seeded = self.images.prompts(rows, "train", further=False), self.config.own("seeded_rollouts")
+        asks = asks_of(
+            prompts.ids, prompts.images, seed=(self.config.seed, where) if seeded else None,
+            first=self.accelerator.process_index * len(rows), generations=self.generations,
+            grouped=self.config.own("group_requests"),
+        )  # fmt: skip
+        return self.sampler.engine.requests(asks)
 
     def _following(self, generation: Generation, numbers: list[int]) -> tuple[Pending | None, list[GroupRequest]]:
         """The generation after this one, or None where there is none, and what to ask for, with its images read."""
@@ -134,7 +143,7 @@ class RolloutsAhead(Extension):
             return None, []
         following = _without_numbers(rows)
         where = replace(generation, key=f"{step}/0").where
-        return Pending(where, following, generation.step), self.sampler.requests(rows, where)
+        return Pending(where, following, generation.step), self._requests(rows, where)
 
     def _ask(self, *batches: list[GroupRequest]) -> list[Future[_Found] | None]:
         """Asks for one batch after the other, on a thread of the first rank that does HTTP alone, so that no collective

@@ -123,16 +123,13 @@ def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
     return join_images(both)
 
 
-def replace_groups(batch: Batch, further: Batch, pairs: Sequence[tuple[int, int]], size: int, pad_id: int) -> Batch:
-    """`batch` with some groups of `size` rows replaced by groups of `further`, padded to the wider of the two.
+def chosen_groups(batch: Batch, further: Batch, groups: Sequence[int], size: int, pad_id: int) -> Batch:
+    """The `groups` of `size` rows of both batches, by their numbers in the two together, padded to the wider of them.
 
     `num_items_in_batch` is left unchanged, because it is a sum over all ranks.
     """
-    source = list(range(len(batch["prompt_ids"])))
-    for dead, found in pairs:
-        for member in range(size):
-            source[dead * size + member] = len(source) + found * size + member
-    return join_images(take_rows(split_images(concat_rows(batch, further, pad_id)), source))
+    rows = [group * size + member for group in groups for member in range(size)]
+    return join_images(take_rows(split_images(concat_rows(batch, further, pad_id)), rows))
 
 
 def _sequence_ratio(batch: Batch) -> bool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from adora_vl.rollout.rollouts import SamplingRequest
+from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scores import Scores
 from adora_vl.types import Batch, Row
@@ -22,9 +21,9 @@ class Generation:
     mode: Literal["train", "eval"]
     step: int  # optimizer steps made before it
     key: str  # that step and the micro-batch in it, "12/0": seeds whatever is drawn for it
-    attempt: int  # 0, or which further batch of dynamic sampling
+    attempt: int  # 0, or which round of further problems
     group_size: int  # G
-    sampling: SamplingRequest
+    number: int = 0  # of the generations of a training
     first_micro_step: int = 0  # TRL's `_step` where it begins
     scores: Scores | None = None
     batch: Batch = field(default_factory=Batch)
@@ -34,7 +33,7 @@ class Generation:
     @classmethod
     def restored(cls, first_micro_step: int, micro_batches: list[Batch]) -> Generation:
         """A generation that a checkpoint was written within. It has nothing but its micro-batches."""
-        return cls([], "train", 0, "", 0, 0, SamplingRequest(), first_micro_step, micro_batches=micro_batches)
+        return cls([], "train", 0, "", 0, 0, 0, first_micro_step, micro_batches=micro_batches)
 
     def release(self) -> None:
         """Let go of all but the micro-batches, which are copies: the policy learns from nothing else."""
@@ -45,32 +44,26 @@ class Generation:
         """Names this batch among all of a run; a resumed run arrives at the same name."""
         return f"{self.mode}/{self.key}{f'/{self.attempt}' if self.attempt else ''}"
 
+    @property
+    def micro(self) -> int:
+        """The micro-batch of the optimizer step before which it is sampled."""
+        return int(self.key.split("/")[1])
+
     def of_rank(self, values_N: Tensor, rank: int) -> Tensor:
         """This rank's part of a value per rollout of all ranks, (B,)."""
         return values_N[rank * len(self.rows) : (rank + 1) * len(self.rows)]
 
 
 class Extension:
-    """The hooks for partial rollouts and methods of `adora_vl.experimental`; these do nothing. All ranks call them in
-    one order.
-    """
+    """The hooks for methods of `adora_vl.experimental`; these do nothing. All ranks call them in one order."""
 
     needs_old_logps = False  # whether each generation needs the log-probabilities of the policy that sampled it
 
-    def before_sampling(self, generation: Generation) -> None:
-        """The request is complete. `sampling.alter_images` may be set, and rows and `sampling.answers` replaced."""
-
-    def before_weighing(self, generation: Generation) -> None:
-        """A training batch is sampled, graded and refilled. Groups of it may be replaced, the last time."""
+    def images_of(self, group: RolloutGroup, images: list[Any]) -> list[list[Any] | None]:
+        """On what each rollout of a training group is sampled, None for its own `images`. The same again for one that
+        goes on.
+        """
+        return [None] * len(group.rollouts)
 
     def after_weighing(self, generation: Generation) -> None:
         """The advantages of a training batch are final, (B,). They may become (B, C)."""
-
-    def on_exploded_ratio(self) -> None:
-        """A step was skipped since the policy had moved too far from the one that sampled."""
-
-    def save(self, folder: Path) -> None:
-        """Write what a resumed run needs into a checkpoint that is being written."""
-
-    def load(self, checkpoint: Path) -> None:
-        """Read what `save` wrote; nothing where it wrote nothing."""

@@ -31,13 +31,6 @@ def groups_to_complete(groups: int, places: int, left: int, least: int) -> int:
     return min(groups, places, max(least, groups - (left - 1) * places))
 
 
-def limit_of(age: int, staleness: int, budget: int | None, left: int) -> int:
-    """How many tokens a rollout may get in a generation, of `left` that its answer has: its budget, unless its group
-    began `staleness` generations ago.
-    """
-    return left if budget is None or age >= staleness else min(left, budget)
-
-
 def automatic_budget(lengths: Sequence[Sequence[int]], least: int) -> int | None:
     """The length that nine of ten answers had at most, and `least`. None, so no budget, where there are none yet, and
     where those that run on are not much longer: little would be saved then, and groups would be late for it.
@@ -60,6 +53,19 @@ def exchanges(live: Sequence[bool], further_live: Sequence[bool]) -> list[tuple[
     dead = [group for group, alive in enumerate(live) if not alive]
     found = [group for group, alive in enumerate(further_live) if alive]
     return list(zip(dead, found, strict=False))
+
+
+def admitted(live: Sequence[bool], further: Sequence[bool], places: int) -> list[int]:
+    """Which groups are learned from when further ones are graded: for each place a number, counted on from `live` to
+    `further`. Free places are filled first, with signal if possible, the same number of them on all ranks.
+    """
+    chosen = list(range(len(live)))
+    best = sorted(range(len(further)), key=lambda number: not further[number])
+    added = sorted(best[: max(0, places - len(live))])
+    left = [alive and number not in added for number, alive in enumerate(further)]
+    for dead, found in exchanges(live, left):
+        chosen[dead] = len(live) + found
+    return [*chosen, *(len(live) + number for number in added)]
 
 
 def replayed(sizes: Sequence[float], alpha: float, count: int, place: str) -> list[int]:

@@ -1,131 +1,421 @@
-"""Fills a generation: its groups are sampled, graded, judged, replaced where they teach nothing, and weighed once."""
+"""A pool of groups fills a generation: by rules, whoever samples, and to the same end on all ranks.
+
+A problem is drawn; its group begins, and its rollouts go on until they end, or for as many tokens as a generation may
+take (`budget`: partial rollouts, of Kimi k1.5, arXiv 2501.12599, section 2.6.2, and APRIL, arXiv 2509.18521, for texts;
+ours keeps whole groups, takes the images along, and drops nothing). The oldest complete groups are graded, and those
+without signal give their places to groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476) or
+of earlier generations (`replay`). What is left is weighed once; what has not ended waits for the next generation.
+
+All ranks begin, grade and learn from equally many groups, so only the groups themselves have to be remembered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from accelerate.utils import gather_object
+from tqdm import tqdm
 
+from adora_vl.config.batch_plan import Shape
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import DistinctRows
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
-from adora_vl.rewards.completion import completion_text
-from adora_vl.rollout.rollouts import SamplingRequest
+from adora_vl.rollout.prompt_tokens import mismatch_named
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutAnswer, RolloutAsk, RolloutGroup, Span, groups_of
 from adora_vl.rollout.sources import Sampler
-from adora_vl.training.advantages import AdvantageComputer
-from adora_vl.training.collate import said
-from adora_vl.training.dynamic_sampling import DynamicSampling
+from adora_vl.training.ahead import RolloutsAhead
+from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.generation import Extension, Generation
-from adora_vl.training.guards import DriftGuard, RowGuard, ServerGuard
-from adora_vl.training.scores import Ends, Grader, RewardFunctions
-from adora_vl.types import Batch, Row, StepContext, loss_mask
+from adora_vl.training.guards import RowGuard, ServerGuard
+from adora_vl.training.judge import Judge
+from adora_vl.training.micro_batches import live_units
+from adora_vl.training.policies import (
+    REMEMBERED,
+    admitted,
+    automatic_budget,
+    further_rows,
+    groups_to_complete,
+    how_many_begin,
+)
+from adora_vl.training.pool_state import PoolState
+from adora_vl.training.replay import Replay
+from adora_vl.types import Row, StepContext
+from adora_vl.utils.errors import UserError
 
 
-class Watcher(Protocol):
-    """Notes what becomes of a generation; for all ranks together."""
-
-    def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
-        """Its rollouts are graded and judged. `prompts`, `answers`: of this rank, as messages or texts."""
-
-    def weighed(self, generation: Generation) -> None:
-        """The advantages of those that are learned from are final."""
-
-
-@dataclass(frozen=True)
 class Pool:
     """All ranks call it together."""
 
-    context: StepContext
-    images: DistinctImages
-    sampler: Sampler
-    processor: Any
-    ends: Ends
-    rewards: RewardFunctions
-    grader: Grader
-    columns: Callable[..., Batch]  # `collated` for this run
-    score: Callable[[Batch, str], None]  # puts earlier log-probabilities into a batch of a mode
-    advantages: AdvantageComputer
-    guards: tuple[RowGuard, ServerGuard, DriftGuard]
-    extensions: Sequence[Extension]
-    watcher: Watcher
-    phase: Callable[[str], AbstractContextManager[None]]  # inside, the seconds count as this one's
-    dataset: Any  # whose rows are trained on
+    def __init__(
+        self,
+        context: StepContext,
+        images: DistinctImages,
+        sampler: Sampler,
+        judge: Judge,
+        guards: tuple[RowGuard, ServerGuard],
+        extensions: Sequence[Extension],
+        phase: Callable[[str], AbstractContextManager[None]],
+        dataset: Any,
+        ahead: RolloutsAhead | None = None,
+    ) -> None:
+        """`phase`: inside, the seconds count as this one's. `dataset`: whose rows are trained on."""
+        self.context, self.images, self.sampler, self.judge = context, images, sampler, judge
+        self.accelerator, self.config, self.log = context.accelerator, context.config, context.log
+        self.row_guard, self.server_guard = guards
+        self.extensions, self.phase, self.rows = extensions, phase, DistinctRows(dataset)
+        self.asked: RolloutOptions = context.config.adora_rollouts
+        self.shape = Shape.of(context.config)
+        self.ahead = ahead
+        self.waits = self.asked.budget is not None  # whether a generation may begin more than it learns from
+        self.places = self.shape.rows * self.shape.steps // self.shape.generations  # groups of one rank
+        # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
+        chunks, unit = self.shape.steps // self.shape.chunk, self.shape.unit
+        self.least = math.ceil(max(self.places / 2, chunks * unit / self.shape.generations))
+        self.replay = Replay(context, judge.again, images.banks.more) if self.asked.replay else None
+        self.state, self._before = PoolState(), PoolState()  # now, and before the generations of the present step
+        self._sampled_at = -1  # the optimizer steps that had been made then
+        self._read: tuple[list[DrawnProblem], PromptBatch] | None = None  # the prompts that were asked last
+
+    # ------------------------------------------------------------------------------------------ a generation
 
     def fill(self, generation: Generation) -> None:
         """Sample, grade and judge the rows. In a training, replace groups without signal, and weigh what is left."""
-        self.collect(generation)
+        rows, size = generation.rows, generation.group_size
+        self.row_guard.check(rows, generation.step)
+        first = self.accelerator.process_index * len(rows)
+        drawn = groups_of(rows, generation.where, generation.number, first, size)
         if generation.mode == "eval":
+            groups = self._sampled(generation, drawn, dict.fromkeys(range(len(drawn))))
+            self.judge(generation, groups, self._prompts(groups), aged=False)
             return
+        self._note(generation)
+        if (self.waits or self.replay is not None) and any(group.problem.number < 0 for group in drawn):
+            raise UserError(
+                "adora_rollouts: these rows do not say their numbers, by which problems that wait are read again (a "
+                "streamed data set, or a loader of your own); load the data set whole, or set budget, ahead and replay "
+                "off"
+            )
+        begun, not_begun = self._begun(generation, drawn)
+        groups, budget = [*self.state.groups, *begun], self._budget()
+        groups = self._coming(generation, groups) if self.ahead else self._go_on(generation, groups, budget)
+        learned, groups, fewest = self._rounds(generation, groups, budget)
+        self.state = replace(self.state, groups=tuple(groups), drawn=not_begun, complete=fewest)
+        if self.waits:
+            self._log_waiting(generation, budget)
+        fresh = {}
+        if self.replay is not None:
+            if "old_per_token_logps" not in generation.batch:
+                generation.batch["old_per_token_logps"] = self.context.policy_logps(generation.batch)
+            fresh = self.replay.fresh(generation.batch, learned, generation.step)
+            generation.batch = self.replay.again(
+                generation.batch, self.state.kept, self.rows.__getitems__, generation.step, generation.key
+            )
+        self.judge.weigh(generation, self.extensions)
+        if self.replay is not None:
+            kept = self.replay.kept(self.state.kept, fresh, generation.batch["advantages"])
+            self.state = replace(self.state, kept=kept)
 
-        def further(rows: list[Row], attempt: int) -> Batch:
-            new: dict[str, Any] = {"sampling": SamplingRequest(), "batch": Batch(), "scores": None, "advantages": None}
-            return self.collect(replace(generation, rows=rows, attempt=attempt, **new)).batch
+    def _note(self, generation: Generation) -> None:
+        """What was there before the first generation of an optimizer step: there a run goes on that has stopped within
+        them.
+        """
+        if self._sampled_at < 0 and self.state.groups:
+            self._say_what_is_lost(generation)
+        if generation.step != self._sampled_at:
+            self._before, self._sampled_at = self.state, generation.step
 
-        resample, rows = DynamicSampling(self.context), DistinctRows(self.dataset)
-        generation.batch = resample(generation.batch, further, rows, generation.key)
+    def _left(self, generation: Generation) -> int:
+        """Generations of the training, with this one."""
+        done = generation.step * self.shape.accumulated + generation.micro
+        every = int(self.context.state().max_steps) * self.shape.accumulated
+        return math.ceil((every - done) / self.shape.cycle)
+
+    def _budget(self) -> int | None:
+        """Of the present generation. With `auto` it is so large that the oldest answers, which are sampled to their
+        ends, have no more than it left.
+        """
+        given: int | str | None = self.asked.budget
+        parts = self.asked.staleness + 1
+        least = math.ceil(self.config.max_completion_length / parts)
+        return given if isinstance(given, int) else automatic_budget(self.state.lengths, least)
+
+    def _begun(
+        self, generation: Generation, drawn: list[RolloutGroup]
+    ) -> tuple[list[RolloutGroup], tuple[DrawnProblem, ...]]:
+        """The groups that begin now, and the problems that do not."""
+        if not self.waits:
+            return drawn, ()
+        known = {group.problem: group.row for group in drawn}
+        problems = [*self.state.drawn, *known]
+        left = self._left(generation)
+        count = how_many_begin(len(self.state.groups), self.state.complete, self.places, left)
+        empty = (Rollout(),) * generation.group_size
+        begun = [RolloutGroup(one, known.get(one, Row()), generation.number, empty) for one in problems[:count]]
+        return self._with_rows(begun), tuple(problems[count:])
+
+    def _with_rows(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups, with problems from the data set where they have none."""
+        lacking = [group.problem.number for group in groups if not group.row]
+        rows: Iterator[Any] = iter(self.rows.__getitems__(lacking))
+        return [group if group.row else replace(group, row=next(rows)) for group in groups]
+
+    def _go_on(self, generation: Generation, groups: list[RolloutGroup], budget: int | None) -> list[RolloutGroup]:
+        """The groups after their rollouts have gone on, by the budget or to their ends."""
+        limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
+        if budget is None:
+            return self._sampled(generation, groups, limits)
+        needed = groups_to_complete(len(groups), self.places, self._left(generation), self.least)
+        if needed == len(groups):
+            return self._sampled(generation, groups, limits)
+        for place, group in enumerate(groups):
+            if generation.number - group.began < self.asked.staleness:
+                limits[place] = budget
+        with self.sampler.awake():
+            groups = self._sampled(generation, groups, limits)
+            short = needed - sum(group.complete for group in groups)
+            if short > 0:  # as where a training begins: the oldest go on to their ends at once
+                behind = [number for number, group in enumerate(groups) if not group.complete][:short]
+                groups = self._sampled(generation, groups, dict.fromkeys(behind))
+        return groups
+
+    def _rounds(
+        self, generation: Generation, groups: list[RolloutGroup], budget: int | None
+    ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
+        """Grade what is complete, and what further problems bring as long as any rank lacks groups with signal. Returns
+        the groups that the batch of the generation has, those that wait, and on how many of them the rank with the
+        fewest has ended.
+        """
+        learned, groups, fewest = self._judged(generation, groups)
+        lengths, replaced, size = self._lengths(generation), 0, generation.group_size
+        for attempt in range(1, self.asked.refill + 1):
+            live = live_units(generation.batch["signal"], size)
+            missing = live.count(False) + (self.places - len(live) if self.waits else 0)
+            lacks = self.accelerator.gather(torch.tensor([missing], device=self.accelerator.device))
+            if not lacks.any():
+                break
+            further = replace(generation, attempt=attempt)
+            begun = self._further(further)
+            limits: dict[int, int | None] = {len(groups) + place: budget for place in range(len(begun))}
+            groups = self._sampled(further, [*groups, *begun], limits)
+            self.log("adora/further_batches", 1.0)
+            more, groups, fewest = self._judged(further, groups)
+            if not more:  # on no rank: none has ended within the budget
+                continue
+            lengths = (*lengths, *self._lengths(further))
+            if not all(gather_object([further.batch.keys() == generation.batch.keys()])):
+                continue  # only one of the two batches has images, so their rows have different columns
+            chosen = admitted(live, live_units(further.batch["signal"], size), self.places if self.waits else 0)
+            replaced += sum(number != place for place, number in enumerate(chosen[: len(live)]))
+            both, pad_id = [*learned, *more], self.context.pad_id
+            generation.batch = chosen_groups(generation.batch, further.batch, chosen, size, pad_id)
+            learned = [both[number] for number in chosen]
+            generation.rows = [group.row for group in learned for _ in group.rollouts]
+        if self.asked.refill:
+            self.log("adora/refilled_groups", replaced / len(learned))
+        if self.waits:
+            self.state = replace(self.state, lengths=(*self.state.lengths, lengths)[-REMEMBERED:])
+        return learned, groups, fewest
+
+    def _further(self, generation: Generation) -> list[RolloutGroup]:
+        """Groups of further problems for a generation; where the run stands seeds the choice."""
+        rank, size = self.accelerator.process_index, generation.group_size
+        seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
+        numbers = further_rows(len(self.rows), self.places, seed)
+        rows: list[Any] = self.rows.__getitems__(numbers)
+        self.row_guard.check(rows, generation.step)
+        problems = [
+            DrawnProblem(number, generation.where, rank * self.places + place) for place, number in enumerate(numbers)
+        ]
+        began, empty = generation.number, (Rollout(),) * size
+        return [RolloutGroup(problem, row, began, empty) for problem, row in zip(problems, rows, strict=True)]
+
+    def _judged(
+        self, generation: Generation, groups: list[RolloutGroup]
+    ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
+        """Grade the oldest complete groups, equally many on every rank. Returns them, the others, and how many of those
+        have ended on the rank with the fewest.
+        """
+        complete, count = [number for number, group in enumerate(groups) if group.complete], len(groups)
+        fewest = count
+        if self.waits:
+            own = torch.tensor([len(complete)], device=self.accelerator.device)
+            fewest = int(self.accelerator.gather(own).min())
+            count = min(fewest, self.places)
+        graded = [groups[number] for number in complete[:count]]
+        kept = [group for number, group in enumerate(groups) if number not in complete[:count]]
+        if count:
+            self.judge(generation, graded, self._prompts(graded), aged=self.waits or self.ahead is not None)
+        return graded, kept, fewest - count
+
+    @staticmethod
+    def _lengths(generation: Generation) -> tuple[int, ...]:
+        assert generation.scores is not None
+        return tuple(int(length) for length in generation.scores.lengths_B.tolist())
+
+    # ------------------------------------------------------------------------------------------ sampling
+
+    def _sampled(
+        self, generation: Generation, groups: list[RolloutGroup], limits: dict[int, int | None]
+    ) -> list[RolloutGroup]:
+        """The groups after their rollouts have gone on, by so many tokens or (None) to their ends. `limits`: by the
+        number of the group. Those that go on come first: they would be the last to end if the engine had no place.
+        """
+        open_ = [
+            (number, member)
+            for number in limits
+            for member, rollout in enumerate(groups[number].rollouts)
+            if not rollout.ended
+        ]
+        asked = sorted(open_, key=lambda each: not groups[each[0]].rollouts[each[1]].spans)
+        with self.phase("rollout"), self.server_guard.watching():
+            asks, altered, prompts = self._asks(generation, groups, limits, asked)
+            with mismatch_named([groups[number].row for number, _ in asked]):
+                answers = self.sampler.sample(asks, prompts)
+        found = {number: list(groups[number].rollouts) for number in limits}
+        for (number, member), ask, answer, other in zip(asked, asks, answers, altered, strict=True):
+            # What an engine says of a rollout on another image does not belong to the trainer's.
+            logps = (None,) * len(answer.tokens) if other else tuple(answer.logps)
+            spans = (*found[number][member].spans, Span(tuple(answer.tokens), logps, generation.step))
+            went_on = Rollout(spans, distorted=other)
+            ended = self._ended(went_on, ask, answer, self.longest(groups[number], member))
+            found[number][member] = replace(went_on, ended=ended)
+        return [
+            replace(group, rollouts=tuple(found[number])) if number in found else group
+            for number, group in enumerate(groups)
+        ]
+
+    def _coming(self, generation: Generation, groups: list[RolloutGroup]) -> list[RolloutGroup]:
+        """The groups with what was asked for them a generation ago."""
+        assert self.ahead is not None
+        with self.phase("rollout"), self.server_guard.watching():
+            answers, step = self.ahead(generation, groups)
+        rest = iter([Rollout((Span(tuple(one.tokens), tuple(one.logps), step),), "stop") for one in answers])
+        return [replace(group, rollouts=tuple(next(rest) for _ in group.rollouts)) for group in groups]
+
+    def _asks(
+        self,
+        generation: Generation,
+        groups: list[RolloutGroup],
+        limits: dict[int, int | None],
+        asked: list[tuple[int, int]],
+    ) -> tuple[list[RolloutAsk], list[bool], PromptBatch | None]:
+        """What is asked for these rollouts, each the number of its group and in it; whether each sees other images than
+        the trainer; and their prompts.
+        """
+        if not asked:
+            return [], [], None
+        rows = [groups[number].row for number, _ in asked]
+        prompts = self.images.prompts(rows, generation.mode, further=generation.attempt > 0)
+        self._read = [groups[number].problem for number, _ in asked], prompts
+        others = self._other_images(generation, groups, prompts, asked)
+        seeded, grouped, asks = self.config.own("seeded_rollouts"), self.config.own("group_requests"), []
+        for place, (number, member) in enumerate(asked):
+            group, shown = groups[number], others[place] or (prompts.images or [None] * len(asked))[place]
+            had = group.rollouts[member].tokens
+            alone = had or not grouped
+            seed = group.seed(self.config.seed, member) if seeded else None
+            left, budget = self.longest(group, member) - len(had), limits[number]
+            limit = left if budget is None else min(left, budget)
+            together = (group.problem, member) if alone else group.problem
+            asks.append(RolloutAsk([*prompts.ids[place], *had], list(shown or ()), together, seed, limit))
+        return asks, [other is not None for other in others], prompts
+
+    def _other_images(
+        self,
+        generation: Generation,
+        groups: list[RolloutGroup],
+        prompts: PromptBatch,
+        asked: list[tuple[int, int]],
+    ) -> list[list[Any] | None]:
+        """The images on which a rollout is sampled where they are not the trainer's, as extensions say."""
+        found: list[list[Any] | None] = [None] * len(asked)
+        if generation.mode == "eval" or prompts.images is None:
+            return found
         for extension in self.extensions:
-            extension.before_weighing(generation)
-        self._weigh(generation)
+            seen: dict[int, list[list[Any] | None]] = {}
+            for place, (number, member) in enumerate(asked):
+                own = prompts.images[place]
+                if own and number not in seen:
+                    seen[number] = extension.images_of(groups[number], own)
+                if own and seen[number][member] is not None:
+                    found[place] = seen[number][member]
+        return found
 
-    def collect(self, generation: Generation) -> Generation:
-        """Sample, grade and judge these rollouts, once."""
-        config, (row_guard, server_guard, drift_guard) = self.context.config, self.guards
-        row_guard.check(generation.rows, generation.step)
-        if config.own("seeded_rollouts"):
-            generation.sampling.seed = (config.seed, generation.where)
-        with self.phase("rollout"), server_guard.watching():
-            for extension in self.extensions:
-                extension.before_sampling(generation)
-            rows, size, mode = generation.rows, generation.group_size, generation.mode
-            prompts = self.images.prompts(rows, mode, further=generation.attempt > 0)
-            completions, logps = self.sampler.sample(rows, prompts, generation.sampling, size)
-            answers = said(self.processor, prompts, completions)
-        texts = [completion_text(answer) for answer in answers]
-        ended = [self.ends.ended(ids, text) for ids, text in zip(completions, texts, strict=True)]
-        counted = ended if config.mask_truncated_completions else [True] * len(rows)
-        columns = {**self.columns(prompts, completions, logps, counted), **self._sampled_columns(generation.sampling)}
-        batch = generation.batch = self.images.completed(cast("Batch", columns))
-        self.score(batch, mode)
-        with self.phase("grading"):
-            grades = self.rewards(rows, prompts.messages, answers, completions, self.context.state())
-        scores = self.grader(grades, prompts.ids, completions, texts, ended, size, generation.step)
-        generation.scores, training = scores, mode == "train"
-        if training:
-            drift_guard.check_batch(batch, generation.step)
-        else:  # in a training `_weigh` counts those that are learned from
-            batch["num_items_in_batch"] = self._loss_tokens(batch)
-        judged = self.advantages.judged(scores, batch, size, generation.step, training=training)
-        generation.advantages = judged
-        with self.phase("other"):
-            self.watcher.graded(generation, prompts, answers)
-        return generation
+    def _ended(self, rollout: Rollout, ask: RolloutAsk, answer: RolloutAnswer, longest: int) -> Any:
+        """By what, nothing where the answer goes on. A server does not say why it stopped."""
+        reason = answer.reason
+        if not reason:
+            full = len(answer.tokens) >= (ask.limit or longest)
+            tokens = rollout.tokens
+            reason = "length" if full and not self.judge.ends.ended(tokens, self.judge.ends.decode(tokens)) else "stop"
+        if reason != "length":
+            return reason
+        return "length" if len(rollout.tokens) >= longest else ""
 
-    def _sampled_columns(self, request: SamplingRequest) -> dict[str, torch.Tensor]:
-        """What is known of the rollouts from how they were sampled."""
-        found: dict[str, Any] = {} if request.alter_images is None else {"distorted": request.altered}
-        if request.answers is not None:
-            found |= request.answers.columns
-        device = self.context.accelerator.device
-        return {name: torch.tensor(values).to(device, non_blocking=True) for name, values in found.items()}
+    def longest(self, group: RolloutGroup, member: int) -> int:
+        """The tokens at which an answer is cut off: the same for all, unless `benchmarks.long_tailed` sets it."""
+        return int(self.config.max_completion_length)
 
-    def _weigh(self, generation: Generation) -> None:
-        """Weigh the groups that are learned from, once: no later part replaces one."""
-        batch, accelerator = generation.batch, self.context.accelerator
-        weighed = generation.advantages = self.advantages(batch, generation.group_size, generation.step)
-        own_B = generation.of_rank(weighed.advantages_PG.flatten(), accelerator.process_index)
-        batch["advantages"] = own_B.to(accelerator.device, non_blocking=True)
-        batch["num_items_in_batch"] = self._loss_tokens(batch)
-        with self.phase("policy"):
-            for extension in self.extensions:
-                extension.after_weighing(generation)
-        del batch["grades"], batch["signal"]
-        with self.phase("other"):
-            self.watcher.weighed(generation)
+    def _prompts(self, groups: Sequence[RolloutGroup]) -> PromptBatch | None:
+        """Of these groups, if they are what was asked last."""
+        read, self._read = self._read, None
+        same = read is not None and read[0] == [group.problem for group in groups for _ in group.rollouts]
+        return read[1] if read is not None and same else None
 
-    def _loss_tokens(self, batch: Batch) -> torch.Tensor:
-        """Of all ranks, ()."""
-        tokens: torch.Tensor = self.context.accelerator.gather(loss_mask(batch).sum()).sum()
-        return tokens
+    # ------------------------------------------------------------------------------------------ what is said of it
+
+    def _say_what_is_lost(self, generation: Generation) -> None:
+        """Of a run that goes on with fewer steps than it had begun groups for. Said once, by the first rank."""
+        waiting, room = len(self.state.groups), self._left(generation) * self.places
+        if waiting > room and self.accelerator.is_main_process:
+            tqdm.write(
+                f"max_steps: {self.context.state().max_steps} ends the run before {waiting - room} of the {waiting} "
+                "groups per process that the checkpoint has set aside (adora_rollouts.budget) can be learned from; "
+                f"{generation.step + math.ceil(waiting / self.places) * self.shape.updates} is enough for all",
+                file=sys.stderr,
+            )
+
+    def _log_waiting(self, generation: Generation, budget: int | None) -> None:
+        ages_B = generation.batch["age"]
+        unfinished = sum(not rollout.ended for group in self.state.groups for rollout in group.rollouts)
+        own = torch.stack([ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished)])
+        sums_R3 = self.accelerator.gather(own[None])
+        self.log("adora/staleness", sums_R3[:, 0].sum().item() / (len(ages_B) * len(sums_R3)))
+        self.log("adora/staleness_max", sums_R3[:, 1].max().item())
+        self.log("adora/unfinished", sums_R3[:, 2].sum().item())
+        self.log("adora/rollout_budget", budget or self.config.max_completion_length)
+
+    # ------------------------------------------------------------------------------------------ a checkpoint
+
+    def forget_kept(self) -> None:
+        """The policy has moved too far from the one that sampled the groups that were to come again."""
+        self.state = replace(self.state, kept=())
+
+    def save(self, folder: Path) -> None:
+        """Write what waits on this rank. Where nothing was learned from the last generations, they are sampled again,
+        so what waited before them is written.
+        """
+        if self.ahead is not None:
+            self.ahead.save(folder)
+        if self.waits or self.replay is not None:
+            now = self._before if self.context.state().global_step == self._sampled_at else self.state
+            now.save(folder, self.accelerator.process_index)
+
+    def load(self, checkpoint: Path) -> None:
+        """Read what `save` wrote; the problems are read from the data set.
+
+        Raises `UserError` where another number of processes wrote it.
+        """
+        if self.ahead is not None:
+            self.ahead.load(checkpoint)
+        found = PoolState.load(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
+        kept = found.kept[-self.asked.replay :] if self.asked.replay else ()
+        self.state = replace(found, groups=tuple(self._with_rows(found.groups)), kept=kept)

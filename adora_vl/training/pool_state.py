@@ -19,6 +19,16 @@ FILES = "pool"  # in a checkpoint
 
 
 @dataclass(frozen=True)
+class KeptGroup:
+    """A group that was learned from, and may come again."""
+
+    group: RolloutGroup  # without its row
+    columns: dict[str, torch.Tensor]  # of its rollouts in the batch it is from, as wide as the longest: of that policy
+    size: float  # the sum of |advantages|
+    step: int  # optimizer steps that had been made when it was learned from
+
+
+@dataclass(frozen=True)
 class PoolState:
     """Of one rank; replaced, and never changed in place."""
 
@@ -26,11 +36,13 @@ class PoolState:
     groups: tuple[RolloutGroup, ...] = ()  # those that have begun and were not learned from, the oldest first
     complete: int = 0  # how many of `groups` are, on the rank with the fewest
     lengths: tuple[tuple[int, ...], ...] = ()  # tokens of the answers of the last generations, of all ranks
+    kept: tuple[KeptGroup, ...] = ()  # for replay, the oldest first
 
     def save(self, folder: Path, rank: int) -> None:
         """Into a checkpoint; problems by their numbers, since the data set has them."""
         drawn = [vars(problem) for problem in self.drawn]
-        content = {"drawn": drawn, "groups": [*map(_packed, self.groups)]}
+        kept = [{**vars(one), "group": _packed(one.group)} for one in self.kept]
+        content = {"drawn": drawn, "groups": [*map(_packed, self.groups)], "kept": kept}
         save_of_rank(folder, FILES, rank, {**content, "complete": self.complete, "lengths": self.lengths})
 
     @classmethod
@@ -48,11 +60,13 @@ class PoolState:
                 f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollouts.budget) of "
                 f"{before} processes, now {ranks}; start as many as before"
             )
-        # of another number of processes, what was drawn belongs to those: it comes again in a later epoch
-        found = load_of_rank(checkpoint, FILES, rank) if before == ranks else {**first, "drawn": ()}
+        found = load_of_rank(checkpoint, FILES, rank) or {**first, "kept": ()}
+        if before != ranks:  # what was drawn belongs to those processes; it comes again in a later epoch
+            found = {**found, "drawn": ()}
         groups = tuple(map(_unpacked, found["groups"]))
         drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
-        return cls(drawn, groups, found["complete"], found["lengths"])
+        kept = tuple(KeptGroup(**{**one, "group": _unpacked(one["group"])}) for one in found["kept"])
+        return cls(drawn, groups, found["complete"], found["lengths"], kept)
 
 
 def without_rows(groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
@@ -63,7 +77,7 @@ def without_rows(groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
 def _packed(group: RolloutGroup) -> dict[str, Any]:
     """As tensors: a token and its log-probability, which engines give in float32, take 8 bytes."""
     rollouts = [
-        {"ended": rollout.ended, "spans": [(*_tensors(span), span.step) for span in rollout.spans]}
+        {**vars(rollout), "spans": [(*_tensors(span), span.step) for span in rollout.spans]}
         for rollout in group.rollouts
     ]
     return {"problem": vars(group.problem), "began": group.began, "rollouts": rollouts}
@@ -77,12 +91,11 @@ def _tensors(span: Span) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _unpacked(packed: dict[str, Any]) -> RolloutGroup:
-    rollouts = tuple(
-        Rollout(tuple(Span(tuple(tokens.tolist()), _logps(logps), step) for tokens, logps, step in one["spans"]),
-                one["ended"])
-        for one in packed["rollouts"]
-    )  # fmt: skip
-    return RolloutGroup(DrawnProblem(**packed["problem"]), Row(), packed["began"], rollouts)
+    rollouts = []
+    for one in packed["rollouts"]:
+        spans = tuple(Span(tuple(tokens.tolist()), _logps(logps), step) for tokens, logps, step in one["spans"])
+        rollouts.append(Rollout(**{**one, "spans": spans}))
+    return RolloutGroup(DrawnProblem(**packed["problem"]), Row(), packed["began"], tuple(rollouts))
 
 
 def _logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:

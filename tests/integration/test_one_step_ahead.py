@@ -16,7 +16,6 @@ import pytest
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.rollout.servers import Servers
-from adora_vl.rollout.sources import EngineNow
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.train import main
 from adora_vl.training.ahead import RolloutsAhead
@@ -80,7 +79,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         monkeypatch.setattr(owner, method, run)
 
     noted(WeightFiles, "written", "written")
-    noted(EngineNow, "requests", "read")
+    noted(RolloutsAhead, "_requests", "read")
     noted(RolloutsAhead, "_joined", "joined")
     noted(Servers, "read_weights", "synced")
     noted(RolloutsAhead, "_ask", "asked")

@@ -108,7 +108,7 @@ class SameAgain(AdoraGRPOTrainer):
 
     def _build_collaborators(self, *args: Any) -> None:
         super()._build_collaborators(*args)
-        graded = self.pool.watcher.graded
+        graded = self.pool.judge.watcher.graded
 
         def noted(generation: Generation, *given: Any) -> None:
             graded(generation, *given)
@@ -117,7 +117,7 @@ class SameAgain(AdoraGRPOTrainer):
                 self.work.append({"processed": self.images._cache.processed - processed, "seen": seen})
                 self.sampled.append(generation.batch["completion_ids"].tolist())
 
-        self.pool.watcher.graded = noted  # type: ignore[method-assign,assignment]
+        self.pool.judge.watcher.graded = noted  # type: ignore[method-assign,assignment]
 
 
 class Switches(TrainerCallback):

@@ -148,7 +148,8 @@ def test_a_generation_is_trls(tmp_path, case):
         found: Any = SimpleNamespace(sample=lambda _: answers, sync_weights=lambda: None, bytes_sent=0)
         found.take_images_from = lambda _: None
         trainer.vllm_generation = found
-        trainer.pool = replace(trainer.pool, sampler=EngineNow(trainer.context, trainer.images, found))
+        trainer.pool.sampler = EngineNow(trainer.context, trainer.images, found)
+        trainer.pool.judge = replace(trainer.pool.judge, scored=True)
     trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:

@@ -90,7 +90,8 @@ def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
 def level(config: AdoraGRPOConfig, progress: float) -> float:
     keys = {"adora_extensions": config.adora_extensions, "num_generations": config.num_generations}
     state = TrainerState(global_step=round(60 * progress), max_steps=60)
-    return NoisyRollouts(step_context(state=state, **keys)).level()
+    unused: Any = None
+    return NoisyRollouts(step_context(state=state, **keys), unused).level(state.global_step)
 
 
 def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_steps():

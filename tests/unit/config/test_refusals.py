@@ -167,15 +167,15 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
         "adora_rollouts": {"budget": 100}, "use_vllm": True, "per_device_train_batch_size": 16,
         "vllm_importance_sampling_mode": "token_truncate",
     }  # fmt: skip
+    pairs = {"adora_rollouts": {"budget": 100, "refill": 2}, "adora_extensions": {"noisy_rollouts": {"share": 0.5}}}
     checks.check_budget(config(**ours))
+    checks.check_budget(config(**{**ours, **pairs}))
     checks.check_budget(config(**{**ours, "adora_rollouts": {}, "use_vllm": False}))
     checks.check_budget(config(**ours, generation_kwargs={"stop_token_ids": [3], "repetition_detection": {}}))
     for keys, words in (
         ({"use_vllm": False}, "use_vllm: false"),
         ({"vllm_mode": "server"}, "vllm_mode: server"),
         ({"vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size: 2"),
-        ({"adora_rollouts": {"budget": 100, "refill": 2}}, "adora_rollouts.refill: 2"),
-        ({"adora_extensions": {"noisy_rollouts": {"share": 0.5}}}, "adora_extensions.noisy_rollouts.share: 0.5"),
         ({"adora_stock_step": ["cache_images"]}, "adora_stock_step: cache_images"),
         ({"vllm_importance_sampling_correction": False}, "vllm_importance_sampling_correction: false"),
         ({"generation_kwargs": {"min_tokens": 5, "stop": ["."]}}, "generation_kwargs: min_tokens, stop"),

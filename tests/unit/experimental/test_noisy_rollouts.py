@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import product
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,19 +18,15 @@ from adora_vl.config.blocks import ExtensionOptions, NoiseOptions
 from adora_vl.config.checks import check_config
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageCache, effective_settings
-from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.experimental.noisy_rollouts import (
-    Noise,
     NoisyRollouts,
     as_seen,
     distorted,
     sigmoid_annealing,
     signal_share,
-    unaltered,
 )
 from adora_vl.rollout.importance import ImportanceRatio
-from adora_vl.rollout.rollouts import RolloutAnswer, SamplingRequest, asks_of, plan_requests
-from adora_vl.rollout.sources import EngineNow
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, asks_of, plan_requests
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
 from adora_vl.types import Batch, Row, compared_mask
@@ -55,7 +51,17 @@ def noisy_at(progress: float, log: dict[str, float] | None = None, **options: An
     """At this share of the run."""
     state = TrainerState(global_step=round(progress * 600), max_steps=600)
     asked = ExtensionOptions(noisy_rollouts=NoiseOptions(**{**HALF, **options}))
-    return NoisyRollouts(step_context(log, state=state, num_generations=8, adora_extensions=asked))
+    images: Any = SimpleNamespace(image_processor=None)
+    return NoisyRollouts(step_context(log, state=state, num_generations=8, adora_extensions=asked), images)
+
+
+def drawn(step: int = 0, place: int = 0) -> DrawnProblem:
+    return DrawnProblem(5, f"train/{step}/0", place)
+
+
+def part(place: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
+    """A group, or the part of it that a rank has."""
+    return RolloutGroup(drawn(step, place), Row(), 0, (Rollout(),) * members, first)
 
 
 def test_the_annealing_of_the_repository_by_hand():
@@ -63,10 +69,10 @@ def test_the_annealing_of_the_repository_by_hand():
     for generation, share in ((0, 1.0), (40, 0.5), (44, 1 / (1 + math.exp(2))), (36, 1 / (1 + math.exp(-2)))):
         progress = generation / 60
         assert sigmoid_annealing(progress, middle=40 / 60, steepness=30) == pytest.approx(share, abs=1e-6)
-    levels = [noisy_at(step / 60).level() for step in range(61)]
+    levels = [noisy_at(0).level(10 * step) for step in range(61)]
     assert levels[0] == 499 and levels[40] == 250 and levels[-1] == 0  # whole diffusion steps, rounded down
     assert levels == sorted(levels, reverse=True)
-    assert noisy_at(1.0, schedule="constant").level() == 500
+    assert noisy_at(0, schedule="constant").level(600) == 500
 
 
 def test_however_steep_it_is_nothing_overflows(subtests):
@@ -116,87 +122,47 @@ def test_a_distorted_image_has_the_patches_of_the_clean_one(subtests):
 
 
 def test_the_last_rollouts_of_each_group_see_one_distorted_image_and_stay_one_request():
-    images = [[drawing(group)] for group in range(3) for _ in range(4)]
-    for row in range(0, 12, 4):  # as the trainer has them: the same objects in a group
-        images[row + 1 : row + 4] = [images[row]] * 3
-    images[8:] = [None] * 4  # a group without an image
-    noise = Noise("gaussian", 300.0, "42/train/0/0", clean=3)
-    seen, sees = noise.applied(images, 0, 4)
-    assert sees == [False, False, False, True] * 2 + [False] * 4
-    assert all(now is before for now, before, noisy in zip(seen, images, sees, strict=True) if not noisy)
-    assert seen[3][0].tobytes() != images[3][0].tobytes() and seen[3][0].tobytes() != seen[7][0].tobytes()
-    asks = asks_of([[1]] * 12, seen, seed=None, first=0, generations=4)
-    assert [len(request) for request in plan_requests(asks)] == [3, 1, 3, 1, 4]
+    noisy, images = noisy_at(0), [drawing()]
+    seen = [other for place in (0, 1) for other in noisy.images_of(part(place), images)]
+    assert [other is not None for other in seen] == [*[False] * 4, *[True] * 4] * 2
+    one, another = (seen[place][0].tobytes() for place in (4, 12))
+    assert images[0].tobytes() != one != another
+    asks = asks_of([[1]] * 16, [other or images for other in seen], seed=None, first=0, generations=8)
+    assert [len(request) for request in plan_requests(asks)] == [4, 4, 4, 4]
 
 
 def test_two_ranks_distort_what_one_does_and_another_step_distorts_otherwise():
-    """A group may lie over both ranks, each of which has a copy of the image."""
-    alone = [[drawing(group)] for group in range(3) for _ in range(4)]
-    noise = Noise("rotate", 15.0, "42/train/0/0", clean=2)
-    whole, sees = noise.applied(alone, 0, 4)
-    first, second = (noise.applied([[own[0].copy()] for own in half], start, 4) for start, half in
-                     ((0, alone[:6]), (6, alone[6:])))  # fmt: skip
-    assert first[1] + second[1] == sees
-    assert [i[0].tobytes() for i in first[0] + second[0]] == [i[0].tobytes() for i in whole]
-    later, _ = Noise("rotate", 15.0, "42/train/1/0", clean=2).applied(alone, 0, 4)
-    assert later[2][0].tobytes() != whole[2][0].tobytes()
+    """A group may lie over both ranks; and one that goes on later sees the same image."""
+
+    def looks(found: list[list[Any] | None]) -> list[bytes | None]:
+        return [other[0].tobytes() if other else None for other in found]
+
+    noisy, images = noisy_at(0.1, kind="rotate", schedule="constant"), [drawing()]
+    whole = looks(noisy.images_of(part(3), images))
+    parts = [noisy.images_of(part(3, 5), images), noisy.images_of(part(3, 3, first=5), images)]
+    assert [look for half in parts for look in looks(half)] == whole and whole[7] is not None
+    assert looks(noisy.images_of(part(3, step=1), images))[7] != whole[7]
 
 
 def test_the_neutral_settings_distort_nothing():
-    for noisy in (noisy_at(0, share=0.0), noisy_at(0, strength=0.0), noisy_at(1)):
-        assert noisy.now("x") is None
-    assert noisy_at(0).now("x") is not None
-    images: list[Any] = [[drawing()], None]
-    assert unaltered(images, 0, 2) == (images, [False, False])
+    for noisy, step in ((noisy_at(0, share=0.0), 0), (noisy_at(0, strength=0.0), 0), (noisy_at(0), 600)):
+        assert noisy.at(drawn(step)) is None and noisy.images_of(part(0, step=step), [drawing()]) == [None] * 8
+    assert noisy_at(0).at(drawn()) is not None
     assert NoiseOptions().count(8) == 0
 
 
 def test_the_noise_follows_the_progress_of_the_run():
     logged: dict[str, float] = {}
     noisy = noisy_at(0, logged)
-    state = noisy.state()
 
-    def logs(marks: list[bool]) -> None:
+    def logs(marks: list[bool], step: int) -> None:
         batch: Batch = {"distorted": torch.tensor(marks)}
-        noisy.after_weighing(Generation([], "train", 0, "0/0", 0, 4, SamplingRequest(), batch=batch))
+        noisy.after_weighing(Generation([], "train", step, f"{step}/0", 0, 4, batch=batch))
 
-    logs([False, True, True, True])
-    assert logged == {"adora/noisy_share": 0.75, "adora/noise_level": 499.0} and noisy.now("x").level == 499.0
-    state.global_step = 400
-    logs([False] * 4)
-    assert logged == {"adora/noisy_share": 0.0, "adora/noise_level": 250.0} and noisy.now("x").level == 250.0
-    state.global_step = 600
-    assert noisy.now("x") is None
-
-
-def test_an_evaluation_sees_every_image_as_it_is():
-    noisy = noisy_at(0)
-    modes: dict[Literal["train", "eval"], bool] = {"train": True, "eval": False}
-    for mode, altered in modes.items():
-        generation = Generation([], mode, 0, "0/0", 0, 4, SamplingRequest())
-        noisy.before_sampling(generation)
-        assert (generation.sampling.alter_images is not None) == altered
-
-
-def test_distorted_rollouts_come_back_without_log_probabilities_and_the_others_as_they_are():
-    images, asked = [[drawing()]] * 4, list[Any]()
-
-    def sample(asks: Any) -> list[RolloutAnswer]:
-        asked.append([ask.images for ask in asks])
-        return [RolloutAnswer([5, 6], [-0.5, -0.25]) for _ in asks]
-
-    engine: Any = SimpleNamespace(sample=sample, take_images_from=lambda _: None, sync_weights=lambda: None)
-    shown: Any = SimpleNamespace(image_processor=None, cache=None)
-    sampler, rows = EngineNow(step_context(), shown, engine), [Row()] * 4
-    prompts = PromptBatch([[]] * 4, [[1, 9, 9]] * 4, list(images), {})
-    found = []
-    for noise in (Noise("gaussian", 300.0, "x", clean=2), None):
-        request = SamplingRequest(alter_images=noise.applied if noise else None)
-        found.append(sampler.sample(rows, prompts, request, 4))
-        assert request.altered == [noise is not None and row >= 2 for row in range(4)]
-    assert found[0] == ([[5, 6]] * 4, [[-0.5, -0.25]] * 2 + [[None, None]] * 2)
-    assert found[1] == ([[5, 6]] * 4, [[-0.5, -0.25]] * 4)
-    assert asked[0][:2] == images[:2] and asked[0][2][0] is not images[2][0] and asked[1] == images
+    logs([False, True, True, True], 0)
+    assert logged == {"adora/noisy_share": 0.75, "adora/noise_level": 499.0} and noisy.at(drawn()).level == 499.0
+    logs([False] * 4, 400)
+    assert logged == {"adora/noisy_share": 0.0, "adora/noise_level": 250.0} and noisy.at(drawn(400)).level == 250.0
 
 
 def measured(distorted_rows):

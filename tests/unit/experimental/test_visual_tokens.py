@@ -38,7 +38,6 @@ from adora_vl.experimental.visual_tokens import (
     visual_dependency,
 )
 from adora_vl.models.load import PRETRAINED
-from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.training.generation import Generation
 from adora_vl.types import Batch
 from adora_vl.utils.errors import UserError
@@ -272,9 +271,7 @@ def test_only_groups_with_signal_are_compared():
 def test_a_generation_is_weighed_by_the_live_rollouts_of_its_rank():
     every = torch.tensor([True, True, True, False, True, True])  # of two ranks
     advantages: Any = SimpleNamespace(live_B=every)
-    generation = Generation(
-        [{}, {}, {}], "train", 0, "0/0", 0, 3, SamplingRequest(), batch=batch_of([1, 1, 1]), advantages=advantages
-    )
+    generation = Generation([{}, {}, {}], "train", 0, "0/0", 0, 3, batch=batch_of([1, 1, 1]), advantages=advantages)
     one = weigher({}, passes(SEEN, BLIND), share=1.0, smallest=0.5)
     one.accelerator.process_index = 1
     one.after_weighing(generation)

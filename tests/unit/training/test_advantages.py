@@ -29,9 +29,10 @@ from adora_vl.record.metrics import judged_figures, learned_figures
 from adora_vl.record.trackers import TableRows
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import AdvantageComputer, Advantages
-from adora_vl.training.dynamic_sampling import DynamicSampling
+from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.micro_batches import MicroBatcher
+from adora_vl.training.micro_batches import MicroBatcher, live_units
+from adora_vl.training.policies import admitted
 from adora_vl.training.scores import Ends, Grader, Grades, Rewards, Scores
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
@@ -124,13 +125,6 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
 
 
-class Rows(list[Any]):
-    """A data set in which no row matters."""
-
-    def __getitems__(self, numbers: Any) -> list[Any]:
-        return list(numbers)
-
-
 CASES = [(name, METHODS[name]()) for name in METHODS if name != "mc_grpo"]
 CASES += [("d3s", D3s(across="batch")), ("adora", Adora(assign="rate"))]
 
@@ -159,8 +153,9 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             context = step_context(scale_rewards=scale, num_generations=4, adora_rollouts=RolloutOptions(refill=2))
             runs = [AdvantagePipeline({name: options}, scale=scale, sums_rewards=sums) for _ in range(2)]
             refilled, at_once = (AdvantageComputer(context, run, torch.ones(2)) for run in runs)
-            resample = DynamicSampling(context)
-            batch = resample(graded(refilled, first), lambda *_, by=refilled: graded(by, second), Rows(range(9)), "x")
+            one, other = graded(refilled, first), graded(refilled, second)
+            chosen = admitted(live_units(one["signal"], 4), live_units(other["signal"], 4), 8)
+            batch = chosen_groups(one, other, chosen, 4, 0)
             found, wanted = refilled(batch, 4, 0), at_once(graded(at_once, [mixed] * 8), 4, 0)
             assert torch.equal(found.advantages_PG, wanted.advantages_PG) and wanted.advantages_PG.any()
             assert runs[0].state() == runs[1].state() and found.figures == wanted.figures

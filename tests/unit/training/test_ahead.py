@@ -11,7 +11,7 @@ import pytest
 
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
-from adora_vl.rollout.rollouts import SamplingRequest
+from adora_vl.rollout.rollouts import groups_of
 from adora_vl.training.ahead import Pending, RolloutsAhead
 from adora_vl.training.generation import Generation
 from adora_vl.utils.errors import UserError
@@ -26,12 +26,13 @@ def rollouts_ahead(sync: Callable[[], None]) -> RolloutsAhead:
     }  # fmt: skip
     unused: Any = None
     sampler: Any = SimpleNamespace(give_weights=sync)
-    return RolloutsAhead(step_context(**keys), sampler, unused, unused, unused)
+    return RolloutsAhead(step_context(**keys), sampler, unused, unused, unused, unused)
 
 
-def generation(mode: Any, **column: int) -> Generation:
+def begin(ahead: RolloutsAhead, **column: int) -> None:
     rows: list[Any] = [{"problem": "Find x.", **column}]
-    return Generation(rows, mode, 0, "0/0", 0, 1, SamplingRequest())
+    generation = Generation(rows, "train", 0, "0/0", 0, 1)
+    ahead(generation, groups_of(rows, generation.where, 0, 0, 1))
 
 
 def test_rows_without_numbers_are_refused_in_training_and_in_place_of_working_in_sequence():
@@ -43,12 +44,11 @@ def test_rows_without_numbers_are_refused_in_training_and_in_place_of_working_in
         raise InterruptedError
 
     ahead = rollouts_ahead(sync)
-    ahead.before_sampling(generation("eval"))
     with pytest.raises(UserError, match=r"^adora_rollouts.ahead: 1: these rows do not say .*streamed.*ahead: 0$"):
-        ahead.before_sampling(generation("train"))
+        begin(ahead)
     assert not synced, "nothing was begun"
     with pytest.raises(InterruptedError):
-        ahead.before_sampling(generation("train", **{ROW_NUMBER: 0}))
+        begin(ahead, **{ROW_NUMBER: 0})
 
 
 def test_servers_that_sample_what_nobody_wants_any_more_are_waited_for_before_they_get_weights():
@@ -68,5 +68,5 @@ def test_servers_that_sample_what_nobody_wants_any_more_are_waited_for_before_th
     ahead = rollouts_ahead(sync)
     ahead.pending = Pending("train/0/0", [5], 0, found)
     with pytest.raises(InterruptedError):
-        ahead.before_sampling(generation("train", **{ROW_NUMBER: 6}))
+        begin(ahead, **{ROW_NUMBER: 6})
     assert done == [True]

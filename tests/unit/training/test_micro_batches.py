@@ -25,7 +25,7 @@ from adora_vl.training.micro_batches import (
     split_evenly,
     tokens_of_units,
 )
-from adora_vl.training.policies import exchanges
+from adora_vl.training.policies import admitted
 from adora_vl.training.rebalance import Move, movable, plan_moves, rebalanced
 from adora_vl.types import Batch
 from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waited
@@ -190,7 +190,9 @@ def test_a_batch_of_empty_completions_keeps_a_column():
 
 
 def test_dead_groups_are_replaced_by_live_ones_of_a_further_batch():
-    assert exchanges([True, False, False], [False, True, False]) == [(1, 1)]
+    assert admitted([True, False, False], [False, True, False], 3) == [0, 4, 2]
+    assert admitted([True, False], [False, True, True, False], 4) == [0, 1, 3, 4], "free places come first"
+    assert admitted([False], [True, True], 2) == [2, 1] and admitted([True], [False], 2) == [0, 1]
     own, further = batch(), batch()
     grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2]])
     own |= {"image_grid_thw": grids, "pixel_values": torch.arange(8)[:, None]}
@@ -199,7 +201,7 @@ def test_dead_groups_are_replaced_by_live_ones_of_a_further_batch():
     further["completion_mask"] = torch.ones(3, 1, dtype=torch.long)
     further["sampling_per_token_logps"] = torch.tensor([[-3.0], [-4], [-5]])
     further["mm_token_type_ids"] = torch.arange(15).view(3, 5)
-    whole = batch_rows.replace_groups(own, further, [(2, 1)], 1, pad_id=77)
+    whole = batch_rows.chosen_groups(own, further, [0, 1, 4], 1, pad_id=77)
     assert whole["prompt_ids"].tolist() == [[0, 0, 7, 8], [0, 5, 6, 7], [0, 5, 6, 7]]
     assert whole["completion_ids"].tolist()[2] == [4, 77, 77, 77]
     assert whole["completion_mask"].tolist()[2] == [1, 0, 0, 0]

@@ -16,46 +16,64 @@ from hypothesis import strategies as st
 from torch import Tensor
 from trl import GRPOTrainer
 
-from adora_vl.checkpoint.store import load_of_rank
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.checks import check_filling, costs_of
 from adora_vl.config.schema import parse
-from adora_vl.dedup.image_store import ImageBanks, ImageCache
-from adora_vl.experimental.replay import FILES, Kept, SampleReplay
-from adora_vl.rollout.rollouts import SamplingRequest
-from adora_vl.training.generation import Generation
+from adora_vl.dedup.image_store import ImageBanks
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, Span
 from adora_vl.training.policies import replayed
-from adora_vl.types import Batch
+from adora_vl.training.pool_state import KeptGroup, PoolState
+from adora_vl.training.replay import Replay
+from adora_vl.types import Batch, Row
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
-from tests.unit.training.test_micro_batches import rank_batch
+from tests.unit.training.test_micro_batches import image, rank_batch
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 SIZE = 2  # rollouts per group
 
 
-def replay(banks: ImageBanks, log: dict[str, float] | None = None, capacity: int = 3) -> SampleReplay:
-    accelerator = SimpleNamespace(gather=lambda tensor: tensor, device=torch.device("cpu"), process_index=0)
-    keys: dict[str, Any] = {"adora_rollouts": RolloutOptions(replay=capacity), "num_generations": SIZE}
-    images: Any = SimpleNamespace(banks=banks, shown=True, cache=ImageCache(0))
-    return SampleReplay(step_context(log, accelerator=accelerator, **keys), images)
+class Run:
+    """Generations of two groups with images, of which those with advantages have signal; the weighing is left out."""
 
+    def __init__(self, capacity: int = 3) -> None:
+        accelerator = SimpleNamespace(gather=lambda tensor: tensor, device=torch.device("cpu"), process_index=0)
+        keys: dict[str, Any] = {"adora_rollouts": RolloutOptions(replay=capacity), "num_generations": SIZE}
+        self.banks, self.log, self.kept = ImageBanks(), dict[str, float](), tuple[KeptGroup, ...]()
+        context = step_context(self.log, accelerator=accelerator, **keys)
+        self.replay = Replay(context, self.again, self.banks.more)
 
-def generation(banks: ImageBanks, images: str, advantages: list[float], completion: int = 2, first: int = 0) -> Batch:
-    batch = rank_batch(banks, images, completion, first)
-    batch["advantages"] = torch.tensor(advantages)
-    batch["old_per_token_logps"] = -batch["completion_ids"].float() / 10
-    return batch
+    def again(self, groups: Any) -> Batch:
+        """Their columns: the number of the row is its letter, and its tokens are of the prompt too."""
+        (group,), bank = groups, self.banks.more()
+        assert bank is not None
+        numbers = torch.tensor([[rollout.tokens[0]] for rollout in groups[0].rollouts])
+        widest = max(len(rollout.tokens) for rollout in group.rollouts)
+        letters = [bank.references(image(group.row["id"]), torch.Tensor.float, torch.device("cpu"))] * SIZE
+        return {
+            "prompt_ids": numbers.expand(-1, 2), "prompt_mask": torch.ones(SIZE, 2, dtype=torch.long),
+            "completion_ids": numbers.expand(-1, widest + 3).clone(),
+            "completion_mask": torch.tensor([[1] * widest + [0] * 3] * SIZE),
+            "sampling_per_token_logps": -numbers.expand(-1, widest + 3).float(),
+            "pixel_values": torch.cat(letters), "image_grid_thw": torch.tensor([[1, 2, 2]] * SIZE),
+            "num_images": [1] * SIZE,
+        }  # fmt: skip
 
-
-def learned(one: SampleReplay, batch: Batch, step: int, place: str) -> Batch:
-    """A step's batch as it is learned from. The weighing is left out: groups with advantages have signal."""
-    now = Generation([], "train", step, place, 0, SIZE, SamplingRequest())
-    now.batch = {**batch, "signal": batch["advantages"] != 0}
-    one.before_weighing(now)
-    one.after_weighing(now)
-    return now.batch
+    def learned(self, images: str, advantages: list[float], step: int, completion: int = 2, first: int = 0) -> Batch:
+        batch = rank_batch(self.banks, images, completion, first)
+        batch |= {"advantages": torch.tensor(advantages), "old_per_token_logps": -batch["completion_ids"].float() / 10}
+        batch["signal"] = batch["advantages"] != 0
+        groups = []
+        for row in range(0, len(images), SIZE):
+            tokens = [(int(batch["completion_ids"][row + member, 0]),) * completion for member in range(SIZE)]
+            rollouts = tuple(Rollout((Span(own, (-1.0,) * completion, step),), "stop") for own in tokens)
+            groups.append(RolloutGroup(DrawnProblem(ord(images[row]), f"train/{step}/0", 0), Row(), step, rollouts))
+        fresh = self.replay.fresh(batch, groups, step)
+        rows = lambda numbers: [{"id": chr(number)} for number in numbers]  # noqa: E731
+        batch = self.replay.again(batch, self.kept, rows, step, str(step))
+        self.kept = self.replay.kept(self.kept, fresh, batch["advantages"])
+        return batch
 
 
 def patches(banks: ImageBanks, batch: Batch) -> list[int]:
@@ -85,97 +103,65 @@ def test_no_group_is_drawn_twice_and_a_place_draws_the_same_again(sizes, alpha, 
 
 
 def test_earlier_groups_take_the_places_of_groups_without_signal():
-    log: dict[str, float] = {}
-    banks = ImageBanks()
-    one = replay(banks, log)
-    first = learned(one, generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
-    assert first["advantages"].tolist() == [1, -1, 0, 0] and log["adora/replayed_groups"] == 0
-    second = generation(banks, "ccdd", [0.0, 0.0, 2.0, -2.0], completion=3, first=10)
-    found = learned(one, second, 4, "4")
+    one = Run()
+    first = one.learned("aabb", [1.0, -1.0, 0.0, 0.0], 0)
+    assert first["advantages"].tolist() == [1, -1, 0, 0] and one.log["adora/replayed_groups"] == 0
+    found = one.learned("ccdd", [0.0, 0.0, 2.0, -2.0], 4, completion=3, first=10)
     assert found["advantages"].tolist() == [1, -1, 2, -2]
     assert found["prompt_ids"][:, 0].tolist() == [0, 1, 12, 13], "the rows of the first group came back"
     assert found["completion_ids"].tolist() == [[0, 0, 99], [1, 1, 99], [12] * 3, [13] * 3]
     assert found["completion_mask"].sum(dim=1).tolist() == [2, 2, 3, 3]
     old = found["old_per_token_logps"]
     assert old[1].tolist() == pytest.approx([-0.1, -0.1, 0]), "as the policy of then saw them"
-    assert patches(banks, found) == [ord(letter) for letter in "aadd"], "with their images"
-    assert log == {"adora/replayed_groups": 0.5, "adora/replay_age": 4.0}
+    assert patches(one.banks, found) == [ord(letter) for letter in "aadd"], "with their images"
+    assert found["rollout_number"].tolist() == [-1, -1, 12, 13], "the record of this step has other rollouts"
+    assert one.log == {"adora/replayed_groups": 0.5, "adora/replay_age": 4.0}
 
 
-def test_only_as_many_groups_are_kept_as_fit_and_the_newest():
-    banks = ImageBanks()
-    one = replay(banks, capacity=3)
+def test_only_as_many_groups_are_kept_as_fit_and_the_newest_and_never_pixels():
+    one = Run(capacity=3)
     for step in range(4):
-        learned(one, generation(banks, "aabb", [1.0, -1.0, 3.0, -3.0], first=10 * step), step, str(step))
+        one.learned("aabb", [1.0, -1.0, 3.0, -3.0], step, first=10 * step)
     assert [(kept.step, kept.size) for kept in one.kept] == [(2, 6), (3, 2), (3, 6)]
-
-
-def test_what_a_generation_is_learned_from_is_replaced_before_it_is_divided():
-    banks = ImageBanks()
-    one = replay(banks)
-    for step, (images, advantages) in enumerate((("aabb", [1.0, -1.0, 1.0, -1.0]), ("ccdd", [0.0] * 4))):
-        batch = generation(banks, images, advantages)
-        del batch["old_per_token_logps"]
-        one.policy_logps = lambda batch, pixels=None: batch["completion_ids"] / 100
-        batch = learned(one, batch, step, f"{step}/0")
-    assert batch["advantages"].tolist() == [1, -1, 1, -1]
-    assert torch.equal(batch["old_per_token_logps"], batch["completion_ids"] / 100), "of the policy of then"
-    assert batch["rollout_number"].tolist() == [-1] * 4, "the record of this step has other rollouts"
-
-
-def test_a_generation_does_not_replay_itself():
-    banks = ImageBanks()
-    one = replay(banks)
-    found = learned(one, generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
-    assert patches(banks, found) == [ord(letter) for letter in "aabb"]
+    assert all("pixel_values" not in kept.columns and not kept.group.row for kept in one.kept)
 
 
 def test_groups_with_other_columns_wait():
-    """Of a generation without images, say: rows of one batch have the same columns."""
-    banks = ImageBanks()
-    one = replay(banks)
-    learned(one, generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
-    batch = generation(banks, "ccdd", [0.0] * 4)
-    del batch["sampling_per_token_logps"]
-    assert learned(one, batch, 1, "1")["advantages"].tolist() == [0] * 4
-    assert learned(one, generation(banks, "eeff", [0.0] * 4), 2, "2")["advantages"].tolist() == [1, -1, 0, 0]
+    one = Run()
+    one.learned("aabb", [1.0, -1.0, 0.0, 0.0], 0)
+    one.kept[0].columns["another"] = torch.zeros(SIZE)
+    assert not one.learned("ccdd", [0.0] * 4, 1)["advantages"].any()
 
 
 def test_a_rank_that_replays_nothing_still_takes_part_in_the_vision_passes():
     """The gathered sums say that another rank has new images."""
-    banks = ImageBanks()
-    one = replay(banks)
-    one.accelerator.gather = lambda tensor: tensor + torch.tensor([2, 4, 2]) if tensor.ndim == 2 else tensor
-    batch = generation(banks, "aabb", [1.0, -1.0, 1.0, -1.0])
-    bank = banks.of_training()
-    assert bank is not None
-    bank.features_due = False
-    learned(one, batch, 0, "0")
-    assert bank.features_due
+    one = Run()
+    one.learned("aabb", [1.0, -1.0, 1.0, -1.0], 0)
+    one.replay.accelerator.gather = lambda tensor: tensor + torch.tensor([2, 4, 2])
+    asked: list[bool] = []
+    one.replay.more_images = lambda: asked.append(True)
+    one.learned("aabb", [1.0, -1.0, 1.0, -1.0], 1)
+    assert asked
 
 
 def test_after_a_resume_the_same_groups_are_there(tmp_path):
-    first, second = ImageBanks(), ImageBanks()
-    one, other = replay(first), replay(second)
-    learned(one, generation(first, "aabb", [1.0, -1.0, 3.0, -3.0]), 0, "0")
-    one.save(tmp_path / "new")
-    assert load_of_rank(tmp_path / "new", FILES, 0)
-    other.load(tmp_path / "new")
-    whole = learned(one, generation(first, "ccdd", [0.0] * 4), 5, "5")
-    resumed = learned(other, generation(second, "ccdd", [0.0] * 4), 5, "5")
+    one, other = Run(), Run()
+    one.learned("aabb", [1.0, -1.0, 3.0, -3.0], 0)
+    PoolState(kept=one.kept).save(tmp_path, 0)
+    other.kept = PoolState.load(tmp_path, 0, 1).kept
+    whole, resumed = (run.learned("ccdd", [0.0] * 4, 5) for run in (one, other))
     assert torch.equal(whole["prompt_ids"], resumed["prompt_ids"]) and resumed["advantages"].all()
-    assert sorted(patches(second, resumed)) == [97, 97, 98, 98] and patches(first, whole) == patches(second, resumed)
-    other.load(tmp_path)
-    assert other.kept == [], "a checkpoint without replays, or of fewer processes"
+    assert patches(other.banks, resumed) == patches(one.banks, whole) and {*patches(one.banks, whole)} == {97, 98}
 
 
-def test_padding_is_not_kept():
-    banks = ImageBanks()
-    one = replay(banks)
-    batch = generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0], completion=9)
-    batch["completion_mask"][:2, 4:] = 0
-    learned(one, batch, 0, "0")
-    assert one.kept[0].packed["completion_ids"].shape == (2, 4)
+def test_a_checkpoint_has_few_bytes_of_a_token_that_is_kept(tmp_path):
+    """A token, and its log-probabilities by the engine, the policy and the ratio of the two, of 4 bytes each."""
+    spans = (Span((7,) * 20_000, (-0.5,) * 20_000, 3),)
+    group = RolloutGroup(DrawnProblem(2, "train/3/0", 1), Row(), 3, (Rollout(spans, "stop"),) * SIZE)
+    columns = {name: torch.zeros(SIZE, 20_000) for name in ("old_per_token_logps", "importance_sampling_ratio")}
+    PoolState(kept=(KeptGroup(group, columns, 1.0, 3),)).save(tmp_path, 0)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size < 16.5 * SIZE * 20_000
 
 
 def test_two_processes_draw_differently():
@@ -183,38 +169,14 @@ def test_two_processes_draw_differently():
     assert len({tuple(sorted(found)) for found in places}) > 1
 
 
-def test_after_a_ratio_that_exploded_nothing_is_replayed_again():
-    banks = ImageBanks()
-    one = replay(banks)
-    learned(one, generation(banks, "aabb", [1.0, -1.0, 0.0, 0.0]), 0, "0")
-    one.on_exploded_ratio()
-    assert learned(one, generation(banks, "ccdd", [0.0] * 4), 1, "1")["advantages"].tolist() == [0] * 4
-
-
 def test_what_it_costs_is_said():
     config = parse([*CPU, "--adora_rollouts.replay", "4"])[1]
     memory, clip = costs_of(config)
-    assert "up to 4 groups and their images per process" in memory and "without TRL's delta" in clip
+    assert "up to 4 groups per process, in memory and every checkpoint" in memory and "without TRL's delta" in clip
     config.delta = 10.0
     assert costs_of(config) == [memory]
     config.adora_rollouts = RolloutOptions()
     assert costs_of(config) == []
-
-
-def test_images_that_cannot_be_kept_once_are_refused():
-    images: Any = SimpleNamespace(shown=True, cache=None)
-    with pytest.raises(UserError, match="adora_rollouts.replay: 4 needs an image processor"):
-        SampleReplay(step_context(adora_rollouts=RolloutOptions(replay=4)), images)
-
-
-def test_a_smaller_capacity_keeps_the_newest_of_a_checkpoint(tmp_path):
-    banks = ImageBanks()
-    one = replay(banks)
-    one.kept = [Kept({}, (), float(step), step) for step in range(3)]
-    one.save(tmp_path)
-    small = replay(banks, capacity=1)
-    small.load(tmp_path)
-    assert [kept.step for kept in small.kept] == [2]
 
 
 # ------------------------------------------------------------------------------------------------ keys, and a real run
@@ -225,7 +187,6 @@ def test_what_it_does_not_go_with_is_said_in_one_line(subtests):
         (["--per_device_train_batch_size", "4"], "adora_rollouts.replay: 4 needs whole groups"),
         (["--loss_type", "bnpo"], "adora_rollouts.replay: 4 does not go with loss_type: bnpo"),
         (["--top_entropy_quantile", "0.2"], "adora_rollouts.replay: 4 does not go with top_entropy_quantile: 0.2"),
-        (["--adora_stock_step", "cache_images"], "adora_rollouts.replay: 4 does not go with adora_stock_step"),
         (["--sync_ref_model", "true"], "adora_rollouts.replay: 4 does not go with sync_ref_model"),
     ]
     for arguments, said in cases:
@@ -288,7 +249,7 @@ def test_a_resumed_run_replays_the_same_groups(whole, tmp_path):
     folder, _ = whole
     part = shutil.copytree(folder, tmp_path / "part")
     shutil.rmtree(part / f"checkpoint-{STEPS}")
-    assert (part / "checkpoint-2" / "replay-00000.pt").is_file()
+    assert (part / "checkpoint-2" / "pool-00000.pt").is_file()
     train(part, **SETTINGS)
     assert (part / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
     for one, other in zip(lines(part), lines(folder), strict=True):

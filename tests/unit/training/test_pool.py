@@ -17,18 +17,19 @@ from transformers import TrainerState
 
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     DrawnProblem,
     Rollout,
     RolloutAnswer,
+    RolloutAsk,
     RolloutGroup,
-    SamplingRequest,
-    Segment,
     Span,
+    plan_requests,
 )
 from adora_vl.training.generation import Generation
-from adora_vl.training.partial_rollouts import PartialRollouts
-from adora_vl.training.policies import automatic_budget, groups_to_complete, how_many_begin, limit_of
+from adora_vl.training.policies import automatic_budget, further_rows, groups_to_complete, how_many_begin
+from adora_vl.training.pool import Pool
 from adora_vl.training.pool_state import PoolState
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
@@ -81,21 +82,48 @@ class Engine:
     def __init__(self) -> None:
         self.step = 0
         self.length = drawn  # of the answer that begins with a seed
-        self.asked: list[Any] = []  # the segments of every call
+        self.asked: list[Any] = []  # the asks of every call
         self.steps = 0
 
-    def sample(self, rows: list[Any], segments: list[Segment]) -> list[RolloutAnswer]:
-        self.asked.append(segments)
+    scores, awake = True, staticmethod(nullcontext)
+
+    def sample(self, asks: list[RolloutAsk], prompts: Any) -> list[RolloutAnswer]:
+        self.asked.append(asks)
         answers = []
-        for one in segments:
-            assert one.seed is not None
-            whole = self.length(one.begun[0] if one.begun else one.seed & TOKEN)
-            left = whole - len(one.begun) if whole < LONGEST else 10 * LONGEST
+        for one in asks:
+            assert one.seed is not None and one.limit is not None
+            begun = one.ids[1:]  # behind a prompt of one token
+            whole = self.length(begun[0] if begun else one.seed & TOKEN)
+            left = whole - len(begun) if whole < LONGEST else 10 * LONGEST
             new = [one.seed & TOKEN, *[self.step] * (min(one.limit, left) - 1)]
             reason: Literal["length", "stop"] = "length" if left > one.limit else "stop"
             answers.append(RolloutAnswer(new, [-float(self.step)] * len(new), reason))
         self.steps += max((len(answer.tokens) for answer in answers), default=0)
         return answers
+
+
+class Judges:
+    """Notes the groups of a generation in its batch. It grades and weighs nothing."""
+
+    def __call__(self, generation: Generation, groups: Any, prompts: Any, *, aged: bool) -> None:
+        generation.rows = [group.row for group in groups for _ in group.rollouts]
+        ages = [generation.number - group.began for group in groups for _ in group.rollouts]
+        generation.batch = {"age": torch.tensor(ages), "groups": groups}  # type: ignore[typeddict-unknown-key]
+        lengths = torch.tensor([len(tokens) for tokens in rollouts_of(generation)])
+        generation.scores = SimpleNamespace(lengths_B=lengths)  # type: ignore[assignment]
+
+    def weigh(self, generation: Generation, extensions: Any) -> None:
+        pass
+
+
+def groups_in(generation: Generation) -> list[RolloutGroup]:
+    """Those that the generation has learned from."""
+    found: list[RolloutGroup] = generation.batch["groups"]  # type: ignore[typeddict-item]
+    return found
+
+
+def rollouts_of(generation: Generation) -> list[list[int]]:
+    return [rollout.tokens for group in groups_in(generation) for rollout in group.rollouts]
 
 
 class Run:
@@ -107,12 +135,16 @@ class Run:
         context = step_context(
             self.log, accelerator=accelerator or Alone(), state=self.state, num_generations=SIZE,
             per_device_train_batch_size=PLACES * SIZE, steps_per_generation=updates, gradient_accumulation_steps=1,
-            max_completion_length=LONGEST, use_vllm=True, vllm_importance_sampling_mode="token_truncate",
+            max_completion_length=LONGEST, use_vllm=True, seed=7, vllm_importance_sampling_mode="token_truncate",
             adora_rollouts=RolloutOptions(**{"budget": 60, **rollouts}),
         )  # fmt: skip
         self.rank = context.accelerator.process_index
         rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * PLACES)]
-        self.partial = PartialRollouts(context, self.engine.sample, nullcontext, rows)
+        images: Any = SimpleNamespace(prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {}))
+        guards: Any = SimpleNamespace(check=lambda *_: None), SimpleNamespace(watching=nullcontext)
+        judge: Any = Judges()
+        phase: Any = lambda _: nullcontext()  # noqa: E731
+        self.pool = Pool(context, images, self.engine, judge, guards, [], phase, rows)  # type: ignore[arg-type]
         self.learned: list[Generation] = []
         self.figures: list[dict[str, float]] = []
 
@@ -124,11 +156,8 @@ class Run:
             for number in range(step * PLACES, (step + self.updates) * PLACES)
             for _ in range(SIZE)
         ]
-        generation = Generation(rows, "train", step, f"{step}/0", 0, SIZE, SamplingRequest(seed=(7, f"train/{step}/0")))
-        self.partial.before_sampling(generation)
-        lengths = torch.tensor([len(tokens) for tokens in generation.sampling.answers.tokens])
-        generation.scores = SimpleNamespace(lengths_B=lengths)  # type: ignore[assignment]
-        self.partial.after_weighing(generation)
+        generation = Generation(rows, "train", step, f"{step}/0", 0, SIZE, number=step // self.updates)
+        self.pool.fill(generation)
         return generation
 
     def go_on(self, until: int | None = None) -> Run:
@@ -144,7 +173,7 @@ class Run:
         return [
             (row["id"], tokens)
             for generation in self.learned
-            for row, tokens in zip(generation.rows, generation.sampling.answers.tokens, strict=True)
+            for row, tokens in zip(generation.rows, rollouts_of(generation), strict=True)
         ]
 
     @property
@@ -168,7 +197,7 @@ def check_learned(run: Run, ended: bool = True) -> int:
     problems = [problem for problem, _ in run.answers[::SIZE]]
     lengths = [len(tokens) for _, tokens in run.answers]
     assert lengths == [length for problem in problems for length in whole_lengths(problem, run.updates)]
-    waiting = [int(group.row["id"].split("/")[1]) for group in run.partial.waiting.groups]
+    waiting = [int(group.row["id"].split("/")[1]) for group in run.pool.state.groups]
     numbers = sorted([*(int(problem.split("/")[1]) for problem in problems), *waiting])
     assert numbers == list(range(len(numbers))) and not (ended and waiting)
     return len(run.learned) - math.ceil(len(numbers) / PLACES / run.updates)
@@ -198,12 +227,12 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
             if run.state.global_step < run.state.max_steps and draw.random() < 0.5:
                 run.sampled()
             folder = tmp_path / f"{number}-{(killed := killed + 1)}"
-            run.partial.save(folder)
+            run.pool.save(folder)
             again = resumed(run, folder, run.state.global_step, updates=updates, **keys)
             again.learned, again.figures, run = run.learned, run.figures, again
         whole = Run(generations * updates, updates=updates, **keys).go_on()
         assert run.answers == whole.answers and run.figures == whole.figures, (updates, keys, generations)
-        sampled = [[generation.sampling.answers for generation in one.learned] for one in (run, whole)]
+        sampled = [[groups_in(generation) for generation in one.learned] for one in (run, whole)]
         assert sampled[0] == sampled[1], (updates, keys, generations)
 
 
@@ -214,7 +243,7 @@ def test_when_answers_get_short_again_no_group_waits_for_long():
     run.go_on()
     staleness = [figures["adora/staleness"] for figures in run.figures]
     assert sum(staleness[15:30]) / 15 > 1.5 and max(staleness[45:]) <= 0.5
-    assert run.sizes[45:] == [PLACES] * 25 and not run.partial.waiting.groups
+    assert run.sizes[45:] == [PLACES] * 25 and not run.pool.state.groups
 
 
 def test_a_budget_shortens_generations():
@@ -230,23 +259,23 @@ def test_a_budget_that_no_answer_reaches_changes_nothing():
     run = Run(5, budget=LONGEST).go_on()
     assert run.sizes == [PLACES] * 5
     assert [problem for problem, _ in run.answers[::SIZE]] == [f"0/{number}" for number in range(5 * PLACES)]
-    for generation, segments in zip(run.learned, run.engine.asked, strict=True):
+    for generation, asks in zip(run.learned, run.engine.asked, strict=True):
         seeds = [rollout_seed(7, generation.where, *divmod(row, SIZE)) for row in range(PLACES * SIZE)]
-        assert [one.seed for one in segments] == seeds
-        assert [one.together for one in segments] == [row // SIZE for row in range(PLACES * SIZE)]
+        assert [one.seed for one in asks] == seeds
+        assert len({one.together for one in asks}) == PLACES and len(plan_requests(asks)) == PLACES
 
 
 def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
     run, mixed = Run(20).go_on(), 0
     for generation in run.learned:
-        answers = generation.sampling.answers
-        assert answers is not None
-        for number, (tokens, logps) in enumerate(zip(answers.tokens, answers.logps, strict=True)):
+        for rollout, age in zip(
+            [one for group in groups_in(generation) for one in group.rollouts], generation.batch["age"], strict=True
+        ):
+            tokens, logps = rollout.tokens, rollout.logps
             assert all(-logp == token for token, logp in zip(tokens, logps, strict=True) if token < 1000)
             stale = sum(-logp != generation.step for logp in logps if logp is not None)
-            assert stale == answers.columns["stale_tokens"][number]
-            assert len({*logps}) <= answers.columns["segments"][number]
-            assert len({*logps}) <= answers.columns["age"][number] + 1
+            assert stale == rollout.stale(generation.step) and len({*logps}) <= len(rollout.spans)
+            assert len({*logps}) <= age + 1
             mixed += 0 < stale < len(tokens)
     assert mixed > 20
 
@@ -258,23 +287,24 @@ def test_a_segment_has_random_numbers_of_its_own():
 
 def test_those_that_go_on_come_first_and_share_no_request():
     for segments in Run(10).go_on().engine.asked:
-        begun = [bool(one.begun) for one in segments]
+        begun = [len(one.ids) > 1 for one in segments]
         assert begun == sorted(begun, reverse=True)
-        alone, others = ([one.together for one in segments if bool(one.begun) is had] for had in (True, False))
+        alone, others = ([one.together for one in segments if (len(one.ids) > 1) is had] for had in (True, False))
         assert len(set(alone)) == len(alone) and not {*alone} & {*others}
 
 
 def test_no_answer_is_older_than_it_may_be():
     for bound in (1, 2):
         run = Run(40, budget=20, staleness=bound).go_on()
-        segments = [n for generation in run.learned for n in generation.sampling.answers.columns["segments"]]
+        groups = [group for generation in run.learned for group in groups_in(generation)]
+        segments = [len(rollout.spans) for group in groups for rollout in group.rollouts]
         assert bound + 1 <= max(segments) <= bound + 2
 
 
 def test_the_figures_of_a_generation():
     run = Run(20).go_on()
     for generation, figures in zip(run.learned, run.figures, strict=True):
-        ages = generation.sampling.answers.columns["age"]
+        ages = generation.batch["age"].tolist()
         assert figures["adora/staleness"] == pytest.approx(sum(ages) / len(ages), rel=1e-6)
         assert figures["adora/staleness_max"] == max(ages) and figures["adora/rollout_budget"] == 60
     assert run.figures[5]["adora/unfinished"] > 0 and run.figures[-1]["adora/unfinished"] == 0
@@ -287,8 +317,6 @@ def test_how_many_begin_and_have_to_be_complete():
     assert [groups_to_complete(groups, 8, left, 2) for groups, left in ((8, 9), (8, 1), (11, 2), (16, 2), (1, 9))] == [
         2, 8, 3, 8, 1
     ]  # fmt: skip
-    limits = [limit_of(age, 2, budget, 50) for age, budget in ((0, None), (0, 9), (1, 60), (2, 9))]
-    assert limits == [50, 9, 50, 50]
 
 
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
@@ -297,7 +325,7 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     assert automatic_budget(tailed, 7) == automatic_budget(tailed, 90) == 90
     run = Run(20, budget="auto").go_on()
     budgets = [figures["adora/rollout_budget"] for figures in run.figures]
-    lengths = [[len(tokens) for tokens in generation.sampling.answers.tokens] for generation in run.learned]
+    lengths = [[len(tokens) for tokens in rollouts_of(generation)] for generation in run.learned]
     expected = [automatic_budget(lengths[max(0, step - 4) : step], LONGEST // 5) or LONGEST for step in range(20)]
     assert budgets == expected and budgets[0] == LONGEST, "of the first generation nothing is known yet"
     assert sum(budget < LONGEST for budget in budgets) > 5
@@ -344,32 +372,32 @@ def resumed(whole: Run, folder: Path, step: int, generations: int | None = None,
     """A new run that goes on from the checkpoint in `folder`. `generations`: of the training, if not as before."""
     run = Run(generations or whole.state.max_steps, **keys)
     run.state.global_step = step
-    run.partial.load(folder)
+    run.pool.load(folder)
     return run
 
 
 def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_path, capsys):
     """With the steps that it names it learns from all of them, and says nothing."""
     run = Run(12, budget=20).go_on(until=5)
-    run.partial.save(tmp_path)
-    waiting = len(run.partial.waiting.groups)
+    run.pool.save(tmp_path)
+    waiting = len(run.pool.state.groups)
     assert 2 * PLACES < waiting <= 4 * PLACES, "one generation has no room for them, and four have"
     shorter = resumed(run, tmp_path, 5, 7, budget=20).go_on()
     line = capsys.readouterr().err
     assert line.startswith(f"max_steps: 7 ends the run before {waiting - 2 * PLACES} of the {waiting} groups")
-    assert line.count("\n") == 1 and len(shorter.partial.waiting.groups) == waiting - 2 * PLACES
+    assert line.count("\n") == 1 and len(shorter.pool.state.groups) == waiting - 2 * PLACES
     enough = int(line.split("; ")[1].split()[0])
     longer = resumed(run, tmp_path, 5, enough, budget=20).go_on()
-    assert not longer.partial.waiting.groups and capsys.readouterr().err == ""
+    assert not longer.pool.state.groups and capsys.readouterr().err == ""
 
 
 def test_another_number_of_processes_cannot_go_on(tmp_path):
     run = Run(12).go_on(until=5)
-    run.partial.save(tmp_path)
+    run.pool.save(tmp_path)
 
     def load(rank: int, accelerator: Any) -> str:
         with pytest.raises(UserError) as refused:
-            Run(12, accelerator).partial.load(tmp_path)
+            Run(12, accelerator).pool.load(tmp_path)
         return str(refused.value)
 
     for line in on_two(load):
@@ -378,8 +406,8 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
 
 def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
     run = Run(30).go_on()
-    assert run.partial.waiting.drawn and not run.partial.waiting.groups
-    run.partial.save(tmp_path)
+    assert run.pool.state.drawn and not run.pool.state.groups
+    run.pool.save(tmp_path)
 
     def longer(rank: int, accelerator: Any) -> list[str]:
         again = resumed(run, tmp_path, 30, 33, accelerator=accelerator).go_on()
@@ -404,3 +432,42 @@ def test_what_others_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_
     assert whole.tokens == [5, 6, 9, 9, 9, 7] and whole.own == [True, True, False, False, False, True]
     assert whole.logps == [-0.5, None, None, None, None, -0.25] and (whole.stale(4), part.stale(3)) == (5, 0)
     assert again.seed(7, 1) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
+
+
+class Signals(Judges):
+    """Judges a group by the number of its problem, in a batch whose columns are such numbers."""
+
+    def __init__(self, live: Callable[[int], bool]) -> None:
+        self.live = live
+
+    def __call__(self, generation: Generation, groups: Any, prompts: Any, *, aged: bool) -> None:
+        super().__call__(generation, groups, prompts, aged=aged)
+        numbers = [group.problem.number for group in groups for _ in group.rollouts]
+        wide, ages = torch.tensor(numbers)[:, None], generation.batch["age"]
+        ones, signal = torch.ones_like(wide), torch.tensor([self.live(number) for number in numbers])
+        generation.batch = {"prompt_ids": wide, "prompt_mask": ones, "completion_ids": wide, "completion_mask": ones,
+                            "signal": signal, "age": ages}  # fmt: skip
+
+
+@pytest.mark.parametrize(("budget", "refill", "live"), [(None, 4, 0.3), (None, 2, 0.0), (60, 4, 0.3), (None, 0, 0.3)])
+def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget, refill, live):
+    """Until all have signal, or the tries are over; with a budget too, where those that have not ended go on later."""
+    run = Run(3, budget=budget, refill=refill)
+    run.pool.judge = judge = Signals(lambda number: random.Random(number).random() < live)  # type: ignore[assignment]
+    generation = run.sampled()
+    numbers, rounds = generation.batch["prompt_ids"][::SIZE, 0].tolist(), len(run.engine.asked) - 1
+    places = {one.together.where for asks in run.engine.asked for one in asks if len(one.ids) == 1}
+    assert {f"train/0/0/{attempt}" for attempt in range(1, rounds + 1 if budget is None else 2)} <= places or not refill
+    if budget:
+        assert run.pool.state.groups and rounds >= 1
+        assert {*numbers} - {*range(PLACES)}, "of a further problem that has ended already"
+    elif live and refill:
+        assert all(map(judge.live, numbers)) and len(numbers) == PLACES
+        assert run.log["adora/refilled_groups"] > 0 and rounds < refill + 1
+        drawn_first = further_rows(len(run.pool.rows), PLACES, "7/0/0/1/0")
+        assert {*numbers} & {*drawn_first} and [row["id"] for row in generation.rows[::SIZE]] == [
+            f"0/{number}" for number in numbers
+        ]
+    else:
+        assert numbers == list(range(PLACES)) and rounds == refill
+        assert run.log.get("adora/refilled_groups", 0) == 0
