@@ -119,7 +119,7 @@ CHECKS = {
     graders: ["grader"],
     before_training: ["accuracy", "after 50 steps, in percent", "task"],
     stored_runs: ["accuracy, end (seeds)", "accuracy, mean over steps (seeds)", "R2, recipe and arm", "arm",
-                  "difference in points [95 %]"],
+                  "difference in points [95 %]", "reward"],
 }  # fmt: skip
 # The tests of the rewards hold the presets; the others are read or take an engine for half an hour.
 UNCOMPARED = {"verdict", "what", "median", "start"}
