@@ -130,6 +130,8 @@ def check_filling(config: Any) -> None:
             key,
             (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"),
             (replays and moves, "sync_ref_model: true, whose reference is another one by then"),
+            # Kept groups are read again by the numbers of their rows, which the cache gives them.
+            (replays and not config.own("cache_images"), "adora_stock_step: cache_images"),
         )
 
 
