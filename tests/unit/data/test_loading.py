@@ -260,7 +260,7 @@ def test_keys_that_do_not_fit_are_one_line(subtests: pytest.Subtests) -> None:
 def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_path, monkeypatch):
     commits, asked = ["1" * 40], []
 
-    def opened(name: str, columns: Any, *, revision: str | None, **_: Any) -> Any:
+    def opened(name: str, columns: Any, revision: str | None, *_: Any) -> Any:
         asked.append(revision)
         local = open_local(jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
         return replace(local, kind="hub", revision=commits[-1])

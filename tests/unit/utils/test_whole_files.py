@@ -38,6 +38,7 @@ OTHERWISE = {
     "adora_vl/record/metrics.py": "appends",
     "adora_vl/export.py": "inside `replacing_folder`",
     "adora_vl/builtin/small_model.py": "inside `replacing_folder`",
+    "adora_vl/models/four_bit.py": "inside `replacing_folder`",
     "adora_vl/data/dataset.py": "inside `complete_or_absent`",
     "data_prep/quarantine.py": "inside `complete_or_absent`",
     "eval/inference/predictions.py": "appends",
