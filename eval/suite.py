@@ -8,16 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 
-from adora_vl.utils.cli import Parser, exit_code_of, optional, path
-from adora_vl.utils.errors import UserError
-from eval.benchmark import named
-from eval.command import AskedProblems, ask, check_options, check_output, parse, questions, write_score
-from eval.compare import ScoreFile, between_problems, read_run
-from eval.inference.engines import build_engine
-from eval.inference.predictions import PREDICTIONS
-from eval.inference.requests import AnswerEngine, AnswerEngineSettings
-from eval.inference.runner import bounded, ranks
-from eval.records import Benchmark
+from adora_vl.utils.cli import imports
+
+with imports():
+    from adora_vl.utils.cli import Parser, exit_code_of, optional, path
+    from adora_vl.utils.errors import UserError
+    from eval.benchmark import named
+    from eval.command import AskedProblems, ask, check_options, check_output, parse, questions, write_score
+    from eval.compare import ScoreFile, between_problems, read_run
+    from eval.inference.engines import build_engine
+    from eval.inference.predictions import PREDICTIONS
+    from eval.inference.requests import AnswerEngine, AnswerEngineSettings
+    from eval.inference.runner import bounded, ranks
+    from eval.records import Benchmark
 
 # The columns of the tables of autumn 2026, by the place of their data on the hub.
 SUITES = {

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-
-from PIL import Image
+from typing import TYPE_CHECKING
 
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.utils.errors import UserError
 from eval.records import Problem
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 VIEWS = {
     "image": "the picture",
@@ -59,5 +61,7 @@ def _with_grey_images(problems: Sequence[Problem]) -> list[Problem]:
 
 
 def _grey(problem: Problem) -> list[Image.Image]:
+    from PIL import Image
+
     sizes = [image.size for image in problem.images()] if problem.sizes is None else problem.sizes()
     return [Image.new("RGB", size, (128, 128, 128)) for size in sizes]

@@ -23,6 +23,7 @@ from adora_vl.checkpoint.library_state import REFERENCE
 from adora_vl.checkpoint.store import MANIFEST, MARK, checkpoints, problem_of, publish
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.training.pool_state import PoolState
 from benchmarks.kill_and_resume import facts
 from tests.integration.support import launch, processes_with
 from tests.support.endpoint_server import Answer, Reply, Server, completion
@@ -162,9 +163,7 @@ def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
         "generation-00000.pt", "generation-00001.pt"
     }  # fmt: skip
-    kept = [
-        torch.load(tmp_path / "run" / "checkpoint-2" / f"replay-0000{rank}.pt", weights_only=True) for rank in (0, 1)
-    ]
+    kept = [PoolState.load(tmp_path / "run" / "checkpoint-2", rank, 2).kept for rank in (0, 1)]
     assert kept[0] and kept[1], "the groups that may come again, of each rank"
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = trained(tmp_path / "run")

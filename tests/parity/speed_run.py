@@ -135,7 +135,7 @@ class Switches(TrainerCallback):
         pays = (lambda *_: True) if name == "no padding" else sharing_pays
         mock.patch.object(packed_module, "sharing_pays", pays).start()
         args.adora_stock_step = [part for part in PARTS if part not in STEPS[name]]
-        args.adora_rollouts = RolloutOptions(refill=int(name == "refill"))
+        self.trainer.pool.asked = RolloutOptions(refill=int(name == "refill"))
         self.trainer.loss = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
