@@ -15,7 +15,7 @@ setup: .venv/.installed ## install everything into .venv (about 3 minutes)
 .venv/.installed: $(INSTALLS)
 	@bash setup/install.sh
 
-demo: .venv/.installed ## the main job at a small size: draw problems, train GRPO and ADORA, evaluate before and after (4 to 10 minutes)
+demo: .venv/.installed ## the main job at a small size: draw problems, train GRPO and ADORA, evaluate before and after (2 to 10 minutes)
 	@bash setup/demo.sh $(DEMO)
 
 test: lint ## what to run before a commit: lint, types, the quick tests, and those slow ones that prove most (under 10 minutes)
