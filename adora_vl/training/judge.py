@@ -107,10 +107,8 @@ class Judge:
         """The columns of groups of an earlier generation that are remade for the present one."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rows = [group.row for group in groups for _ in group.rollouts]
-        prompts, texts = (
-            self.images.prompts(rows, "train", further=True),
-            [self.ends.decode(one.tokens) for one in rollouts],
-        )
+        prompts = self.images.prompts(rows, "train", further=True)
+        texts = [self.ends.decode(one.tokens) for one in rollouts]
         ended = [self.ends.ended(one.tokens, text) for one, text in zip(rollouts, texts, strict=True)]
         now = Generation(rows, "train", 0, "0/0", 1, len(groups[0].rollouts))
         return self.columns(now, groups, prompts, ended, aged=False)

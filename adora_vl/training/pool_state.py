@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +66,6 @@ class PoolState:
         drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
         kept = tuple(KeptGroup(**{**one, "group": _unpacked(one["group"])}) for one in found["kept"])
         return cls(drawn, groups, found["complete"], found["lengths"], kept)
-
-
-def without_rows(groups: Sequence[RolloutGroup]) -> tuple[RolloutGroup, ...]:
-    """The groups as a checkpoint has them."""
-    return tuple(replace(group, row=Row()) for group in groups)
 
 
 def _packed(group: RolloutGroup) -> dict[str, Any]:

@@ -47,11 +47,10 @@ class Replay:
     def fresh(self, batch: Batch, groups: Sequence[RolloutGroup], step: int) -> dict[int, KeptGroup]:
         """Those with signal, by their places."""
         live, size = live_units(batch["signal"], self.generations), self.generations
-        found = {}
+        width, found = batch["completion_ids"].size(1), {}
         for place in [number for number, alive in enumerate(live) if alive][-self.capacity :]:
-            rows, length = slice(place * size, (place + 1) * size), 1
-            length = max(length, *(len(rollout.tokens) for rollout in groups[place].rollouts))
-            width = batch["completion_ids"].size(1)
+            rows = slice(place * size, (place + 1) * size)
+            length = max(1, *(len(rollout.tokens) for rollout in groups[place].rollouts))
             own = {name: value[rows] for name, value in dict[str, Any](batch).items() if _is_made(name, value)}
             own = {name: value[:, :length] if _is_wide(name, value, width) else value for name, value in own.items()}
             own["rollout_number"] = torch.full_like(own["rollout_number"], -1)  # the record of a later step has none
@@ -64,10 +63,8 @@ class Replay:
         """The batch with groups without signal replaced as far as there are earlier ones. `rows`: of the data set, by
         their numbers. Where the run stands (`key`) seeds the choice, so that a resumed run draws the same groups.
         """
-        live, place = (
-            live_units(batch["signal"], self.generations),
-            f"{self.seed}/{key}/{self.accelerator.process_index}",
-        )
+        live = live_units(batch["signal"], self.generations)
+        place = f"{self.seed}/{key}/{self.accelerator.process_index}"
         names = {name for name, value in batch.items() if _is_made(name, value)}
         kept = [one for one in kept if {*one.columns} == names]
         numbers = replayed([one.size for one in kept], self.alpha, live.count(False), place)
