@@ -22,7 +22,7 @@ Verdict = Literal["correct", "wrong", "unparseable"]
 _DECIMAL = re.compile(r"[+-]?[0-9]*(?:\.([0-9]+))?")
 _DECIMAL_COMMA = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
 _THOUSANDS_TOO = re.compile(r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+")  # `1.234,5`
-_UNIT_LETTER = re.compile(r"([+-]?[0-9.]*[0-9]) ?([hgLl])")  # beside a reference answer with a unit, no unknown
+_UNIT_LETTER = re.compile(r"([+-]?[0-9.]*[0-9]) ?([hgLl])")  # beside a quantity, no unknown
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         chain = working(answer.whole)
         if len(chain) > 1 or (chain and chain[0][0] == "="):
             return _same_chain(chain, reference)
-    return _same_value(_as_value(answer, reference), reference, rounding)
+    return _same_value(_as_value(answer, reference), _measured(reference, answer), rounding)
 
 
 def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compared:
@@ -85,8 +85,7 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
         if grouped or _DECIMAL_COMMA.fullmatch(answer.text):
             text = re.sub("[. ]", "", answer.text) if grouped else answer.text
             return replace(plain(text.replace(",", ".")), unit=answer.unit)
-    if reference.unit and not answer.unit and (letter := _UNIT_LETTER.fullmatch(answer.whole)):
-        return plain(rf"{letter[1]}\text{{{letter[2]}}}")
+    answer = value = _measured(answer, reference)
     if answer.reason in NO_VALUE and answer.kind != "percentage":
         match = NAMED_VALUE.fullmatch(answer.whole)
         if not match or (match[2] != "=" and not re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text)):
@@ -94,6 +93,12 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
         label, value = match[1], plain(match[3])
     names_itself = value.kind == "expression" and (label == value.text or label in unknowns(value.tree or ()))
     return Answer("unreadable", answer.text, "equation") if names_itself else value  # f(x) = f(x)
+
+
+def _measured(one: Answer, other: Answer) -> Answer:
+    """`5 L` as litres beside a quantity, else itself."""
+    letter = _UNIT_LETTER.fullmatch(one.whole) if other.unit and not one.unit else None
+    return plain(rf"{letter[1]}\text{{{letter[2]}}}") if letter else one
 
 
 def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
