@@ -6,6 +6,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
+from PIL import Image
+
 from adora_vl.data.dataloader import ROW_NUMBER, KeptImage
 from adora_vl.types import Row
 from adora_vl.utils.seeding import rollout_seed
@@ -21,12 +23,37 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """One that a tool has returned."""
+
+    digest: str  # of its content
+    image: Image.Image
+    span: int  # that shows it; pictures stand in the order of the tokens
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of a tool, for the record."""
+
+    name: str
+    arguments: str  # as they were written
+    text: str  # what came back, as text
+    seconds: float
+    failed: bool
+    span: int = -1  # that answers it; -1 until it has one
+
+
+@dataclass(frozen=True)
 class Rollout:
-    """An answer so far, or to its end: it may pause between two spans."""
+    """An answer so far, or to its end: it may pause between two spans, or wait for a tool."""
 
     spans: tuple[Span, ...] = ()
-    ended: Literal["", "stop", "length", "room"] = ""  # by itself, at the run's limit, or at the end of the engine's
+    # by itself, at the run's limit, with a call that nobody answers, or at the end of the room for what comes back (or
+    # of the engine's)
+    ended: Literal["", "stop", "length", "calls", "room"] = ""
     distorted: bool = False  # sampled on another image than the trainer's
+    pictures: tuple[Picture, ...] = ()
+    calls: tuple[Call, ...] = ()
 
     @property
     def tokens(self) -> list[int]:
