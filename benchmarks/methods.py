@@ -7,7 +7,7 @@ Trains every (method, seed) from one start on the same rollout seeds, by configs
 evaluates on the same held-out problems every few steps, prints a table and draws the curves. The other parts vary one
 of ADORA's own numbers at a time, or compare 2,000 with 10,000 training problems (`samples`). A finished run is not
 repeated, so the command can be stopped and started again; `--report` only reads what is there. A run of 60 steps
-takes about two minutes on a free core.
+takes about two minutes on a free core. It has not been run on today's drawings, so no page has its figures.
 """
 
 from __future__ import annotations

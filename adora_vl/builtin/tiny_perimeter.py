@@ -61,7 +61,9 @@ def _stage(
     return loss
 
 
-def build_perimeter_model(folder: Path, plan: PerimeterStart | None = None) -> dict[str, object]:
+def build_perimeter_model(
+    folder: Path, plan: PerimeterStart | None = None, rows: list[Row] | None = None
+) -> dict[str, object]:
     """Teach the shipped tiny model, and save it with its processor. Returns and saves (`build.json`) how it was made.
 
     `folder` appears complete or not at all. The same versions and number of threads give the same weights. Raises
@@ -71,7 +73,7 @@ def build_perimeter_model(folder: Path, plan: PerimeterStart | None = None) -> d
     plan = plan or PerimeterStart()
     processor = load_processor(str(PRETRAINED))
     model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
-    rows = list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))
+    rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))
     short, full = (encode(processor, rows, prompt) for prompt in ("Answer.", SYSTEM_PROMPT))
     rng = random.Random(plan.seed)
     right = _stage(model, processor, rows, plan, lambda sides: working(rng, sides))

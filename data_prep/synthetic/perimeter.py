@@ -22,11 +22,13 @@ _OPENINGS = ("sides {} and {}. ", "sides {}, {}. ", "{} and {}. ")
 _STEPS = ("{} + {} = {}. ", "{}+{}={}. ")
 
 
-def perimeter_digit(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
+def perimeter_digit(
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN, paper: type[Canvas] = Canvas
+) -> SyntheticProblem:
     """Two sides are written at the figure and two in the question; asked is the last digit of the perimeter."""
     kind = KINDS[rng.random() >= USUAL_SHARE]
     sides = draw_sides(rng, kind, (10, 21, 61)[level - 1])
-    canvas, margin = Canvas(size, style), inset(size)
+    canvas, margin = paper(size, style), inset(size)
     x, y = rng.uniform(0.06, 0.09) + margin, 0.93 - rng.uniform(0.01, 0.04) - 1.2 * margin
     top, right = rng.uniform(0.04, 0.1), rng.uniform(0.9, 0.97)
     canvas.line((x, y), (x, top), (rng.uniform(0.75, 0.85), rng.uniform(0.1, 0.2)), (right, y), closed=True)

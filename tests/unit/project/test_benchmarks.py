@@ -10,12 +10,14 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -27,7 +29,7 @@ from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.report.compare import main as gain
 from adora_vl.rewards.grade import grade
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
-from benchmarks import methods
+from benchmarks import methods, scanned
 from benchmarks.attenuation import report, task
 from benchmarks.attenuation.__main__ import RUNS
 from benchmarks.attenuation.__main__ import main as attenuation
@@ -630,3 +632,40 @@ def test_answers_have_the_median_and_some_are_at_the_limit():
 
 def test_the_sections_of_mrope_are_half_a_head():
     assert [sum(mrope(head)) for head in (16, 32, 64, 128)] == [8, 16, 32, 64] and mrope(128) == [16, 24, 24]
+
+
+def scanned_run(place, accuracy):
+    held_out = [{"step": step, "accuracy": a, "usual": a, "any": a} for step, a in ((0, 0.4), (40, accuracy))]
+    facts = {"commit": "abc", "processor_seconds": 30.0, "held_out": held_out}
+    steps = [{"step": 40, "worked": 0.5, "every_step": 0.5, "tokens": 20.0}]
+    return {**dict(zip(("case", "start", "seed", "arm"), place, strict=True)), **facts, "steps": steps}
+
+
+def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
+    """Seeds are the unit: what two starts differ in is no spread of a seed."""
+    plan = yaml.safe_load(scanned.PLAN.read_text())
+    order = scanned.places(plan, pilot=False)
+    assert [place[2] for place in order] == sorted(place[2] for place in order), "a seed after the other"
+    assert not {place[2] for place in scanned.places(plan, pilot=True)} & set(plan["seeds"])
+    two = [place for place in order if place[2] < 2]
+    made = [scanned_run(p, 0.4 + p[2] / 10 + p[1] / 100 + 0.1 * (p[3] == "adora")) for p in two]
+    said = scanned.tables(plan, [*made, scanned_run(order[len(two)], 0.0)])
+    assert said.startswith(f"{len(two)} runs of commit abc; ") and "\nlong is better: 2 of 5 seeds are whole" in said
+    assert "| `grpo`, GRPO | 4 | 46.5 (41.5 to 51.5) | 46.0 / 47.0 |" in said
+    assert "| `grpo`, ADORA 0.1 - `grpo`, GRPO | 2 | +0.0 [+0.0, +0.0] | **+10.0 [+10.0, +10.0]** |" in said
+
+
+def test_no_scanned_picture_is_in_both_splits(monkeypatch):
+    loaded = SimpleNamespace(
+        images=torch.arange(640).view(10, 8, 8).numpy() % 17, target=[n // 5 + 3 for n in range(10)]
+    )
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", SimpleNamespace(load_digits=lambda: loaded))
+    train, test = (
+        {d: {p.tobytes() for p in ps} for d, ps in scanned.scanned_digits(split, 8).items()}
+        for split in ("train", "test")
+    )
+    assert {digit: (len(train[digit]), len(test[digit])) for digit in train} == {"3": (4, 1), "4": (4, 1)}
+    assert not any(train[digit] & test[digit] for digit in train)
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(SystemExit, match="pip install scikit-learn"):
+        scanned.scanned_digits("train", 8)

@@ -1,0 +1,328 @@
+"""ADORA against GRPO on handwritten digits: `python -m benchmarks.scanned` (needs `pip install scikit-learn`).
+
+The demo's task, the last digit of a perimeter, with scanned digits at the figure in the place of drawn ones, and the
+last digit alone rewarded. `benchmarks/scanned.yaml` is the plan: question, unit, stopping rule, and all settings. No
+scanned picture is in the train and in the test split. Every finished run is a line of OUTPUT/runs.jsonl; the command
+can be stopped and started again, and goes on with what is missing, in the order of the plan. `--pilot` runs the pilot's
+seeds alone. `--tables` prints the tables of docs/experiments.md from `benchmarks/scanned.jsonl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import random
+import shutil
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+from PIL import Image
+
+from adora_vl.utils.launch import prepare_engine_environment
+from benchmarks.attenuation.__main__ import commit
+from benchmarks.attenuation.report import end, interval
+from benchmarks.attenuation.start import fingerprint
+from data_prep.synthetic.drawing import OVERSAMPLING, Canvas, Point
+from data_prep.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
+from eval.scoring.statistics import sign_flips
+
+REPOSITORY = Path(__file__).parents[1]
+PLAN, RUNS = (Path(__file__).with_suffix(suffix) for suffix in (".yaml", ".jsonl"))
+CONFIG = REPOSITORY / "configs" / "train" / "demo_cpu.yaml"
+SIZE = 56  # pixels of a picture, as the tiny model's
+Digits = dict[str, list[Image.Image]]  # the scanned pictures of each digit
+Plan = dict[str, Any]
+Run = dict[str, Any]
+Place = tuple[str, int, int, str]  # case, start, seed, arm
+
+
+def scanned_digits(split: str, pixels: int) -> Digits:
+    """The pictures of a split, black on white: of each digit one in five is for testing. Raises `SystemExit` where
+    scikit-learn, which has them, is not installed.
+    """
+    try:
+        loaded = import_module("sklearn.datasets").load_digits()
+    except ImportError:
+        raise SystemExit(
+            "benchmarks.scanned: the scanned digits come with scikit-learn; pip install scikit-learn"
+        ) from None
+    found: Digits = defaultdict(list)
+    for grey, digit in zip(loaded.images, loaded.target, strict=True):  # 8 x 8 numbers from 0 to 16
+        small = Image.fromarray((255 - grey * 255 / 16).astype("uint8")).convert("RGB")
+        found[str(digit)].append(small.resize((pixels, pixels), Image.Resampling.BICUBIC))
+    for digit, pictures in found.items():
+        random.Random(f"scanned/{digit}").shuffle(pictures)
+        tests = len(pictures) // 5
+        found[digit] = pictures[:tests] if split == "test" else pictures[tests:]
+    return found
+
+
+def draw_rows(number: int, split: str, seed: int, pixels: int, one_digit: float = 0.0) -> list[dict[str, Any]]:
+    """Problems whose two sides at the figure are scanned digits, `pixels` wide. Each digit is one of its split's.
+
+    `one_digit`: the share of the problems that are drawn until their answer is the first of the usual digits.
+    """
+    rng, digits = random.Random(f"scanned/{split}/{seed}"), scanned_digits(split, pixels * OVERSAMPLING)
+
+    class Paper(Canvas):
+        def label(self, text: str, centre: Point) -> None:
+            (x, y), side = self._scaled([centre])[0], pixels * OVERSAMPLING
+            for place, digit in enumerate(text):
+                left = x + side * (place - len(text) / 2)
+                self._image.paste(rng.choice(digits[digit]), (round(left), round(y - side / 2)))
+
+    rows = []
+    for index in range(number):
+        wanted, problem = rng.random() < one_digit, perimeter_digit(rng, SIZE, paper=Paper)
+        while wanted and problem.answer != str(USUAL_DIGITS[0]):
+            problem = perimeter_digit(rng, SIZE, paper=Paper)
+        meta = {key: getattr(problem, key) for key in ("goal", "family", "kind", "solution", "slip")}
+        rows.append({
+            "id": f"scanned/{seed}/{split}/{index}", "images": [problem.image], "problem": problem.question,
+            "answer": problem.answer, "answer_raw": problem.answer, "choices": None, "split": split,
+            "source": "scanned", "meta": meta | {"shapes": list(problem.shapes)},
+        })  # fmt: skip
+    return rows
+
+
+def build_data(folder: Path, plan: Plan, case: str) -> None:
+    """Training and held-out problems of a case, the same for all its runs; what is there stays."""
+    from adora_vl.data.dataset import write_manifest, write_split
+    from data_prep.output import complete_or_absent
+
+    if folder.is_dir():
+        return
+    description = {"source": "scanned", "input": None, "revision": None, "arguments": plan["rows"]}
+    counts = {}
+    with complete_or_absent(folder, description) as made:
+        for split, number in plan["rows"].items():
+            rows = draw_rows(number, split, 0, plan["pixels"], plan["cases"][case]["one_digit"])
+            counts[split] = write_split(rows, made, split)
+        write_manifest(made, description, counts)
+
+
+def build_start(folder: Path, plan: Plan, start: int) -> None:
+    """The tiny model, taught on other problems with the training pictures; what is there stays."""
+    from adora_vl.builtin.small_model import is_built
+    from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model
+
+    own = PerimeterStart(**plan["start"], seed=start)
+    if not is_built(folder, asdict(own)):
+        build_perimeter_model(folder, own, draw_rows(own.rows, "train", start, plan["pixels"]))
+
+
+def places(plan: Plan, pilot: bool) -> list[Place]:
+    """The runs in their order: a seed is whole before the next one begins."""
+    own = plan["pilot"] if pilot else plan
+    return [
+        (case, start, seed, arm)
+        for seed in own["seeds"]
+        for case in plan["cases"]
+        for start in own["starts"]
+        for arm in plan["cases"][case]["arms"]
+    ]
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    """Keys of a training config as a command has them."""
+    words = []
+    for key, value in options.items():
+        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        words += [f"--{key}", *map(str, values)]
+    return words
+
+
+def train(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
+    """What `python -m adora_vl.train` does, with this process's engine and without saving. Returns the log's lines."""
+    from adora_vl.config.reading import read
+    from adora_vl.prepare import prepare
+    from adora_vl.record.metrics import METRICS, read_metrics
+    from adora_vl.train import build_trainer
+
+    shutil.rmtree(folder, ignore_errors=True)
+    with folder.with_suffix(".log").open("w") as log, contextlib.redirect_stdout(log):
+        trainer = build_trainer(prepare(read([*words, "--output_dir", str(folder)])))
+        trainer.train()
+    trainer.prefetch.finish()  # as its `close`, which would end the engine too
+    trainer.run.folder.release()
+    lines = read_metrics(folder / METRICS)
+    del trainer
+    gc.collect()
+    return lines
+
+
+# of a run's log: what is held out, by step, and what the training answers are like, as means of five steps
+HELD_OUT = {"accuracy": "accuracy", "perimeter_usual_accuracy": "usual", "perimeter_any_accuracy": "any"}
+TRAINING = {
+    "grading/worked": "worked", "rewards/every_step/mean": "every_step", "grading/correct": "right",
+    "completions/mean_length": "tokens", "adora/tds_share": "tds_share", "adora/weight_mean": "weight_mean",
+}  # fmt: skip
+BLOCK = 5
+
+
+def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a stored run has of its log."""
+    held_out, steps = [], []
+    for line in lines:
+        if line["kind"] == "eval":
+            known = {new: round(line[f"eval_geometry3k_{old}"], 4) for old, new in HELD_OUT.items()}
+            held_out.append({"step": line["step"], **known})
+    trained = [line for line in lines if line["kind"] == "train"]
+    for first in range(0, len(trained), BLOCK):
+        block = trained[first : first + BLOCK]
+        known = {new: [line[old] for line in block if line.get(old) is not None] for old, new in TRAINING.items()}
+        means = {key: round(statistics.fmean(values), 4) for key, values in known.items() if values}
+        steps.append({"step": block[-1]["step"], **means})
+    return {"held_out": held_out, "steps": steps}
+
+
+def train_all(plan: Plan, output: Path, pilot: bool) -> None:
+    """Every run of the plan that `output` has no line of."""
+    os.environ.update({"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"})
+    prepare_engine_environment()
+    from benchmarks.attenuation.run import keep_one_engine
+
+    keep_one_engine()
+    file, code = output / "runs.jsonl", commit()
+    done = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
+    for case in plan["cases"]:
+        build_data(output / "data" / case, plan, case)
+    for case, start, seed, arm in places(plan, pilot):
+        if (case, start, seed, arm) in done:
+            continue
+        model, began, processor = output / "starts" / str(start), time.perf_counter(), time.process_time()
+        build_start(model, plan, start)
+        where = {"model_name_or_path": str(model), "dataset_name": str(output / "data" / case), "seed": seed}
+        where["eval_on_start"] = arm == plan["cases"][case]["arms"][0]  # the same for all arms and seeds of a start
+        words = ["--config", str(CONFIG), *words_of({**plan["train"], **plan["arms"][arm], **where})]
+        found = kept(train(words, output / "run"))
+        own = {"case": case, "start": start, "seed": seed, "arm": arm, "model": fingerprint(model), "commit": code}
+        seconds = {"processor_seconds": round(time.process_time() - processor, 1)}
+        with file.open("a") as lines:
+            lines.write(json.dumps({**own, **found, **seconds}) + "\n")
+        last = {**found["held_out"][-1], **found["steps"][-1], "seconds": round(time.perf_counter() - began)}
+        print(case, start, seed, arm, json.dumps(last), flush=True)
+
+
+def read_runs(file: Path) -> list[Run]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def place_of(run: Run) -> Place:
+    return run["case"], run["start"], run["seed"], run["arm"]
+
+
+def whole(plan: Plan, runs: Sequence[Run]) -> list[Run]:
+    """The runs that count: those of the plan, of a case's seed of which every run is there."""
+    wanted, there = places(plan, pilot=False), {place_of(run) for run in runs}
+    missing = {(case, seed) for case, start, seed, arm in wanted if (case, start, seed, arm) not in there}
+    return [run for run in runs if place_of(run) in wanted and (run["case"], run["seed"]) not in missing]
+
+
+NAMES = {
+    "grpo": "`grpo`, GRPO", "dr_grpo": "Dr. GRPO", "dapo": "`dapo`, GRPO", "adora": "`grpo`, ADORA 0.1",
+    "adora_dapo": "`dapo`, ADORA 0.1", "random": "`grpo`, random groups",
+}  # fmt: skip
+AGAINST = (
+    ("adora", "grpo"), ("adora", "random"), ("adora", "dr_grpo"), ("adora_dapo", "dapo"), ("adora_dapo", "dr_grpo"),
+    ("random", "grpo"), ("dr_grpo", "grpo"), ("dapo", "grpo"),
+)  # fmt: skip
+
+
+def last(key: str) -> Callable[[Run], float]:
+    """The mean of a figure of the training answers over the last steps."""
+    return lambda run: float(run["steps"][-1][key])
+
+
+def at_half(run: Run) -> float:
+    return float(run["held_out"][-2]["accuracy"])
+
+
+def of_seeds(runs: Sequence[Run], case: str, arm: str, value: Callable[[Run], Any]) -> list[float]:
+    """A figure of every seed in percent: its mean over the starts."""
+    own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
+    seeds = sorted({run["seed"] for run in own})
+    return [100 * statistics.fmean(value(run) for run in own if run["seed"] == seed) for seed in seeds]
+
+
+def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
+    """A Markdown table of every arm's means, with the lowest and the highest seed."""
+    lines = [
+        f"| {case}: arm | runs | accuracy, end | by start | `usual` | `any` | workings | all steps right | tokens |",
+        "|---" * 9 + "|",
+    ]
+    for arm in plan["cases"][case]["arms"]:
+        own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
+        ends = of_seeds(runs, case, arm, end("accuracy"))
+        starts = [statistics.fmean(100 * run["held_out"][-1]["accuracy"] for run in own if run["start"] == start)
+                  for start in plan["starts"]]  # fmt: skip
+        values = (end("usual"), end("any"), last("worked"), last("every_step"))
+        cells = [NAMES[arm], str(len(own)), f"{statistics.fmean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f})"]
+        cells += [" / ".join(f"{mean:.1f}" for mean in starts)]
+        cells += [f"{statistics.fmean(of_seeds(runs, case, arm, value)):.1f}" for value in values]
+        lines.append(f"| {' | '.join(cells)} | {statistics.fmean(map(last('tokens'), own)):.1f} |")
+    return lines
+
+
+def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
+    """A Markdown table of paired differences with the seed as the unit, and the exact sign-flip test of the end."""
+    lines = [
+        f"| {case}: difference in points [95 %] | seeds | accuracy, half way | end | workings | p |",
+        "|---" * 6 + "|",
+    ]
+    for one, other in AGAINST:
+        if not {one, other} <= set(plan["cases"][case]["arms"]):
+            continue
+        cells = []
+        for value in (at_half, end("accuracy"), last("worked")):
+            first, second = (of_seeds(runs, case, arm, value) for arm in (one, other))
+            cells.append([a - b for a, b in zip(first, second, strict=True)])
+        texts = " | ".join(map(interval, cells))
+        lines.append(f"| {NAMES[one]} - {NAMES[other]} | {len(cells[0])} | {texts} | {sign_flips(cells[1]):.3f} |")
+    return lines
+
+
+def tables(plan: Plan, every: Sequence[Run]) -> str:
+    """What was run, and for each case the tables, of the whole seeds alone."""
+    runs = whole(plan, every)
+    minutes = sum(run["processor_seconds"] for run in runs) / 60
+    commits = ", ".join(sorted({run["commit"] for run in runs}))
+    parts = [[f"{len(runs)} runs of commit {commits}; {minutes:.0f} processor minutes."]]
+    for case in plan["cases"]:
+        own = [run for run in runs if run["case"] == case]
+        if not own:
+            continue
+        before = [100 * run["held_out"][0]["accuracy"] for run in own if run["held_out"][0]["step"] == 0]
+        seeds = f"{len({run['seed'] for run in own})} of {len(plan['seeds'])} seeds are whole"
+        parts += [[f"{case}: {seeds}; {statistics.fmean(before):.1f} % before training."]]
+        parts += [levels(plan, own, case), differences(plan, own, case)]
+    return "\n\n".join("\n".join(part) for part in parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", type=Path, default=PLAN)
+    parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "scanned")
+    parser.add_argument("--pilot", action="store_true", help="the pilot's starts and seeds, which count for nothing")
+    parser.add_argument("--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables")
+    options = parser.parse_args()
+    plan = yaml.safe_load(options.plan.read_text())
+    if options.tables:
+        print(tables(plan, read_runs(options.tables)))
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    train_all(plan, options.output.resolve(), options.pilot)
+
+
+if __name__ == "__main__":
+    main()
