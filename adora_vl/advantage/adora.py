@@ -28,6 +28,7 @@ class GroupFacts:
     wrong_PG: Tensor  # bool: scored, and the reward is not above it
     finished_wrong_PG: Tensor  # bool: wrong and not truncated
     lengths_PG: Tensor  # float
+    pass_rate_P: Tensor  # 0 where none was scored
 
     @property
     def any_correct_P(self) -> Tensor:
@@ -40,12 +41,6 @@ class GroupFacts:
     @property
     def any_scored_P(self) -> Tensor:
         return (self.correct_PG | self.wrong_PG).any(dim=1)
-
-    @property
-    def pass_rate_P(self) -> Tensor:
-        """Share of correct rollouts among the scored ones; 0 where none was scored."""
-        scored_P = (self.correct_PG | self.wrong_PG).sum(dim=1)
-        return self.correct_PG.sum(dim=1) / scored_P.clamp(min=1)
 
     @property
     def longest_correct_P(self) -> Tensor:
@@ -68,7 +63,8 @@ def group_facts(groups: Groups) -> GroupFacts:
     """Sort the rollouts of each group. A NaN reward (no reward function scored it) is neither correct nor wrong."""
     correct_PG = groups.rewards_PG > groups.correct_above
     wrong_PG = ~correct_PG & groups.scored_PG
-    return GroupFacts(correct_PG, wrong_PG, wrong_PG & ~groups.truncated_PG, groups.lengths_PG.to(torch.float32))
+    finished_PG, lengths_PG = wrong_PG & ~groups.truncated_PG, groups.lengths_PG.to(torch.float32)
+    return GroupFacts(correct_PG, wrong_PG, finished_PG, lengths_PG, groups.pass_rate_P)
 
 
 def length_advantage(facts: GroupFacts, empty_wrong: str, ties: str = "attenuate") -> Tensor:
@@ -216,25 +212,20 @@ class Adora(Method):
 
     def check(self, keys: RunKeys) -> None:
         """`assign: rate` scales the learning rate, for whole optimizer steps of one generation each."""
-        if self.assign != "rate":
-            return
-        kept = keys.adora_rollouts.replay
-        if kept:
-            raise ValueError(
-                f"adora_rollouts.replay: {kept} with assign: rate, which would learn from earlier groups at the rate "
-                "of the present ones; set adora_rollouts.replay: 0"
-            )
-        if keys.steps_per_generation * keys.num_iterations % keys.gradient_accumulation_steps:
-            raise ValueError(
-                f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which needs optimizer steps of "
-                "one generation each; make steps_per_generation x num_iterations a multiple of "
-                f"gradient_accumulation_steps: {keys.gradient_accumulation_steps}"
-            )
-        if keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None:
-            raise ValueError(
-                "assign: rate does not work with DeepSpeed, which takes its optimizer step before its learning rate "
-                "can be scaled; train without DeepSpeed"
-            )
+        kept, accumulated = keys.adora_rollouts.replay, keys.gradient_accumulation_steps
+        for holds, why in (
+            (kept, f"adora_rollouts.replay: {kept} with assign: rate, which would learn from earlier groups at the "
+             "rate of the present ones; set adora_rollouts.replay: 0"),
+            (keys.steps_per_generation * keys.num_iterations % accumulated,
+             f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which needs optimizer steps of one "
+             "generation each; make steps_per_generation x num_iterations a multiple of gradient_accumulation_steps: "
+             f"{accumulated}"),
+            (keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None, "assign: rate does not "
+             "work with DeepSpeed, which takes its optimizer step before its learning rate can be scaled; train "
+             "without DeepSpeed"),
+        ):  # fmt: skip
+            if holds and self.assign == "rate":
+                raise ValueError(why)
 
 
 def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:

@@ -101,39 +101,6 @@ class DaroWeights:
                 }
 
 
-def daro(
-    advantages: Tensor, tokens: Tensor, pass_rates: Tensor, weights_M: Tensor, scored: Tensor | None = None, *,
-    by_bin_tokens: bool = True, drop_outside: bool = True,
-) -> Tensor:  # fmt: skip
-    """Advantages with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum w_mu L_mu`.
-
-    TRL's loss divides the sum over all tokens by their number T. With A multiplied by `w_mu T / T_mu`, the part of a
-    bin is divided by its own number T_mu. With weights of 1 and both options off this is GRPO.
-
-    Args:
-        advantages: (P, G), normalised by group. With rewards of 0 and 1 the weights absorb any scale per group.
-        tokens: (P, G), number of tokens that the loss counts.
-        pass_rates: (P,).
-        weights_M: (G - 1,).
-        scored: (P, G), bool; rollouts that have left their group do not count in T_mu. None: none has left.
-        by_bin_tokens: divide by the tokens of the bin instead of by all tokens.
-        drop_outside: give 0 to prompts without a right rollout and to prompts with only right ones. Without this the
-            former would have a signal if rewards are 0.0, 0.1 and 1.0.
-
-    Returns:
-        (P, G).
-    """
-    bins_P = bins_of(pass_rates, advantages.shape[1])
-    factors_M = weights_M
-    if by_bin_tokens:
-        counted = tokens if scored is None else torch.where(scored, tokens, 0.0)
-        tokens_M = bin_sums(counted, bins_P, len(weights_M))
-        factors_M = weights_M * tokens.to(torch.float64).sum() / tokens_M.clamp(min=1)
-    outside = 0.0 if drop_outside else 1.0
-    factors_P = torch.where(bins_P == OUTSIDE, outside, factors_M[bins_P.clamp(min=0)])
-    return advantages * factors_P.to(advantages.dtype)[:, None]
-
-
 @dataclass(frozen=True)
 class Daro(Method):
     settings: ClassVar[Settings] = {"loss_type": "dapo"}
@@ -153,6 +120,28 @@ class Daro(Method):
         if self.learning_rate < 0 or self.floor <= 0:
             raise ValueError(f"learning_rate: {self.learning_rate} must be at least 0 and floor: {self.floor} above 0")
 
+    def weighed(
+        self, advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, weights_M: Tensor, scored_PG: Tensor
+    ) -> Tensor:
+        """Advantages, (P, G), with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum w_mu L_mu`.
+
+        TRL's loss divides the sum over all tokens by their number T. With A multiplied by `w_mu T / T_mu`, the part of
+        a bin is divided by its own number T_mu, of rollouts that have not left their group. With weights of 1 and both
+        options off this is GRPO. Without `drop_outside` prompts without a right rollout would have a signal if rewards
+        are 0.0, 0.1 and 1.0.
+
+        Args:
+            advantages_PG: normalised by group. With rewards of 0 and 1 the weights absorb any scale per group.
+            tokens_PG: number of tokens that the loss counts.
+        """
+        factors_M = weights_M
+        if self.by_bin_tokens:
+            tokens_M = bin_sums(torch.where(scored_PG, tokens_PG, 0.0), bins_P, len(weights_M))
+            factors_M = weights_M * tokens_PG.to(torch.float64).sum() / tokens_M.clamp(min=1)
+        outside = 0.0 if self.drop_outside else 1.0
+        factors_P = torch.where(bins_P == OUTSIDE, outside, factors_M[bins_P.clamp(min=0)])
+        return advantages_PG * factors_P.to(advantages_PG.dtype)[:, None]
+
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         """Weigh the advantages with the present weights, then update the weights on the same loss.
 
@@ -164,8 +153,7 @@ class Daro(Method):
         )
         bins_P, learned = bins_of(rates_P, generations), run.daro_weights(bins, self)
         weights_M = learned.weights_M
-        shape = {"by_bin_tokens": self.by_bin_tokens, "drop_outside": self.drop_outside}
-        weighed_PG = daro(raw_PG, tokens_PG, rates_P, weights_M, scored_PG, **shape)
+        weighed_PG = self.weighed(raw_PG, tokens_PG, bins_P, weights_M, scored_PG)
         losses_M = bin_losses(raw_PG, torch.where(scored_PG, tokens_PG, 0.0), bins_P, bins, self.bin_loss)
         present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bins) > 0
         for number, (weight, loss, present) in enumerate(zip(weights_M, losses_M, present_M, strict=True), 1):

@@ -82,7 +82,7 @@ def stock_advantages(rewards: Tensor, weights: Tensor, *, scale: str, sums_rewar
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     """What DAPO adds to the reward (arXiv 2503.14476, equation 13): 0 up to `max_length - cache` tokens, then falling
-    to -1 at `max_length`.
+    to -1 at `max_length`. Raises `ValueError` for a `cache` outside of that.
     """
     if not 0 < cache <= max_length:
         raise ValueError(f"overlong_cache: {cache} must be above 0 and at most max_completion_length: {max_length}")
@@ -160,11 +160,8 @@ class Dapo(Method):
         return groups.rewards_PG + overlong_penalty(groups.lengths_PG, run.max_length, self.overlong_cache or 0)
 
     def check(self, keys: RunKeys) -> None:
-        if self.overlong_cache is not None and not 0 < self.overlong_cache <= keys.max_completion_length:
-            raise ValueError(
-                f"overlong_cache: {self.overlong_cache} must be above 0 and at most max_completion_length: "
-                f"{keys.max_completion_length}"
-            )
+        if self.overlong_cache is not None:
+            overlong_penalty(torch.zeros(1), keys.max_completion_length, self.overlong_cache)
 
     def costs(self, keys: RunKeys) -> str:
         return "groups without signal are dropped and not replaced"

@@ -12,8 +12,6 @@ and in the trainer.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.dedup.image_store import PASSING, can_cache
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.rollout.rollouts import DrawnProblem, RolloutGroup
+from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import StepContext
 from adora_vl.utils.seeding import number_at
@@ -78,23 +76,6 @@ def distorted(image: Image.Image, kind: str, level: float, seed: int) -> Image.I
     return noisy
 
 
-@dataclass(frozen=True)
-class Noise:
-    """The distortion of one generation."""
-
-    kind: str
-    level: float
-    key: str  # the run's seed and position, which seed the noise; a resumed run has the same at the same position
-
-    def copies(self, images: Sequence[Any], group: int, image_processor: Any = None) -> list[Any]:
-        """Distorted copies for the group of this number over all ranks. `image_processor`: the trainer's."""
-        return [
-            distorted(as_seen(image, image_processor), self.kind, self.level,
-                      number_at(f"noise/{self.key}/{group}/{number}"))
-            for number, image in enumerate(images)
-        ]  # fmt: skip
-
-
 class NoisyRollouts(Extension):
     """Chooses the distortion of each generation of a run."""
 
@@ -115,19 +96,18 @@ class NoisyRollouts(Extension):
         level = options.at_first * share
         return float(int(level)) if options.kind == "gaussian" else level
 
-    def at(self, problem: DrawnProblem) -> Noise | None:
-        """The distortion of what was drawn there, None where nothing is distorted."""
-        level = self.level(problem.step)
-        if self.count == 0 or level <= 0:
-            return None
-        return Noise(self.options.kind, level, f"{self.seed}/{problem.where}")
-
     def images_of(self, group: RolloutGroup, images: list[Any]) -> list[list[Any] | None]:
-        """The last rollouts of a group get the same distorted objects, so they stay one request."""
-        noise, problem = self.at(group.problem), group.problem
-        if noise is None:
+        """The last rollouts of a group get the same distorted objects, so they stay one request. The run's seed and the
+        position seed the noise; a resumed run has the same at the same position.
+        """
+        problem, level = group.problem, self.level(group.problem.step)
+        if self.count == 0 or level <= 0:
             return [None] * len(group.rollouts)
-        other = noise.copies(images, problem.place, self.images.image_processor)
+        key, seen = f"noise/{self.seed}/{problem.where}/{problem.place}", self.images.image_processor
+        other = [
+            distorted(as_seen(image, seen), self.options.kind, level, number_at(f"{key}/{number}"))
+            for number, image in enumerate(images)
+        ]
         members = range(group.first_member, group.first_member + len(group.rollouts))
         return [other if member >= self.clean else None for member in members]
 

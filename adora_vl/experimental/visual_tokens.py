@@ -38,9 +38,7 @@ def visual_dependency(seen_BC: Tensor, blind_BC: Tensor, mask_BC: Tensor) -> Ten
 
 
 def most_dependent(dependency_BC: Tensor, mask_BC: Tensor, share: float) -> Tensor:
-    """The `share` of each rollout's tokens that depend most on the image, bool, (B, C): n tokens rounded up, and of
-    equal ones the earlier.
-    """
+    """The `share`, rounded up, of a rollout's tokens that depend most on the image, bool, (B, C); ties: the first."""
     counts = [math.ceil(share * int(tokens) - 1e-9) for tokens in mask_BC.sum(dim=1).tolist()]
     ranked_BC = dependency_BC.masked_fill(~mask_BC.bool(), -torch.inf)
     order_BC = ranked_BC.argsort(dim=1, descending=True, stable=True)

@@ -18,13 +18,19 @@ import torch
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Schedule, experimental, group_advantages
 from adora_vl.advantage.adora import Adora
-from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of, daro
+from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of
 from adora_vl.advantage.groups import within
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo, drop_constant, overlong_penalty
 from adora_vl.utils.launch import free_port
 from tests.unit.advantage.methods_support import batch, float64, run  # noqa: F401
 
 NAN = float("nan")
+
+
+def made(method, rewards, advantages=None, lengths=None):
+    """What a method makes of these groups by itself."""
+    lengths = torch.ones_like(rewards) if lengths is None else lengths
+    return method.apply(Groups(rewards, lengths, lengths < 0), advantages, AdvantagePipeline({}))
 
 
 def test_grpo_and_dr_grpo_by_hand():
@@ -85,14 +91,15 @@ def test_adora_amplifies_with_dapos_pieces():
 
 def test_mc_grpo_by_hand():
     # median 0.1, deviations 0.1 0 0.9, so MAD 0.1; the pivot's share is 3/2
-    assert experimental.mc_grpo(torch.tensor([[0.0, 0.1, 1.0]]), eps=0.0).tolist() == [pytest.approx([-1.5, 0.0, 13.5])]
+    method = experimental.McGrpo()
+    scale = 1.5 / (0.1 + 1e-4)
+    assert made(method, torch.tensor([[0.0, 0.1, 1.0]])).tolist() == [pytest.approx([-0.1 * scale, 0.0, 0.9 * scale])]
     # two of three agree: MAD 0, so the deviation about the median, sqrt(1 / 2)
-    assert experimental.mc_grpo(torch.tensor([[0.0, 0.0, 1.0]]), eps=0.0).tolist() == [
-        pytest.approx([0.0, 0.0, 1.5 * math.sqrt(2)])
-    ]
+    scale = 1.5 / (math.sqrt(1 / 2) + 1e-4)
+    assert made(method, torch.tensor([[0.0, 0.0, 1.0]])).tolist() == [pytest.approx([0.0, 0.0, scale])]
     # `docs/methods.md` warns of it: with three rewards the median absolute deviation is 0.1, and an advantage can be 10
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0]])
-    assert experimental.mc_grpo(rewards).max() == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8)  # about 10.1
+    assert made(method, rewards).max() == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8)  # about 10.1
     assert group_advantages(rewards).max() == pytest.approx(2.6, abs=0.05)
 
 
@@ -100,27 +107,30 @@ def test_ngrpo_by_hand():
     """The paper's own case: one right of eight gives 2.47 and -0.35 with GRPO, 1.76 and -0.50 with NGRPO."""
     rewards = torch.tensor([[1.0] + [0.0] * 7])
     assert group_advantages(rewards)[0, :2].tolist() == pytest.approx([2.474, -0.354], abs=2e-3)
-    assert experimental.ngrpo(rewards)[0, :2].tolist() == pytest.approx([1.764, -0.504], abs=1e-3)
+    assert made(experimental.Ngrpo(), rewards)[0, :2].tolist() == pytest.approx([1.764, -0.504], abs=1e-3)
     # wrong throughout: mean (0 + 0 + 1) / 3, deviation sqrt(1 / 3)
-    assert experimental.ngrpo(torch.zeros(1, 2), eps=0.0).tolist() == [pytest.approx([-math.sqrt(1 / 3)] * 2)]
-    assert experimental.ngrpo(torch.ones(1, 4)).tolist() == [[0.0] * 4]
+    wrong = -(1 / 3) / (math.sqrt(1 / 3) + 1e-4)
+    assert made(experimental.Ngrpo(), torch.zeros(1, 2)).tolist() == [pytest.approx([wrong] * 2)]
+    assert made(experimental.Ngrpo(), torch.ones(1, 4)).tolist() == [[0.0] * 4]
 
 
 def test_a_grae_by_hand():
     advantages = torch.tensor([[1.0, -1.0], [3.0, -1.0]])
-    rates = torch.tensor([0.25, 0.75])  # R = 1/2
-    result = experimental.a_grae(advantages, rates, alpha=1.0, eps=0.0)
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])  # pass rates 1/4 and 3/4, R = 1/2
+    result = made(experimental.AGrae(alpha=1.0), rewards, advantages)
     easy, hard = 0.25 / (1 - math.sqrt(0.75)), 0.25 / math.sqrt(0.75)
-    assert result[0].tolist() == pytest.approx([0.5 * (0.25 / 0.5 + 0.25 / 0.5), -(0.25 / 0.5 + 0.25 / 0.5)])
-    assert result[1].tolist() == pytest.approx([1.5 * (easy + hard), -(easy + hard)])
-    assert experimental.a_grae(advantages, rates, curriculum=False, alpha=0.5).tolist() == advantages.tolist()
+    assert result[0].tolist() == pytest.approx([0.5 * (0.25 / 0.5 + 0.25 / 0.5), -(0.25 / 0.5 + 0.25 / 0.5)], rel=1e-5)
+    assert result[1].tolist() == pytest.approx([1.5 * (easy + hard), -(easy + hard)], rel=1e-5)
+    plain = experimental.AGrae(curriculum=False, alpha=0.5)
+    assert made(plain, rewards, advantages).tolist() == advantages.tolist()
 
 
 def test_canon_by_hand():
     rewards, lengths = torch.tensor([[1.0, 0.0, 1.0, 1.0]]), torch.tensor([[1, 2, 3, 4]])
     # short ones: mean 1/2; long ones: mean 1
-    assert experimental.canon(rewards, lengths, inter=1.0).tolist() == [[0.0, -1.0, 0.5, 0.5]]
-    assert experimental.canon(rewards, lengths, inter=0.0).tolist() == [[0.5, -0.5, 0.0, 0.0]]
+    for inter, expected in ((1.0, [0.0, -1.0, 0.5, 0.5]), (0.0, [0.5, -0.5, 0.0, 0.0])):
+        method = experimental.Canon("length", Schedule(inter))
+        assert made(method, rewards, lengths=lengths).tolist() == [expected]
     assert experimental.upper_half(torch.tensor([[5, 5, 9, 1]])).tolist() == [[0.5, 0.5, 1.0, 0.0]]
     assert experimental.upper_half(torch.tensor([[1, 2, 3]])).tolist() == [[0.0, 1.0, 1.0]]
 
@@ -131,8 +141,10 @@ def test_d3s_by_hand():
     assert experimental.most_varied(values, 3).tolist() == [[1.0, 1.0, 0.0, 0.0, 1.0]]
     # two right of eight, four kept: both right ones, and two of the six wrong ones by shares
     advantages = torch.tensor([[1.5, 1.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5]])
-    assert experimental.d3s(advantages, keep=0.5).tolist() == [pytest.approx([3.0, 3.0] + [-1 / 3] * 6)]
-    kept = experimental.d3s(torch.tensor([[0.0, 0.0], [1.0, -1.0]]), keep=0.5, across="batch")
+    kept = made(experimental.D3s(), advantages, advantages)
+    assert kept.tolist() == [pytest.approx([3.0, 3.0] + [-1 / 3] * 6)]
+    advantages = torch.tensor([[0.0, 0.0], [1.0, -1.0]])
+    kept = made(experimental.D3s(across="batch"), advantages, advantages)
     assert kept.tolist() == [[0.0, 0.0], [2.0, -2.0]]
 
 
@@ -157,8 +169,8 @@ def test_d3s_keeps_as_many_where_values_tie_and_equal_ones_in_equal_shares():
 
 def test_ssb_by_hand():
     advantages = torch.tensor([[3.0, -1.0, 0.0], [0.0, 0.0, 0.0]])  # four free places, drawn with 3/4 and 1/4
-    assert experimental.ssb(advantages).tolist() == [[3 * 4.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
-    assert experimental.ssb(advantages, alpha=0.0, share=0.5).tolist() == [[3 * 2.0, -2.0, 0.0], [0.0, 0.0, 0.0]]
+    for method, first in ((experimental.Ssb(), 4.0), (experimental.Ssb(share=0.5, replay_alpha=0.0), 2.0)):
+        assert made(method, advantages, advantages).tolist() == [[3 * first, -2.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_ssb_is_the_mean_of_drawn_replays():
@@ -167,7 +179,8 @@ def test_ssb_is_the_mean_of_drawn_replays():
     flat, generator = advantages.flatten(), torch.Generator().manual_seed(0)
     draws = torch.multinomial(flat.abs(), 30_000, replacement=True, generator=generator)
     copies = torch.bincount(draws, minlength=6) / 10_000  # three free places, filled 10,000 times
-    assert experimental.ssb(advantages).flatten().tolist() == pytest.approx((flat * (1 + copies)).tolist(), rel=0.02)
+    mean = made(experimental.Ssb(), advantages, advantages).flatten()
+    assert mean.tolist() == pytest.approx((flat * (1 + copies)).tolist(), rel=0.02)
 
 
 def test_rrb_by_hand():
@@ -175,15 +188,17 @@ def test_rrb_by_hand():
     rewards = torch.tensor([[0.0, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0], [NAN, 0.5], [NAN, NAN], [0.0, 3.0]])
     advantages = torch.tensor([[-1.0, 1.0]]).repeat(7, 1)
     shares = [1.0, 10.0, 9.0, 0.0, 0.0, 0.0, 10.0]  # tenths; never above the full range
-    assert (10 * experimental.rrb(advantages, rewards)[:, 1]).tolist() == pytest.approx(shares)
-    assert experimental.rrb(advantages, rewards, full_range=2.0, power=2.0)[1].tolist() == [-0.25, 0.25]
+    assert (10 * made(experimental.Rrb(), rewards, advantages)[:, 1]).tolist() == pytest.approx(shares)
+    other = experimental.Rrb(full_range=2.0, range_power=2.0)
+    assert made(other, rewards, advantages)[1].tolist() == [-0.25, 0.25]
 
 
 def test_rrbs_other_rule_by_hand():
     """The repository's: a tenth where every reward is below 0.15, and nothing else changes."""
     rewards = torch.tensor([[0.0, 0.1], [0.0, 0.15], [0.1, 1.0], [0.1, NAN]])
     advantages = torch.tensor([[-1.0, 1.0]]).repeat(4, 1)
-    assert experimental.rrb_all_low(advantages, rewards)[:, 1].tolist() == [0.1, 1.0, 1.0, 0.1]
+    low = experimental.Rrb(rule="all_low")
+    assert made(low, rewards, advantages)[:, 1].tolist() == [pytest.approx(0.1), 1.0, 1.0, pytest.approx(0.1)]
     groups = batch([[0.0, 0.1], [0.1, 1.0]])
     published, own = run("rrb", groups), run("rrb", groups, experimental.Rrb(rule="all_low"))
     before = group_advantages(groups.rewards_PG)
@@ -195,7 +210,7 @@ def test_rrbs_other_rule_by_hand():
 def test_rrb_only_shrinks_and_keeps_signs_and_ranks():
     rewards = torch.rand(50, 8, generator=torch.Generator().manual_seed(0)) * 1.5
     advantages = group_advantages(rewards)
-    result = experimental.rrb(advantages, rewards)
+    result = made(experimental.Rrb(), rewards, advantages)
     assert (result.abs() <= advantages.abs()).all() and torch.equal(result.sign(), advantages.sign())
     assert torch.equal(result.argsort(dim=1), advantages.argsort(dim=1))
 
@@ -257,9 +272,9 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
         ratio = torch.exp(logps - logps.detach())
         return -(torch.min(ratio * values, ratio.clamp(0.8, 1.2) * values) * mask).sum(dim=1)
 
-    weighed = daro(advantages, tokens, rates, weights).flatten()[:, None]
-    trl = surrogate(weighed).sum() / mask.sum()
     bins = bins_of(rates, 4)
+    weighed = Daro().weighed(advantages, tokens, bins, weights, rewards >= 0).flatten()[:, None]
+    trl = surrogate(weighed).sum() / mask.sum()
     papers = torch.zeros(())
     for number, weight in enumerate(weights.tolist()):
         rows = (bins == number).repeat_interleave(4)
@@ -436,7 +451,7 @@ def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
     groups = batch([[1.0, 0], [0.0, 0], [0.0, 0]])
     both = AdvantagePipeline({"ngrpo": experimental.Ngrpo(), "dapo": Dapo()})
-    assert torch.equal(both(groups, torch.zeros(3, 2)), experimental.ngrpo(groups.rewards_PG))
+    assert torch.equal(both(groups, torch.zeros(3, 2)), made(experimental.Ngrpo(), groups.rewards_PG))
 
 
 def test_permuting_a_group_permutes_its_advantages(subtests):

@@ -146,8 +146,7 @@ def test_two_ranks_distort_what_one_does_and_another_step_distorts_otherwise():
 
 def test_the_neutral_settings_distort_nothing():
     for noisy, step in ((noisy_at(0, share=0.0), 0), (noisy_at(0, strength=0.0), 0), (noisy_at(0), 600)):
-        assert noisy.at(drawn(step)) is None and noisy.images_of(part(0, step=step), [drawing()]) == [None] * 8
-    assert noisy_at(0).at(drawn()) is not None
+        assert noisy.images_of(part(0, step=step), [drawing()]) == [None] * 8
     assert NoiseOptions().count(8) == 0
 
 
@@ -160,9 +159,9 @@ def test_the_noise_follows_the_progress_of_the_run():
         noisy.after_weighing(Generation([], "train", step, f"{step}/0", 0, 4, batch=batch))
 
     logs([False, True, True, True], 0)
-    assert logged == {"adora/noisy_share": 0.75, "adora/noise_level": 499.0} and noisy.at(drawn()).level == 499.0
+    assert logged == {"adora/noisy_share": 0.75, "adora/noise_level": 499.0} and noisy.level(0) == 499.0
     logs([False] * 4, 400)
-    assert logged == {"adora/noisy_share": 0.0, "adora/noise_level": 250.0} and noisy.at(drawn(400)).level == 250.0
+    assert logged == {"adora/noisy_share": 0.0, "adora/noise_level": 250.0} and noisy.level(400) == 250.0
 
 
 def measured(distorted_rows):
