@@ -21,72 +21,48 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
 Names = Mapping[str, tuple[str, Any]]  # our key, or a name in capitals that is computed with -> theirs, their default
-_A, _R = "worker.actor.", "worker.rollout."
-# EasyR1: names of `examples/config.yaml`, defaults of its code.
-_EASYR1: Names = {
-    "model_name_or_path": (f"{_A}model.model_path", None),
-    "PROMPTS": ("data.rollout_batch_size", 512),
-    "MINIBATCH": (f"{_A}global_batch_size", 256),
-    "per_device_train_batch_size": (f"{_A}micro_batch_size_per_device_for_update", 4),
-    "num_generations": (f"{_R}n", 1),
-    "epsilon": (f"{_A}clip_ratio_low", 0.2),
-    "epsilon_high": (f"{_A}clip_ratio_high", 0.3),
-    "delta": (f"{_A}clip_ratio_dual", 3.0),
-    "LOSS": (f"{_A}loss_avg_mode", "token"),
-    "KL": ("algorithm.use_kl_loss", False),
-    "KL_COEF": ("algorithm.kl_coef", 1e-3),
-    "KL_KIND": ("algorithm.kl_penalty", "kl"),
-    "learning_rate": (f"{_A}optim.lr", 1e-6),
-    "weight_decay": (f"{_A}optim.weight_decay", 0.01),
-    "lr_scheduler_type": (f"{_A}optim.lr_scheduler_type", "constant"),
-    "max_grad_norm": (f"{_A}max_grad_norm", 1.0),
-    "num_iterations": (f"{_A}ppo_epochs", 1),
-    "gradient_checkpointing": (f"{_A}model.enable_gradient_checkpointing", True),
-    "LORA": (f"{_A}model.lora.rank", 0),
-    "lora_alpha": (f"{_A}model.lora.alpha", 16),
-    "lora_target_modules": (f"{_A}model.lora.target_modules", "all-linear"),
-    "temperature": (f"{_R}temperature", 1.0),
-    "top_p": (f"{_R}top_p", 1.0),
-    "vllm_gpu_memory_utilization": (f"{_R}gpu_memory_utilization", 0.6),
-    "vllm_tensor_parallel_size": (f"{_R}tensor_parallel_size", 2),
-    "adora_vllm_enforce_eager": (f"{_R}enforce_eager", None),
-    "REWARD": ("worker.reward.reward_function", None),
-    "EVALUATE": ("trainer.val_freq", -1),
-}
+_W, _M, _O = "worker.actor.", "worker.actor.model.", "worker.rollout."
 _P, _A, _R = "actor_rollout_ref.model.", "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
-# verl: names and defaults of `ppo_trainer.yaml`.
-_VERL: Names = {
-    "model_name_or_path": (f"{_P}path", None),
-    "PROMPTS": ("data.train_batch_size", 1024),
-    "MINIBATCH": (f"{_A}ppo_mini_batch_size", 256),
-    "per_device_train_batch_size": (f"{_A}ppo_micro_batch_size_per_gpu", 4),
-    "num_generations": (f"{_R}n", 1),
-    "epsilon": (f"{_A}clip_ratio_low", 0.2),
-    "epsilon_high": (f"{_A}clip_ratio_high", 0.2),
-    "delta": (f"{_A}clip_ratio_c", 3.0),
-    "LOSS": (f"{_A}loss_agg_mode", "token-mean"),
-    "KL": (f"{_A}use_kl_loss", False),
-    "KL_COEF": (f"{_A}kl_loss_coef", 1e-3),
-    "KL_KIND": (f"{_A}kl_loss_type", "low_var_kl"),
-    "learning_rate": (f"{_A}optim.lr", 1e-6),
-    "weight_decay": (f"{_A}optim.weight_decay", 0.01),
-    "lr_scheduler_type": (f"{_A}optim.warmup_style", "constant"),
-    "max_grad_norm": (f"{_A}grad_clip", 1.0),
-    "num_iterations": (f"{_A}ppo_epochs", 1),
-    "entropy_coef": (f"{_A}entropy_coeff", None),
-    "gradient_checkpointing": (f"{_P}enable_gradient_checkpointing", True),
-    "LORA": (f"{_P}lora_rank", 0),
-    "lora_alpha": (f"{_P}lora_alpha", 16),
-    "lora_target_modules": (f"{_P}target_modules", "all-linear"),
-    "temperature": (f"{_R}temperature", 1.0),
-    "top_p": (f"{_R}top_p", 1.0),
-    "vllm_gpu_memory_utilization": (f"{_R}gpu_memory_utilization", 0.5),
-    "vllm_tensor_parallel_size": (f"{_R}tensor_model_parallel_size", 2),
-    "adora_vllm_enforce_eager": (f"{_R}enforce_eager", None),
-    "adora_vllm_max_num_batched_tokens": (f"{_R}max_num_batched_tokens", None),
-    "REWARD": ("custom_reward_function.path", None),
-    "EVALUATE": ("trainer.test_freq", -1),
+# Of EasyR1 names of `examples/config.yaml` and defaults of its code, of verl both of `ppo_trainer.yaml`.
+_RAY: Mapping[str, tuple[str, Any, str, Any]] = {
+    "model_name_or_path": (f"{_M}model_path", None, f"{_P}path", None),
+    "PROMPTS": ("data.rollout_batch_size", 512, "data.train_batch_size", 1024),
+    "MINIBATCH": (f"{_W}global_batch_size", 256, f"{_A}ppo_mini_batch_size", 256),
+    "per_device_train_batch_size": (
+        f"{_W}micro_batch_size_per_device_for_update",
+        4,
+        f"{_A}ppo_micro_batch_size_per_gpu",
+        4,
+    ),
+    "num_generations": (f"{_O}n", 1, f"{_R}n", 1),
+    "epsilon": (f"{_W}clip_ratio_low", 0.2, f"{_A}clip_ratio_low", 0.2),
+    "epsilon_high": (f"{_W}clip_ratio_high", 0.3, f"{_A}clip_ratio_high", 0.2),
+    "delta": (f"{_W}clip_ratio_dual", 3.0, f"{_A}clip_ratio_c", 3.0),
+    "LOSS": (f"{_W}loss_avg_mode", "token", f"{_A}loss_agg_mode", "token-mean"),
+    "KL": ("algorithm.use_kl_loss", False, f"{_A}use_kl_loss", False),
+    "KL_COEF": ("algorithm.kl_coef", 1e-3, f"{_A}kl_loss_coef", 1e-3),
+    "KL_KIND": ("algorithm.kl_penalty", "kl", f"{_A}kl_loss_type", "low_var_kl"),
+    "learning_rate": (f"{_W}optim.lr", 1e-6, f"{_A}optim.lr", 1e-6),
+    "weight_decay": (f"{_W}optim.weight_decay", 0.01, f"{_A}optim.weight_decay", 0.01),
+    "lr_scheduler_type": (f"{_W}optim.lr_scheduler_type", "constant", f"{_A}optim.warmup_style", "constant"),
+    "max_grad_norm": (f"{_W}max_grad_norm", 1.0, f"{_A}grad_clip", 1.0),
+    "num_iterations": (f"{_W}ppo_epochs", 1, f"{_A}ppo_epochs", 1),
+    "entropy_coef": ("", None, f"{_A}entropy_coeff", None),
+    "gradient_checkpointing": (f"{_M}enable_gradient_checkpointing", True, f"{_P}enable_gradient_checkpointing", True),
+    "LORA": (f"{_M}lora.rank", 0, f"{_P}lora_rank", 0),
+    "lora_alpha": (f"{_M}lora.alpha", 16, f"{_P}lora_alpha", 16),
+    "lora_target_modules": (f"{_M}lora.target_modules", "all-linear", f"{_P}target_modules", "all-linear"),
+    "temperature": (f"{_O}temperature", 1.0, f"{_R}temperature", 1.0),
+    "top_p": (f"{_O}top_p", 1.0, f"{_R}top_p", 1.0),
+    "vllm_gpu_memory_utilization": (f"{_O}gpu_memory_utilization", 0.6, f"{_R}gpu_memory_utilization", 0.5),
+    "vllm_tensor_parallel_size": (f"{_O}tensor_parallel_size", 2, f"{_R}tensor_model_parallel_size", 2),
+    "adora_vllm_enforce_eager": (f"{_O}enforce_eager", None, f"{_R}enforce_eager", None),
+    "adora_vllm_max_num_batched_tokens": ("", None, f"{_R}max_num_batched_tokens", None),
+    "REWARD": ("worker.reward.reward_function", None, "custom_reward_function.path", None),
+    "EVALUATE": ("trainer.val_freq", -1, "trainer.test_freq", -1),
 }
+_EASYR1: Names = {key: (name, default) for key, (name, default, _, _) in _RAY.items() if name}
+_VERL: Names = {key: (name, default) for key, (_, _, name, default) in _RAY.items()}
 # ms-swift takes TRL's names for all else.
 _SWIFT: Mapping[str, str] = {
     "model": "model_name_or_path", "system": "adora_system_prompt", "vllm_max_model_len": "vllm_max_model_length",
@@ -154,14 +130,12 @@ def _ray(names: Names, move: Migration, folder: Path) -> None:
         move.put("lora_r", rank, lora)
     if move.get("worker.actor.model.freeze_vision_tower", False):
         move.put("adora_freeze", ["vision_tower"], "worker.actor.model.freeze_vision_tower")
-    for key, value, why in (
-        ("use_vllm", True, "rollouts by vLLM"),
-        ("vllm_mode", "colocate", "in the training's processes"),
-        ("vllm_enable_sleep_mode", True, "frees the engine's memory in the policy step, as theirs"),
-        ("vllm_importance_sampling_mode", "token_truncate", "theirs corrects nothing; this one goes with top_p"),
-        ("bf16", True, "as theirs"),
-    ):
-        move.put(key, value, note=why)
+    move.put("use_vllm", True, note="rollouts by vLLM")
+    move.put("vllm_mode", "colocate", note="in the training's processes")
+    move.put("vllm_enable_sleep_mode", True, note="frees the engine's memory in the policy step, as theirs")
+    note = "theirs corrects nothing; this one goes with top_p"
+    move.put("vllm_importance_sampling_mode", "token_truncate", note=note)
+    move.put("bf16", True, note="as theirs")
     _loss(move, names)
     _data(move, names, folder)
     _steps(move, names, _batches(move, names))
@@ -296,8 +270,7 @@ def _swift(move: Migration, folder: Path) -> None:
 
 def _trl(move: Migration, folder: Path) -> None:
     """Our keys are TRL's, so all that are known stay."""
-    known = read_keys()
-    for name in [name for name in move.theirs if name not in move.used and name in known]:
+    for name in [name for name in move.theirs if name not in move.used and name in read_keys()]:
         move.take(name, name)
 
 
