@@ -14,7 +14,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from eval.benchmark import for_data, named
 from eval.inference.views import VIEWS, shown_as
 
@@ -54,9 +54,9 @@ def take_evaluations(
     """
     if config.eval_strategy == IntervalStrategy.NO:
         return None
-    if not config.adora_eval and not folders:
-        nothing = "adora_eval: [] with eval_strategy: steps has nothing to evaluate on"
-        raise UserError(f"{nothing}; name a BENCHMARK=DATA, or give the trainer an eval_dataset")
+    nothing = "adora_eval: [] with eval_strategy: steps has nothing to evaluate on"
+    remedy = "name a BENCHMARK=DATA, or give the trainer an eval_dataset"
+    refuse((not config.adora_eval and not folders, f"{nothing}; {remedy}"))
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
     loaded = [(entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)]
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
@@ -91,11 +91,10 @@ def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
     made: list[Task] = []
     for task, name, entry in zip(tasks, names, entries, strict=True):
         if names.count(name) > 1:
-            longer = (
-                f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', Path(entry.partition('=')[2].removesuffix(':views')).name)}"
-            )
-            if any(longer == other.benchmark.name for other in made):
-                raise UserError(f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its folder")
+            folder = Path(entry.partition("=")[2].removesuffix(":views")).name
+            longer = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder)}"
+            taken = any(longer == other.benchmark.name for other in made)
+            refuse((taken, f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its folder"))
             task = replace(task, benchmark=replace(task.benchmark, name=longer))
         made.append(task)
     return made
@@ -111,8 +110,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
 
     name, _, path = entry.partition("=")
     path, views = path.removesuffix(":views"), path.endswith(":views")
-    if not path:
-        raise UserError(f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, geometry3k=DIR")
+    refuse((not path, f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, geometry3k=DIR"))
     benchmark = named(name, "adora_eval")
     words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
     words += [f"--prompt={prompt or 'null'}"] if "prompt" in benchmark.fingerprint else []
@@ -123,8 +121,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
         if Path(path).exists():
             raise
         raise DataMissingError(str(error)) from error
-    if not problems:
-        raise UserError(f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}")
+    refuse((not problems, f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}"))
     if not views:
         return [Task(benchmark, problems[:limit])]
     told = [problem for problem in problems if problem.facts][:limit] or problems

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils.cli import Parser, exit_code_of, imports
 from adora_vl.utils.cli import path as a_path
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import replacing, replacing_folder
 
 with imports():
@@ -48,7 +48,8 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
     source = find_weights(run)
     if list(source.glob("*.safetensors")):  # else they are still in every rank's part
         check_weights("RUN", str(source))
-    _refuse_existing(output)
+    there = f"OUT: {str(output)!r} is there already; name a new folder"
+    refuse((output.exists(), there))
     output.parent.mkdir(parents=True, exist_ok=True)
     if universal:
         from adora_vl.checkpoint.universal import write_universal
@@ -64,7 +65,7 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         else:
             _gather(source, staged)
         _copy(source, staged, _PROCESSOR)
-        _refuse_existing(output)  # again, since merging takes long
+        refuse((output.exists(), there))  # again, since merging takes long
     return source
 
 
@@ -90,11 +91,6 @@ def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Ac
     return True
 
 
-def _refuse_existing(output: Path) -> None:
-    if output.exists():
-        raise UserError(f"OUT: {str(output)!r} is there already; name a new folder")
-
-
 def copy_model(checkpoint: Path, output: Path) -> None:
     """The weights (or the adapter) and the processor of a checkpoint, without what only a resume needs."""
     _copy(checkpoint, output, ("adapter_*.json", *_MODEL, *_PROCESSOR))
@@ -106,12 +102,11 @@ def find_weights(run: Path) -> Path:
         raise UserError(f"RUN: no folder {str(run)!r}")
     if (run / MARK).is_file() or run.name.startswith("checkpoint-"):
         problem = problem_of(run)
-        if problem:
-            raise UserError(f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint")
+        refuse((problem, f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint"))
         return run
-    found = newest_valid(run)
-    if found.checkpoint is not None:
-        return found.checkpoint
+    checkpoint, _ = newest_valid(run)
+    if checkpoint is not None:
+        return checkpoint
     if (run / ADAPTER).is_file() or list(run.glob("*.safetensors")):
         return run
     raise UserError(f"RUN: {str(run)!r} holds neither a whole checkpoint nor a model")

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
 
 if TYPE_CHECKING:
-    from adora_vl.config.dry_run_options import DryRunOptions
     from adora_vl.config.reading import Given
-    from adora_vl.start.road import Checked
+    from adora_vl.config.where import DryRunOptions
+    from adora_vl.start.checked import Checked
 
 
 def prepare(given: Given, *, to_train: bool = True) -> Checked:
@@ -38,7 +38,7 @@ def prepare_on_paper(given: Given, options: DryRunOptions) -> Checked:
 
 def _asked(given: Given, parsed: Any, most: int | None = None) -> Any:
     from adora_vl.models.check import lora_of
-    from adora_vl.start.road import Asked, ModelSource
+    from adora_vl.start.checked import Asked, ModelSource
 
     script, config, model = parsed
     return Asked(config, ModelSource(model, lora_of(model)), script, given=given, most=most)

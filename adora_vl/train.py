@@ -23,14 +23,14 @@ from adora_vl.utils.startup_log import STARTUP_LOG, StartupLog
 from adora_vl.utils.versions import check_versions
 
 with imports():
-    from adora_vl.config.dry_run_options import refuse_without_dry_run, take_options
-    from adora_vl.config.dry_run_options import wanted as wants_dry_run
-    from adora_vl.config.help import asks_for_help, help_text
+    from adora_vl.config.key_list import asks_for_help, help_text
     from adora_vl.config.reading import Given, read
+    from adora_vl.config.where import refuse_without_dry_run, take_options
+    from adora_vl.config.where import wanted as wants_dry_run
     from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
-    from adora_vl.start.road import Checked
+    from adora_vl.start.checked import Checked
     from adora_vl.trainer import AdoraGRPOTrainer
 
 # Seconds before a rank other than the first reports its own mistake. Where torch is imported Python takes seconds to

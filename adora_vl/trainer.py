@@ -63,8 +63,9 @@ from adora_vl.rollout.prompt_tokens import (
 )
 from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
+from adora_vl.start.checked import Asked, Checked, ModelSource
 from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objects
-from adora_vl.start.road import Asked, Checked, ModelSource, walk
+from adora_vl.start.road import walk
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.collate import collated

@@ -131,15 +131,13 @@ def check_ranks(
 
 def problem_among(everyone: Sequence[Seen], output_dir: Path) -> str | None:
     """What is wrong with what the ranks have found, listed in their order; None if nothing is."""
+    remedy = "all machines write into one checkpoint, so name a folder on a disk that they share, by the same path"
     for rank, seen in enumerate(everyone):
-        where = f"on {seen.machine} (rank {rank})"
+        where, first = f"on {seen.machine} (rank {rank})", f"the folder that rank 0 has on {everyone[0].machine}"
         if not seen.shares:
-            return (
-                f"output_dir: {str(output_dir)!r} {where} is not the folder that rank 0 has on {everyone[0].machine}; "
-                "all machines write into one checkpoint, so name a folder on a disk that they share, by the same path"
-            )
+            return f"output_dir: {str(output_dir)!r} {where} is not {first}; {remedy}"
         if seen.differs:
             more = f" (and {len(seen.differs) - 1} more)" if len(seen.differs) > 1 else ""
-            remedy = "start every machine with the same arguments, data and model"
-            return f"{where} the run is not the one of rank 0: {seen.differs[0]}{more}; {remedy}"
+            same = "start every machine with the same arguments, data and model"
+            return f"{where} the run is not the one of rank 0: {seen.differs[0]}{more}; {same}"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from adora_vl.checkpoint.store import MANIFEST, facts_of
-from adora_vl.utils.errors import RunError, UserError
+from adora_vl.utils.errors import RunError, refuse
 
 REFERENCE = "reference"  # the folder in a checkpoint
 _FILE_BYTES = 2 * 2**30  # what is held in memory at a time
@@ -67,24 +68,19 @@ class MovingReference:
                 with self._whole(parameter):
                     yield name, parameter.data
 
-        if self.is_main:
-            (checkpoint / REFERENCE).mkdir(parents=True, exist_ok=True)
-            save_tensors(tensors(), checkpoint / REFERENCE)
-        else:
-            for _ in tensors():
-                pass
+        if not self.is_main:
+            deque(tensors(), maxlen=0)
+            return
+        (checkpoint / REFERENCE).mkdir(parents=True, exist_ok=True)
+        save_tensors(tensors(), checkpoint / REFERENCE)
 
     def load(self, checkpoint: Path) -> None:
         """Raises `UserError` for a checkpoint without the reference, `RunError` for one of another model."""
         files = sorted((checkpoint / REFERENCE).glob("*.safetensors"))
-        if not files:
-            if self.moves:
-                raise UserError(
-                    f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which sync_ref_model: true "
-                    "moves at every sync; begin a new run from its weights (python -m adora_vl.export)"
-                )
-            return
-        if self.model is None:
+        lacks = f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which sync_ref_model: true moves"
+        refuse((self.moves and not files, f"{lacks} at every sync; begin a new run from its weights (python -m "
+                "adora_vl.export)"))  # fmt: skip
+        if not files or self.model is None:
             return
         self.moves = True  # also where it is not synced any more: it is not the base model, so it is saved again
         parameters = dict(self.model.named_parameters())

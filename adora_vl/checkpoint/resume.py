@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +14,10 @@ from adora_vl.checkpoint.store import STAGING, clear_staging, facts_of, newest_v
 from adora_vl.checkpoint.universal import shards_of
 from adora_vl.checkpoint.writer import ASIDE, holds_a_run
 from adora_vl.checkpoint.written import of_a_run, own_files, some
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import refuse_dangling, written_to
 
 LOCK = ".lock"  # in output_dir
-_OF_EARLIER = re.compile(r": [0-9a-f]{16}(\+[0-9a-f]{16})* -> ")  # the hashes of an earlier version
 
 
 def lock_output_dir(output_dir: Path) -> FileLock:
@@ -74,9 +72,9 @@ def choose_start(
         return _start_over(output_dir, named, word, now)
     if named is not None:
         return _start_at(named, now)
-    found, here = newest_valid(output_dir), repr(str(output_dir))
-    skipped = [f"skipped {path}: {reason}" for path, reason in found.skipped]
-    if found.checkpoint is None:
+    (found, damaged), here = newest_valid(output_dir), repr(str(output_dir))
+    skipped = [f"skipped {path}: {reason}" for path, reason in damaged]
+    if found is None:
         if skipped:
             raise UserError(f"output_dir: no checkpoint in {here} is whole; {skipped[0]}; {_or_anew(output_dir)}")
         if word == "true":
@@ -84,22 +82,16 @@ def choose_start(
         if holds_a_run(output_dir):
             raise UserError(f"output_dir: {here} holds a finished run; {_or_anew(output_dir)}")
         return StartPoint(None, [])
-    holds = f"{here} holds {found.checkpoint.name}"
+    holds = f"{here} holds {found.name}"
     if word == "false":
         raise UserError(f"resume_from_checkpoint: false, but {holds}; {_or_anew(output_dir)}")
-    before: Fingerprint = facts_of(found.checkpoint).get("fingerprint", {})
+    before: Fingerprint = facts_of(found).get("fingerprint", {})
     changed = differences(before, now)
     if changed:
-        _refuse_another_world(found.checkpoint, before, now)
-        if all(map(_OF_EARLIER.search, changed)):
-            raise UserError(
-                f"output_dir: {holds} of an earlier version, which did not know files by all of their bytes; if they "
-                f"are the same, go on with --resume_from_checkpoint {quote(str(found.checkpoint))}"
-            )
+        _refuse_another_world(found, before, now)
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
-        remedy = f"set it back, {_or_anew(output_dir)}"
-        raise UserError(f"output_dir: {holds} of another run: {changed[0]}{more}; {remedy}")
-    return StartPoint(str(found.checkpoint), [*skipped, f"going on from {found.checkpoint}"])
+        raise UserError(f"output_dir: {holds} of another run: {changed[0]}{more}; set it back, {_or_anew(output_dir)}")
+    return StartPoint(str(found), [*skipped, f"going on from {found}"])
 
 
 def _or_anew(output_dir: Path) -> str:
@@ -118,37 +110,32 @@ def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> N
     for key, name in inputs:
         place = Path(name).resolve()
         inside = [path for path in (place, *place.parents) if output_dir.resolve() in path.parents]
-        if doomed & {place, *inside}:
-            raise UserError(
-                f"{key}: {name!r} is in {str(output_dir)!r}, whose run overwrite_output_dir: true replaces; copy it to "
-                "another place, or choose another output_dir"
-            )
+        where = f"{key}: {name!r} is in {str(output_dir)!r}, whose run overwrite_output_dir: true replaces"
+        refuse((doomed & {place, *inside}, f"{where}; copy it to another place, or choose another output_dir"))
 
 
 def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> StartPoint:
     """The start with `overwrite_output_dir`. A checkpoint that the user named is used or refused, but never deleted."""
-    if word == "true" or (named is not None and output_dir.resolve() in named.resolve().parents):
-        raise UserError(
-            f"resume_from_checkpoint: {word if named is None else str(named)!r} is of the run that "
-            "overwrite_output_dir: true replaces; leave out one of the two, or choose another output_dir"
-        )
+    inside = word == "true" or (named is not None and output_dir.resolve() in named.resolve().parents)
+    asked = f"resume_from_checkpoint: {word if named is None else str(named)!r}"
+    refuse((inside, f"{asked} is of the run that overwrite_output_dir: true replaces; leave out one of the two, or "
+            "choose another output_dir"))  # fmt: skip
     start = StartPoint(None, []) if named is None else _start_at(named, now)
     if not holds_a_run(output_dir):
         return start
-    note = (
-        f"the run in {output_dir} ({some([path.name for path in of_a_run(output_dir)])}) is put aside, into "
-        f"{output_dir / ASIDE}, and deleted when this one has its first checkpoint"
-    )
+    old = f"the run in {output_dir} ({some([path.name for path in of_a_run(output_dir)])})"
+    note = f"{old} is put aside, into {output_dir / ASIDE}, and deleted when this one has its first checkpoint"
     return StartPoint(start.checkpoint, [*start.notes, note], replaces=True)
 
 
 def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
     """The start from a checkpoint that the user named. It must be whole; settings that differ are reported."""
-    if not (checkpoint / "trainer_state.json").is_file():
-        raise UserError(f"resume_from_checkpoint: {str(checkpoint)!r} is no checkpoint folder (no trainer_state.json)")
+    where = f"resume_from_checkpoint: {str(checkpoint)!r}"
+    refuse(
+        (not (checkpoint / "trainer_state.json").is_file(), f"{where} is no checkpoint folder (no trainer_state.json)")
+    )
     problem = problem_of(checkpoint)
-    if problem:
-        raise UserError(f"resume_from_checkpoint: {str(checkpoint)!r} is not whole: {problem}; name another one")
+    refuse((problem, f"{where} is not whole: {problem}; name another one"))
     before: Fingerprint = facts_of(checkpoint).get("fingerprint", {})
     _refuse_another_world(checkpoint, before, now)
     changed = [f"changed since then: {line}" for line in differences(before, now)]
@@ -159,14 +146,12 @@ def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprin
     """Raise `UserError` if the shards were written by another number of processes or in another ZeRO stage."""
     was, is_now = ({key: each.get(key) for key in ("processes", "sharding")} for each in (before, now))
     where = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
-    if was["sharding"] not in (None, is_now["sharding"]):
-        raise UserError(
-            f"{where} with sharding {was['sharding']} and this run has {is_now['sharding']}; launch it as before, or "
-            f"begin anew from its weights: python -m adora_vl.export {quote(str(checkpoint))} OUT, then "
-            "--model_name_or_path OUT"
-        )
-    if shards_of(checkpoint) is not None and was["processes"] not in (None, is_now["processes"]):
-        raise UserError(
-            f"{where} by {was['processes']} processes and this run has {is_now['processes']}; convert it: python -m "
-            f"adora_vl.export {quote(str(checkpoint))} OUT --universal, then --resume_from_checkpoint OUT"
-        )
+    export = f"python -m adora_vl.export {quote(str(checkpoint))} OUT"
+    refuse(
+        (was["sharding"] not in (None, is_now["sharding"]), f"{where} with sharding {was['sharding']} and this run has "
+         f"{is_now['sharding']}; launch it as before, or begin anew from its weights: {export}, then "
+         "--model_name_or_path OUT"),
+        (shards_of(checkpoint) is not None and was["processes"] not in (None, is_now["processes"]),
+         f"{where} by {was['processes']} processes and this run has {is_now['processes']}; convert it: {export} "
+         "--universal, then --resume_from_checkpoint OUT"),
+    )  # fmt: skip

@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,6 @@ from adora_vl.utils.files import appears, flush, put_in_place, remove_partial, r
 MANIFEST, MARK, STAGING = "manifest.json", "complete", ".saving"
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _HASHING_THREADS = 8  # hashlib releases the GIL
-
-
-@dataclass(frozen=True)
-class Found:
-    """The newest checkpoint that is whole, and why each newer one is not."""
-
-    checkpoint: Path | None
-    skipped: list[tuple[Path, str]] = field(default_factory=list)
 
 
 def step_of(checkpoint: Path) -> int:
@@ -114,15 +105,15 @@ def load_of_rank(checkpoint: Path, kind: str, rank: int) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
 
 
-def newest_valid(output_dir: Path) -> Found:
-    """The newest whole checkpoint of a run, and what was skipped on the way to it."""
+def newest_valid(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
+    """The newest whole checkpoint of a run, and each newer one with why it is not whole."""
     skipped: list[tuple[Path, str]] = []
     for checkpoint in checkpoints(output_dir):
         problem = problem_of(checkpoint)
         if problem is None:
-            return Found(checkpoint, skipped)
+            return checkpoint, skipped
         skipped.append((checkpoint, problem))
-    return Found(None, skipped)
+    return None, skipped
 
 
 def rotate(output_dir: Path, keep: int | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from transformers import TrainerCallback
 
 from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, seal
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import replacing_folder
 
 if TYPE_CHECKING:
@@ -44,10 +44,9 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
             yield
     except pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        raise UserError(
-            f"checkpoint: {str(checkpoint)!r} asks for {asked[1] if asked else 'more than tensors'}, which no run has "
-            "written, and which may run a stranger's code; use a checkpoint of your own"
-        ) from error
+        asks = f"checkpoint: {str(checkpoint)!r} asks for {asked[1] if asked else 'more than tensors'}"
+        why = "which no run has written, and which may run a stranger's code"
+        raise UserError(f"{asks}, {why}; use a checkpoint of your own") from error
     finally:
         del os.environ[_ONLY_WEIGHTS]
         os.environ.update({name: value for name, value in before.items() if value is not None})
@@ -78,10 +77,8 @@ def write_universal(checkpoint: Path, output: Path) -> None:
     """
     shards = shards_of(checkpoint)
     if shards is None:
-        raise UserError(
-            f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; go on from it with "
-            f"--resume_from_checkpoint {checkpoint}"
-        )
+        remedy = f"go on from it with --resume_from_checkpoint {checkpoint}"
+        raise UserError(f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; {remedy}")
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
     with replacing_folder(output) as staged:
@@ -104,11 +101,9 @@ def expect_universal(trainer: Trainer) -> None:
 
     Raises `UserError` if the run does not use DeepSpeed.
     """
-    if not trainer.is_deepspeed_enabled:
-        raise UserError(
-            "resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: accelerate launch "
-            "--num_processes 1 with the config of before"
-        )
+    launch = "accelerate launch --num_processes 1 with the config of before"
+    needs = f"resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: {launch}"
+    refuse((not trainer.is_deepspeed_enabled, needs))
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
     trainer.add_callback(_GroupsAsBefore())

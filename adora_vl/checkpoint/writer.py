@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.checkpoint.store import MARK, STAGING, checkpoints, names_in, publish, rotate
 from adora_vl.checkpoint.written import WRITTEN, is_manifest, model_of_a_run, of_a_run, own_files, some
-from adora_vl.utils.errors import DiskFullError, RunError, UserError, lost_contact
+from adora_vl.utils.errors import DiskFullError, RunError, lost_contact, refuse
 from adora_vl.utils.files import disk_is_full, written_to
 
 if TYPE_CHECKING:
@@ -41,11 +41,9 @@ def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
         resumes = holds_a_run(output_dir) and begun(output_dir) and not overwrite
         replaced = model_of_a_run(output_dir) if resumes else None
         own = [*own_files(output_dir, replaced), *_own_hidden(output_dir)]
-    if own:
-        raise UserError(
-            f"output_dir: {str(output_dir)!r} holds {some(own)}, which no run is known to have written and this one "
-            "would write over or delete; choose another output_dir, or move what is yours away"
-        )
+    unknown = "which no run is known to have written and this one would write over or delete"
+    remedy = "choose another output_dir, or move what is yours away"
+    refuse((own, f"output_dir: {str(output_dir)!r} holds {some(own)}, {unknown}; {remedy}"))
 
 
 def _own_hidden(output_dir: Path) -> list[str]:
@@ -123,13 +121,12 @@ class CheckpointWriter:
                 rotate(self.output_dir, self.keep)
         except Exception as error:
             shutil.rmtree(staging / name, ignore_errors=True)
+            full, older = f"no space left on the disk of {str(self.output_dir)!r}", "older checkpoints are as they were"
             if disk_is_full(error):
-                raise DiskFullError(
-                    f"{name} could not be written (no space left on the disk of {str(self.output_dir)!r}); older "
-                    f"checkpoints are as they were; make room there, and {self.where_to_go_on()}"
-                ) from None
+                remedy = f"make room there, and {self.where_to_go_on()}"
+                raise DiskFullError(f"{name} could not be written ({full}); {older}; {remedy}") from None
             why = lost_contact(error) or error
-            raise RunError(f"{name} could not be written ({why}); older checkpoints are as they were") from error
+            raise RunError(f"{name} could not be written ({why}); {older}") from error
         finally:
             self.staging = None
         self.accelerator.wait_for_everyone()
@@ -145,8 +142,6 @@ class CheckpointWriter:
 
     def where_to_go_on(self) -> str:
         """The end of a message: where a new start of the same command begins."""
-        if self.saved_at is not None:
-            return f"the same command goes on from {_PREFIX}-{self.saved_at}"
-        if self.began_at is not None:
-            return f"the same command goes on from {self.began_at}"
-        return "there is no checkpoint yet: the same command starts at the first step"
+        at = self.began_at if self.saved_at is None else f"{_PREFIX}-{self.saved_at}"
+        none = "there is no checkpoint yet: the same command starts at the first step"
+        return none if at is None else f"the same command goes on from {at}"

@@ -93,7 +93,7 @@ def _write_notes(output_dir: Path, **notes: Any) -> None:
 
 def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
     """The files of a final model, each with what changes when it is written."""
-    tops = [path for path in of_a_run(output_dir) if any(fnmatchcase(path.name, pattern) for pattern in _MODEL)]
+    tops = [path for path in model_of_a_run(output_dir) if path.name != WRITTEN]
     files = [path for top in tops for path in _below(top) if not path.is_symlink()]
     states = {path.relative_to(output_dir).as_posix(): path.lstat() for path in files}
     return {name: (state.st_ino, state.st_mtime_ns, state.st_size) for name, state in states.items()}

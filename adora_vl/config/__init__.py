@@ -1,6 +1,4 @@
-"""The training config: its keys with the range of each, how they are read from YAML and the command line, and what is
-refused before a run starts.
-"""
+"""The training config: its keys and their ranges, how they are read, and what is refused before a run starts."""
 
 from __future__ import annotations
 

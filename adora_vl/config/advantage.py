@@ -13,18 +13,10 @@ from torch import Tensor
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, group_advantages
 from adora_vl.config.values import convert
+from adora_vl.utils import own_files
 from adora_vl.utils.cli import plain
-from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
-from adora_vl.utils.own_files import (
-    LOAD_TIMEOUT_S,
-    FromFile,
-    OverdueError,
-    deadline,
-    from_file,
-    is_function,
-    is_own,
-    own_name,
-)
+from adora_vl.utils.errors import UserError, did_you_mean, in_one_line, refuse
+from adora_vl.utils.own_files import FromFile, from_file, is_function, is_own, own_name
 
 KEEP = "keep_settings"  # beside a method's options: the keys of TRL that it must not set
 
@@ -45,10 +37,6 @@ class OwnFunction(Method):
         return self.function(groups, advantages_PG)
 
 
-def _is_method(value: object) -> bool:
-    return is_function(value) or (isinstance(value, type) and issubclass(value, Method))
-
-
 def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
     """The methods in `adora_method` with the options that it gives them, in order: ours, and FILE.py:NAME. Raises
     `UserError` for an unknown one, naming the nearest.
@@ -59,21 +47,23 @@ def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
             raise UserError(f"adora_method: {value} names a method twice")
         value = dict.fromkeys(names)
     for name, options in value.items():
-        if name not in METHODS and not is_own(str(name)):
-            if keys := KEYS_OF_TRL.get(str(name).lower()):
-                raise UserError(
-                    f"adora_method: {name} is in TRL's own keys; set {keys}, and adora_method: grpo or adora"
-                )
-            raise UserError(
-                f"adora_method: unknown method {name!r}, use one of {', '.join(METHODS)}{did_you_mean(name, METHODS)}"
-            )
-        if options is not None and not isinstance(options, Mapping):
-            raise UserError(f"adora_method.{own_name(name)}: {options!r:.60} is not a mapping of its options")
+        unknown, keys = name not in METHODS and not is_own(str(name)), KEYS_OF_TRL.get(str(name).lower())
+        meant = f"use one of {', '.join(METHODS)}{did_you_mean(str(name), METHODS)}"
+        refuse(
+            (unknown and keys,
+             f"adora_method: {name} is in TRL's own keys; set {keys}, and adora_method: grpo or adora"),
+            (unknown, f"adora_method: unknown method {name!r}, {meant}"),
+            (options is not None and not isinstance(options, Mapping),
+             f"adora_method.{own_name(str(name))}: {options!r:.60} is not a mapping of its options"),
+        )  # fmt: skip
     return {name: dict(options or {}) for name, options in value.items()}
 
 
 def _from_file(name: str) -> FromFile:
-    return from_file("adora_method", name, noun="method", fits=_is_method)
+    def is_method(value: object) -> bool:
+        return is_function(value) or (isinstance(value, type) and issubclass(value, Method))
+
+    return from_file("adora_method", name, noun="method", fits=is_method)
 
 
 def method_hashes(config: Any) -> dict[str, str]:
@@ -144,16 +134,13 @@ def method_run(config: Any) -> AdvantagePipeline:
 def check_method(config: Any) -> None:
     """Check that the other keys fit the methods, and try those of the user's. Raises `UserError`."""
     for name, method in chosen_methods(config).items():
-        if method.remakes and config.multi_objective_aggregation != "sum_then_normalize":
-            raise UserError(
-                f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one reward each"
-            )
         share = config.adora_extensions.noisy_rollouts.share
-        if method.reads_surprisal and share:
-            raise UserError(
-                f"adora_extensions.noisy_rollouts.share: {share} leaves {name}'s measure: entropy without "
-                "log-probabilities on the clean image; set measure: length, or the share to 0"
-            )
+        refuse(
+            (method.remakes and config.multi_objective_aggregation != "sum_then_normalize",
+             f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one reward each"),
+            (method.reads_surprisal and share, f"adora_extensions.noisy_rollouts.share: {share} leaves {name}'s "
+             "measure: entropy without log-probabilities on the clean image; set measure: length, or the share to 0"),
+        )  # fmt: skip
         try:
             method.check(config)
         except ValueError as error:  # its text begins with a key, or with an option
@@ -171,16 +158,13 @@ def _try(name: str, method: Method, config: Any) -> None:
     groups = Groups(rewards_PG, lengths_PG, lengths_PG < 0, surprisal_PG=lengths_PG)
     run, given_PG = AdvantagePipeline({name: method}), group_advantages(rewards_PG)
     try:
-        with deadline(LOAD_TIMEOUT_S):
+        with own_files.deadline(own_files.LOAD_TIMEOUT_S):
             made = method.apply(groups, given_PG.clone(), run)
             fits = isinstance(made, Tensor) and made.shape == given_PG.shape and bool(made.isfinite().all())
-    except (Exception, OverdueError) as error:
+    except (Exception, own_files.OverdueError) as error:
         raise UserError(f"adora_method: {name}, tried before the run: {in_one_line(error)}") from error
-    if not fits:
-        raise UserError(
-            f"adora_method: {name}, tried before the run: it returned {made!s:.60}, not finite advantages of shape "
-            f"{tuple(given_PG.shape)}"
-        )
+    shape = f"finite advantages of shape {tuple(given_PG.shape)}"
+    refuse((not fits, f"adora_method: {name}, tried before the run: it returned {made!s:.60}, not {shape}"))
 
 
 def method_needs(config: Any) -> list[str]:

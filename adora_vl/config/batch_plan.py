@@ -1,83 +1,40 @@
-"""The arithmetic of batches and groups, checked by the same code for a run and for every shipped config; and whether
-micro-batches keep groups together.
-"""
+"""The arithmetic of batches and groups, for runs and shipped configs; and whether micro-batches keep groups whole."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.keys import StepPart
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
+
+if TYPE_CHECKING:
+    from adora_vl.config.schema import AdoraGRPOConfig
 
 # Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo is not among them, because
 # it divides each micro-batch by its own number of tokens.
 REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "vespo"})
 
 
-class BatchKeys(Protocol):
-    """The keys that say how a run divides its generations."""
-
-    per_device_train_batch_size: int
-    num_generations: int
-    gradient_accumulation_steps: int
-    steps_per_generation: int
-    num_iterations: int
-    loss_type: str
-    top_entropy_quantile: float
-    adora_rollouts: RolloutOptions
-
-    def own(self, part: StepPart) -> bool: ...
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Sequences unless the name says otherwise."""
-
-    global_batch: int  # one micro-batch over all ranks
-    optimizer_batch: int  # one optimizer step
-    generation_batch: int  # sampled together
-    prompts_per_generation: int
-    cycle_micro_batches: int  # micro-batches from one generation to the next
-    gradient_accumulation_steps: int
-
-    @property
-    def updates_per_generation(self) -> float:
-        """Optimizer steps that learn from one generation."""
-        return self.cycle_micro_batches / self.gradient_accumulation_steps
-
-    def describe(self) -> str:
-        return (
-            f"{amount(self.prompts_per_generation, 'prompt')} per generation ({self.generation_batch} rollouts), "
-            f"{self.optimizer_batch} sequences an optimizer step in micro-batches of {self.global_batch} over all "
-            f"ranks, {self.updates_per_generation:g} optimizer step{'' if self.updates_per_generation == 1 else 's'} a "
-            "generation"
-        )
-
-
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a generation. Rows are the rollouts of one process."""
+    """The sizes of a generation. Rows are the rollouts of one process; batches are sequences over all of them."""
 
     rows: int  # per micro-batch: per_device_train_batch_size
     generations: int  # rollouts per prompt (G): num_generations
     steps: int  # micro-batches per generation: steps_per_generation
     iterations: int  # passes over each generation: num_iterations
     accumulated: int  # micro-batches per optimizer step: gradient_accumulation_steps
+    processes: int = 1
 
     @classmethod
-    def of(cls, config: BatchKeys) -> Shape:
-        """As the run's keys say."""
+    def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> Shape:
+        """As the run's keys say. `GRPOConfig` has by then filled in `steps_per_generation`."""
         return cls(
-            rows=config.per_device_train_batch_size,
-            generations=config.num_generations,
-            steps=config.steps_per_generation,
-            iterations=config.num_iterations,
-            accumulated=config.gradient_accumulation_steps,
-        )
+            config.per_device_train_batch_size, config.num_generations, config.steps_per_generation,
+            config.num_iterations, config.gradient_accumulation_steps, processes,
+        )  # fmt: skip
 
     @property
     def unit(self) -> int:
@@ -105,36 +62,54 @@ class Shape:
         """Whether one optimizer step learns from the whole generation."""
         return self.accumulated % self.cycle == 0
 
+    @property
+    def global_batch(self) -> int:
+        """One micro-batch over all ranks."""
+        return self.rows * self.processes
+
+    @property
+    def optimizer_batch(self) -> int:
+        return self.global_batch * self.accumulated
+
+    @property
+    def generation_batch(self) -> int:
+        return self.global_batch * self.steps
+
+    @property
+    def prompts_per_generation(self) -> int:
+        return self.generation_batch // self.generations
+
+    @property
+    def updates_per_generation(self) -> float:
+        """As `updates`, also below 1."""
+        return self.cycle / self.accumulated
+
+    def describe(self) -> str:
+        return (
+            f"{amount(self.prompts_per_generation, 'prompt')} per generation ({self.generation_batch} rollouts), "
+            f"{self.optimizer_batch} sequences an optimizer step in micro-batches of {self.global_batch} over all "
+            f"ranks, {self.updates_per_generation:g} optimizer step{'' if self.updates_per_generation == 1 else 's'} a "
+            "generation"
+        )
+
 
 def unit_size(rows: int, generations: int) -> int:
     """How many rows stay together: a whole group, or its largest part that fits evenly into micro-batches of `rows`."""
     return math.gcd(rows, generations)
 
 
-def batch_plan(config: BatchKeys, num_processes: int) -> BatchPlan:
-    """How a run divides its sequences, by TRL's rules. `GRPOConfig` has by then filled in `steps_per_generation`.
-
-    Raises `UserError` where a generation does not divide into whole groups.
-    """
-    global_batch = config.per_device_train_batch_size * num_processes
-    generation_batch = global_batch * config.steps_per_generation
-    if generation_batch % config.num_generations:
+def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
+    """How a run divides its sequences, by TRL's rules. Raises `UserError` where a generation has no whole groups."""
+    plan = Shape.of(config, processes)
+    if plan.generation_batch % plan.generations:
         raise UserError(
-            f"generation batch of {generation_batch} sequences does not divide into groups of num_generations: "
-            f"{config.num_generations}; make per_device_train_batch_size x processes x steps_per_generation a multiple "
-            "of it"
+            f"generation batch of {plan.generation_batch} sequences does not divide into groups of num_generations: "
+            f"{plan.generations}; make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
         )
-    return BatchPlan(
-        global_batch=global_batch,
-        optimizer_batch=global_batch * config.gradient_accumulation_steps,
-        generation_batch=generation_batch,
-        prompts_per_generation=generation_batch // config.num_generations,
-        cycle_micro_batches=config.steps_per_generation * config.num_iterations,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-    )
+    return plan
 
 
-def check_rows(plan: BatchPlan, rows: int) -> None:
+def check_rows(plan: Shape, rows: int) -> None:
     """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps in silence."""
     if rows < plan.prompts_per_generation:
         raise UserError(
@@ -143,13 +118,13 @@ def check_rows(plan: BatchPlan, rows: int) -> None:
         )
 
 
-def regroups(config: BatchKeys) -> bool:
+def regroups(config: AdoraGRPOConfig) -> bool:
     """Whether any key wants micro-batches of whole groups instead of TRL's shuffled rows."""
     shares = config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
     return shares or config.adora_rollouts.refill > 0 or config.adora_rollouts.replay > 0
 
 
-def regroup_obstacle(config: BatchKeys) -> str:
+def regroup_obstacle(config: AdoraGRPOConfig) -> str:
     """The setting, if any, that makes the loss depend on which rows share a micro-batch; otherwise empty."""
     if config.loss_type not in REGROUPABLE:
         return f"loss_type: {config.loss_type}"

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PretrainedConfig, Trainer, get_scheduler
+from transformers import GenerationConfig, PretrainedConfig, Trainer, get_scheduler
 
 from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
-from adora_vl.config.sampling import sampling_needs
-from adora_vl.config.schema import AdoraGRPOConfig
 from adora_vl.config.values import check_finite
 from adora_vl.utils.cli import spelled
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, did_you_mean, in_one_line, refuse
+
+if TYPE_CHECKING:
+    from adora_vl.config.schema import AdoraGRPOConfig
 
 ANY_LENGTH = 1000  # updates, where their number is not known; without a warmup in steps the curve is the same
 _NEED_A_MODEL = ("galore", "apollo", "lomo", "adalomo")  # optimizers that cannot be tried without one
 
 
 def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
-    """Raise `UserError` for the first thing in the keys alone that cannot work. `trl_evaluates`: on a data set that
-    Python gave.
-    """
+    """Raise `UserError` for the first fault of the keys alone. `trl_evaluates`: on a data set that Python gave."""
     _check_unsupported(config)
     if not trl_evaluates:
         _check_evaluation(config)
@@ -46,72 +45,63 @@ def check_extensions(config: Any, model_config: PretrainedConfig | None = None) 
 
 def _check_unsupported(config: AdoraGRPOConfig) -> None:
     """Refuse the keys of TRL that a run would ignore, or would fail on late."""
-    if config.trust_remote_code or dict(config.model_init_kwargs or {}).get("trust_remote_code"):
-        raise UserError("trust_remote_code: true: code that comes with a model is not run here; set it to false")
-    paged = config.use_transformers_continuous_batching or config.use_transformers_paged
-    for key, holds, why in (
-        ("use_transformers_continuous_batching", paged, "is not supported; set use_vllm: true instead"),
-        ("torch_compile", config.torch_compile, "would compile again for nearly every micro-batch, as each has another "
-         "length; leave it out"),
-        ("remove_unused_columns", config.remove_unused_columns, "takes the columns away that the rewards read; leave "
-         "it out"),
-        ("sync_ref_model", config.sync_ref_model and not config.beta, "with beta: 0 has no reference model; set beta "
-         "above 0, or leave it out"),
-    ):  # fmt: skip
-        if holds:
-            raise UserError(f"{key}: true {why}")
+    refuse(
+        (config.trust_remote_code or dict(config.model_init_kwargs or {}).get("trust_remote_code"),
+         "trust_remote_code: true: code that comes with a model is not run here; set it to false"),
+        (config.use_transformers_continuous_batching or config.use_transformers_paged,
+         "use_transformers_continuous_batching: true is not supported; set use_vllm: true instead"),
+        (config.torch_compile, "torch_compile: true would compile again for nearly every micro-batch, as each has "
+         "another length; leave it out"),
+        (config.remove_unused_columns, "remove_unused_columns: true takes the columns away that the rewards read; "
+         "leave it out"),
+        (config.sync_ref_model and not config.beta, "sync_ref_model: true with beta: 0 has no reference model; set "
+         "beta above 0, or leave it out"),
+    )  # fmt: skip
 
 
 def _check_evaluation(config: AdoraGRPOConfig) -> None:
-    strategy = spelled(config.eval_strategy)
+    strategy, steps = spelled(config.eval_strategy), config.eval_steps
     if strategy == "no":
         return
-    if strategy != "steps":
-        raise UserError(f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no")
-    if not config.use_vllm or config.vllm_mode != "colocate" or config.vllm_tensor_parallel_size > 1:
-        raise UserError(
-            "eval_strategy: steps needs use_vllm: true, vllm_mode: colocate and vllm_tensor_parallel_size: 1; else set "
-            "it to no and evaluate checkpoints with `python -m eval.geometry3k`"
-        )
-    if not config.eval_steps or config.eval_steps != int(config.eval_steps):  # null: logging_steps
-        raise UserError(f"eval_steps: {config.eval_steps} must be a whole number of optimizer steps")
+    colocated = config.use_vllm and config.vllm_mode == "colocate" and config.vllm_tensor_parallel_size == 1
+    refuse(
+        (strategy != "steps", f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no"),
+        (not colocated, "eval_strategy: steps needs use_vllm: true, vllm_mode: colocate and vllm_tensor_parallel_size: "
+         "1; else set it to no and evaluate checkpoints with `python -m eval.geometry3k`"),
+        (not steps or steps != int(steps),  # null: logging_steps
+         f"eval_steps: {steps} must be a whole number of optimizer steps"),
+    )  # fmt: skip
 
 
 def _check_rollouts(config: AdoraGRPOConfig) -> None:
     unguarded = config.use_vllm and not config.vllm_importance_sampling_correction
-    if unguarded and config.adora_max_drift is not None:
-        raise UserError(
-            "vllm_importance_sampling_correction: false leaves the drift guard nothing to measure; set it to true, or "
-            "adora_max_drift: null to train unguarded"
-        )
+    refuse(
+        (unguarded and config.adora_max_drift is not None, "vllm_importance_sampling_correction: false leaves the "
+         "drift guard nothing to measure; set it to true, or adora_max_drift: null to train unguarded"),
+    )  # fmt: skip
     check_servers(config)
     check_budget(config)
     check_async(config)
     check_filling(config)
-    if config.truncated_at is not None and config.truncated_at > config.max_completion_length:
-        raise UserError(
-            f"adora_truncated: {config.truncated_at} is above max_completion_length: "
-            f"{config.max_completion_length}, no rollout would ever count as truncated; remove it to derive it"
-        )
-    limit = config.vllm_max_model_length
-    if config.use_vllm and limit is not None and limit <= config.max_completion_length:
-        raise UserError(
-            f"vllm_max_model_length: {limit} leaves no room for a prompt beside max_completion_length: "
-            f"{config.max_completion_length}"
-        )
+    limit, longest = config.vllm_max_model_length, config.max_completion_length
+    refuse(
+        (config.truncated_at is not None and config.truncated_at > longest,
+         f"adora_truncated: {config.truncated_at} is above max_completion_length: {longest}, no rollout would ever "
+         "count as truncated; remove it to derive it"),
+        (config.use_vllm and limit is not None and limit <= longest,
+         f"vllm_max_model_length: {limit} leaves no room for a prompt beside max_completion_length: {longest}"),
+    )  # fmt: skip
 
 
 def check_servers(config: Any) -> None:
     """Raises `UserError` for weights that could not reach the servers of a run by NCCL."""
     if not config.use_vllm or config.vllm_mode != "server" or config.adora_weight_transfer != "nccl":
         return
-    if config.use_cpu:
-        raise UserError("adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true; set it to file")
-    if "," in (config.vllm_server_base_url or ""):
-        raise UserError(
-            f"vllm_server_base_url: {config.vllm_server_base_url} names several servers, which NCCL does not reach; "
-            "set adora_weight_transfer: file"
-        )
+    refuse(
+        (config.use_cpu, "adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true; set it to file"),
+        ("," in (config.vllm_server_base_url or ""), f"vllm_server_base_url: {config.vllm_server_base_url} names "
+         "several servers, which NCCL does not reach; set adora_weight_transfer: file"),
+    )  # fmt: skip
 
 
 def check_filling(config: Any) -> None:
@@ -121,11 +111,11 @@ def check_filling(config: Any) -> None:
         if not (count := getattr(config.adora_rollouts, name)):
             continue
         key, replays = f"adora_rollouts.{name}: {count}", name == "replay"
-        if rows % config.num_generations:
-            raise UserError(
-                f"{key} needs whole groups on every process, but one samples {rows} rollouts at a time and "
-                f"num_generations is {config.num_generations}; make per_device_train_batch_size a multiple of it"
-            )
+        refuse(
+            (rows % config.num_generations, f"{key} needs whole groups on every process, but one samples {rows} "
+             f"rollouts at a time and num_generations is {config.num_generations}; make per_device_train_batch_size a "
+             "multiple of it"),
+        )  # fmt: skip
         _refuse_beside(
             key,
             (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"),
@@ -171,19 +161,16 @@ def check_budget(config: Any) -> None:
         (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
     )
     mode = config.vllm_importance_sampling_mode
-    if mode.startswith("sequence"):
-        raise UserError(
-            f"{key} learns less from an answer the longer it is where the ratio to the earlier weights is one for the "
-            f"whole answer (vllm_importance_sampling_mode: {mode}, TRL's default is sequence_mask); set "
-            "vllm_importance_sampling_mode: token_truncate"
-        )
+    refuse(
+        (mode.startswith("sequence"), f"{key} learns less from an answer the longer it is where the ratio to the "
+         f"earlier weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's default is "
+         "sequence_mask); set vllm_importance_sampling_mode: token_truncate"),
+    )  # fmt: skip
 
 
 def _refuse_beside(key: str, *others: tuple[object, str]) -> None:
     """Raise `UserError` for the first of `others` that holds: it does not go with `key`."""
-    reason = next((reason for holds, reason in others if holds), None)
-    if reason is not None:
-        raise UserError(f"{key} does not go with {reason}; leave out one of the two")
+    refuse(*((holds, f"{key} does not go with {reason}; leave out one of the two") for holds, reason in others))
 
 
 def check_async(config: Any) -> None:
@@ -203,6 +190,73 @@ def check_async(config: Any) -> None:
         (config.dataloader_num_workers, f"dataloader_num_workers: {config.dataloader_num_workers}"),
         (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
     )
+
+
+COOLEST = 0.01  # vLLM samples at no lower temperature, and takes 0 for the likeliest token
+# Parameters of vLLM and of Transformers that a key says, by that key
+_KEYS = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")},
+    **dict.fromkeys(("max_tokens", "max_new_tokens", "max_length"), "max_completion_length"),
+    **dict.fromkeys(("n", "num_return_sequences"), "num_generations"),
+    "cache_implementation": "cache_implementation",
+}
+# Those that the trainer sets, since it reads what comes of them, or takes another way of sampling for granted
+_OWN = {
+    "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids",
+    "flat_logprobs", "output_kind", "stream_interval", "skip_clone", "trace_decode_token_ids", "do_sample", "num_beams",
+    "pad_token_id", "bos_token_id", "eos_token_id", "return_dict_in_generate", "output_scores", "output_logits",
+    "output_attentions", "output_hidden_states", "stop_strings", "disable_compile",
+}  # fmt: skip
+# They move probability between the tokens that are left, as a temperature does; a ban or a filter takes tokens away
+_SHIFTS = {"presence_penalty", "frequency_penalty", "logit_bias", "thinking_token_budget", "extra_args"}
+_FILTERS = {"allowed_token_ids", "bad_words", "structured_outputs", "min_tokens"}
+_EVERY = GenerationConfig()
+
+
+def engine_scores_raw(temperature: float, repetition_penalty: float, further: Mapping[str, Any]) -> bool:
+    """Whether the engine can be asked for log-probabilities before filters and bans, as the trainer computes them: not
+    where temperature or penalties have changed what it samples from. `further`: `generation_kwargs`.
+    """
+    return (temperature, repetition_penalty) == (1.0, 1.0) and not _SHIFTS & {*further}
+
+
+def check_sampling_keys(config: Any) -> None:
+    """Raise `UserError` for `generation_kwargs` beside a key, and for sampling that the trainer cannot account for."""
+    given = dict(config.generation_kwargs or {})
+    for name, value in given.items():
+        meant = did_you_mean(name, [known for known in vars(_EVERY) if not known.startswith("_")])
+        refuse(
+            (name in _KEYS, f"generation_kwargs: {name}: {value} is what the key {_KEYS.get(name)} says; set that one"),
+            (name in _OWN, f"generation_kwargs: {name}: {value} is for the trainer to set; leave it out"),
+            (not config.use_vllm and not hasattr(_EVERY, name),
+             f"generation_kwargs: {name}: {value} is nothing that Transformers knows{meant}; leave it out"),
+        )  # fmt: skip
+    lost, mode = sampling_needs(config), config.vllm_importance_sampling_mode
+    refuse(
+        ("structured_outputs" in given and config.vllm_structured_outputs_regex,
+         "generation_kwargs: structured_outputs contradicts vllm_structured_outputs_regex; leave out one"),
+        (config.use_vllm and config.temperature < COOLEST, f"temperature: {config.temperature:g} is below {COOLEST}: "
+         f"vLLM would sample at another one than the trainer computes with; set {COOLEST} or more"),
+        (lost and mode.startswith("sequence"), f"{''.join(lost)}, and vllm_importance_sampling_mode: {mode} multiplies "
+         "this over a whole answer; set it to token_truncate, or sample at temperature: 1.0 without penalties"),
+    )  # fmt: skip
+
+
+def sampling_needs(config: Any) -> list[str]:
+    """What the ratio to the engine lacks, for the first lines of the run: no line or one."""
+    given = dict(config.generation_kwargs or {})
+    raw = not config.use_vllm or engine_scores_raw(config.temperature, config.repetition_penalty, given)
+    if raw or not config.vllm_importance_sampling_correction:
+        return []
+    filters = {
+        f"top_p: {config.top_p}": config.top_p < 1,
+        f"top_k: {config.top_k}": (config.top_k or 0) > 0,
+        f"min_p: {config.min_p}": bool(config.min_p),
+        "vllm_structured_outputs_regex": bool(config.vllm_structured_outputs_regex),
+        **{f"generation_kwargs: {name}": name in given for name in sorted(_FILTERS)},
+    }
+    lacks = "with another temperature than 1, or a penalty: each token's ratio to the engine lacks the share that"
+    return [f"{name} {lacks} was cut off" for name, on in filters.items() if on][:1]
 
 
 def schedule_of(config: Any, updates: int) -> Any:
@@ -262,21 +316,16 @@ def check_schedule(config: Any) -> None:
 
 def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
     """Raise `UserError` for what several machines, or one process, cannot do. `processes`: of all machines together."""
-    if config.fsdp and processes == 1:
-        raise UserError(f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate launch")
-    if machines == 1:
-        return
-    if config.save_on_each_node:
-        raise UserError(
-            "save_on_each_node: true is not supported, because a checkpoint is one folder into which all machines "
-            "write; leave it out, and choose an output_dir on a disk that they share"
-        )
     parts, local = config.vllm_tensor_parallel_size, processes // machines
-    if config.use_vllm and config.vllm_mode == "colocate" and local % parts:
-        raise UserError(
-            f"vllm_tensor_parallel_size: {parts} does not divide the {local} processes of one machine; an engine lies "
-            "on one machine"
-        )
+    several, divided = machines > 1, config.use_vllm and config.vllm_mode == "colocate"
+    refuse(
+        (config.fsdp and processes == 1,
+         f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate launch"),
+        (several and config.save_on_each_node, "save_on_each_node: true is not supported, because a checkpoint is one "
+         "folder into which all machines write; leave it out, and choose an output_dir on a disk that they share"),
+        (several and divided and local % parts, f"vllm_tensor_parallel_size: {parts} does not divide the {local} "
+         "processes of one machine; an engine lies on one machine"),
+    )  # fmt: skip
 
 
 def check_tensor_parallel(config: AdoraGRPOConfig, model_config: PretrainedConfig, processes: int) -> None:
@@ -286,18 +335,16 @@ def check_tensor_parallel(config: AdoraGRPOConfig, model_config: PretrainedConfi
         return
     text, vision = model_config.get_text_config(), getattr(model_config, "vision_config", None)
     keys = getattr(text, "num_key_value_heads", None) or parts
-    for number, things in (
-        (processes, "processes"),
-        (text.num_attention_heads, "attention heads of the model"),
-        (keys if parts % keys else parts, "key-value heads of the model"),  # vLLM copies them if they are fewer
-        (getattr(vision, "num_heads", parts), "attention heads of its vision tower"),
-        (getattr(vision, "intermediate_size", parts), "columns of its vision tower's MLP"),
-    ):
-        if number % parts:
-            raise UserError(
-                f"vllm_tensor_parallel_size: {parts} does not divide the {number} {things}; an engine is divided into "
-                "equal parts, one per process"
-            )
+    of_parts = f"vllm_tensor_parallel_size: {parts} does not divide the "
+    refuse(*((number % parts, f"{of_parts}{number} {things}; an engine is divided into equal parts, one per process")
+        for number, things in (
+            (processes, "processes"),
+            (text.num_attention_heads, "attention heads of the model"),
+            (keys if parts % keys else parts, "key-value heads of the model"),  # vLLM copies them if they are fewer
+            (getattr(vision, "num_heads", parts), "attention heads of its vision tower"),
+            (getattr(vision, "intermediate_size", parts), "columns of its vision tower's MLP"),
+        )
+    ))  # fmt: skip
 
 
 _TURNS = ("tools", "environment_factory", "rollout_func")  # arguments of TRL's trainer
@@ -308,12 +355,8 @@ def refuse_turns(given: Mapping[str, Any]) -> None:
 
     Its loop over the turns would ask with the seeds of the first one again, and without the images.
     """
-    key = next((key for key in _TURNS if given.get(key)), None)
-    if key is not None:
-        raise UserError(
-            f"{key}: rollouts of several turns are not supported, because seeds and images are given to the first one "
-            f"alone; leave {key} out, or use trl.GRPOTrainer"
-        )
+    refuse(*((given.get(key), f"{key}: rollouts of several turns are not supported, because seeds and images are given "
+              f"to the first one alone; leave {key} out, or use trl.GRPOTrainer") for key in _TURNS))  # fmt: skip
 
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:

@@ -15,7 +15,7 @@ from pydantic import Field
 from adora_vl.config.blocks import ExtensionOptions, RolloutOptions, key
 from adora_vl.config.values import Name, check_fields
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, SYSTEM_PROMPTS, template
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.errors import UserError, did_you_mean, refuse
 
 _Eos = Annotated[str, Field(pattern="^eos$", description="eos")]
 _Folder = Annotated[str, Field(pattern="/", description="a folder, with a / in its name")]
@@ -81,15 +81,14 @@ class AdoraScriptArguments:
     def __post_init__(self) -> None:
         """Raises `UserError`. The system prompt becomes the text that it stands for."""
         check_fields(self)
-        if self.adora_columns == {}:
-            raise UserError("adora_columns: {} is empty; write such as {problem: question, answer: label}")
+        empty = "adora_columns: {} is empty; write such as {problem: question, answer: label}"
+        refuse((self.adora_columns == {}, empty))
         _check_mixture(self.dataset_name, self.adora_mixture)
         if self.adora_prompt is not None:
             template(self.adora_prompt)
         self.adora_system_prompt = _prompt_of(self.adora_system_prompt)
         token = next((token for token in CONTROL_TOKENS if token in (self.adora_system_prompt or "")), None)
-        if token is not None:
-            raise UserError(f"adora_system_prompt: it has the model's own token {token}; remove it from the text")
+        refuse((token, f"adora_system_prompt: it has the model's own token {token}; remove it from the text"))
 
 
 @dataclass
@@ -200,19 +199,15 @@ class AdoraKeys:
 
 
 def _check_mixture(names: list[str], weights: list[float] | None) -> None:
-    if not names:
-        raise UserError("dataset_name: [] is empty; name a data set")
     double = next((name for number, name in enumerate(names) if name in names[:number]), None)
-    if double is not None:
-        raise UserError(f"dataset_name: {double!r} is given twice; name each data set once")
-    if weights is not None and len(weights) != len(names):
-        raise UserError(
-            f"adora_mixture: {weights} has {len(weights)} values for the {len(names)} of dataset_name: {names}"
-        )
-    if weights is not None and abs(sum(weights) - 1) > _ROUNDING:
-        raise UserError(
-            f"adora_mixture: {weights} sum to {sum(weights):g}; write shares that sum to 1, such as [0.7, 0.3]"
-        )
+    refuse(
+        (not names, "dataset_name: [] is empty; name a data set"),
+        (double is not None, f"dataset_name: {double!r} is given twice; name each data set once"),
+        (weights is not None and len(weights) != len(names),
+         f"adora_mixture: {weights} has {len(weights or ())} values for the {len(names)} of dataset_name: {names}"),
+        (weights is not None and abs(sum(weights) - 1) > _ROUNDING,
+         f"adora_mixture: {weights} sum to {sum(weights or ()):g}; write shares that sum to 1, such as [0.7, 0.3]"),
+    )  # fmt: skip
 
 
 def _prompt_of(value: str | None) -> str | None:
@@ -226,10 +221,9 @@ def _prompt_of(value: str | None) -> str | None:
         text = content.decode("utf-8-sig").strip()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
-        raise UserError(
-            f"adora_system_prompt: {value!r} is not one of {', '.join(SYSTEM_PROMPTS)}, nor a UTF-8 text that can be "
-            f"read ({reason}), nor a text of more than one word{did_you_mean(value, SYSTEM_PROMPTS)}"
-        ) from error
-    if not text or len(content) > _LARGEST_PROMPT:
-        raise UserError(f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt in it")
+        known = f"is not one of {', '.join(SYSTEM_PROMPTS)}, nor a UTF-8 text that can be read ({reason})"
+        near = did_you_mean(value, SYSTEM_PROMPTS)
+        raise UserError(f"adora_system_prompt: {value!r} {known}, nor a text of more than one word{near}") from error
+    wrong = not text or len(content) > _LARGEST_PROMPT
+    refuse((wrong, f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt in it"))
     return text

@@ -18,7 +18,7 @@ from adora_vl.config.key_list import Key, read_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments, StepPart
 from adora_vl.config.values import RANGES, Read, convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, truth, yaml_line, yaml_value
-from adora_vl.utils.errors import UserError, nearest
+from adora_vl.utils.errors import UserError, nearest, refuse
 from adora_vl.utils.own_files import look_beside
 
 # What became of keys that earlier configs have.
@@ -35,6 +35,25 @@ LEAVE_OUT: Any = object()  # a value that is what the new key does by itself
 def _listed(word: str, when: bool) -> Callable[[Any], Any]:
     """A switch that is now a word in a list."""
     return lambda value: [word] if truth(value) is when else LEAVE_OUT
+
+
+def _mode(mode: Any) -> Any:
+    if mode in (False, "off"):
+        return "grpo"
+    return LEAVE_OUT if mode == "attenuation" else {"adora": {"mode": mode}}
+
+
+def _listed_options(options: Any) -> Any:
+    return [{name: given} for name, given in options.items()] if isinstance(options, Mapping) else [str(options)]
+
+
+def _with_owner(options: Any) -> Any:
+    """The options below the method that has them; ADORA, if none has all."""
+    from adora_vl.advantage import METHODS
+
+    named = {*options} - {"keep_settings"} if isinstance(options, Mapping) else set()
+    having = (name for name, method in METHODS.items() if named <= {each.name for each in fields(method)})
+    return {next(having, "adora") if named else "adora": options}
 
 
 # Old key -> the new one, and what its value is there; None: the same value.
@@ -70,35 +89,16 @@ MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
         for name in ("factor", "criteria", "combine", "tau", "empty_wrong", "ties", "no_correct")
     },
     "adora_difficulty_needs_correct": ("adora_method.adora.needs_correct", None),
-    "adora_reward_options": ("adora_reward", lambda options: _listed_options(options)),
+    "adora_reward_options": ("adora_reward", _listed_options),
     "adora_rounding": ("adora_reward", lambda rounds: [{"adora": {"rounding": True}}] if truth(rounds) else LEAVE_OUT),
-    "adora_mode": ("adora_method", lambda mode: _mode(mode)),
-    "adora_method_options": ("adora_method", lambda options: _with_owner(options)),
+    "adora_mode": ("adora_method", _mode),
+    "adora_method_options": ("adora_method", _with_owner),
 }
 # What the training command takes beside the keys, for a word that is meant as one of them.
 OPTIONS = ("config", "dry-run", "card-gib", "processes", "accelerate-config", "write-config", "help", "help-all")
 # Options of ADORA by which groups are judged, also for the log alone.
 _JUDGES = frozenset({"criteria", "combine", "tau", "empty_wrong", "ties", "no_correct", "needs_correct"})
 T = TypeVar("T")
-
-
-def _mode(mode: Any) -> Any:
-    if mode in (False, "off"):
-        return "grpo"
-    return LEAVE_OUT if mode == "attenuation" else {"adora": {"mode": mode}}
-
-
-def _listed_options(options: Any) -> Any:
-    return [{name: given} for name, given in options.items()] if isinstance(options, Mapping) else [str(options)]
-
-
-def _with_owner(options: Any) -> Any:
-    """The options below the method that has them; ADORA, if none has all."""
-    from adora_vl.advantage import METHODS
-
-    named = {*options} - {"keep_settings"} if isinstance(options, Mapping) else set()
-    having = (name for name, method in METHODS.items() if named <= {each.name for each in fields(method)})
-    return {next(having, "adora") if named else "adora": options}
 
 
 class Words(list[str]):
@@ -127,9 +127,7 @@ class Given:
         return value
 
     def build(self, kind: type[T]) -> T:
-        """The dataclass with what was given for its keys. Raises `UserError`; where TRL or Transformers refuse it, with
-        their own words in one line.
-        """
+        """The dataclass with the given keys. Raises `UserError`, also with the one line of TRL or Transformers."""
         keys: Any = kind
         found: dict[str, Any] = {
             key: self.read(key, hint) for key, hint in declared(keys).items() if key in self.values
@@ -155,11 +153,9 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
     """
     known, spoken = read_keys(), _by_key(arguments)
     names = [words for key, words in spoken if key == "config"]
-    if len(names) > 1:
-        raise UserError("--config: given twice; name one file, and other keys on the command line")
-    if names and len(names[0]) != 1:
-        refuse_stray(names[0][1:])
-        raise UserError("--config: expected the path of a YAML file after it")
+    refuse((len(names) > 1, "--config: given twice; name one file, and other keys on the command line"))
+    refuse_stray(names[0][1:] if names else [])
+    refuse((names and not names[0], "--config: expected the path of a YAML file after it"))
     file = recipe(names[0][0]) if names else None
     look_beside(file)
     values = read_file(file) if file else {}
@@ -173,11 +169,8 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
         given.read(key, hints[key])
     if "output_dir" in values:
         check_output_dir(values["output_dir"].value)
-    if whole and "model_name_or_path" not in values:
-        raise UserError(
-            "model_name_or_path: not set; name a file with --config FILE.yaml, or a model folder, a hub id or 'tiny' "
-            "(`python -m adora_vl.train --help`)"
-        )
+    refuse((whole and "model_name_or_path" not in values, "model_name_or_path: not set; name a file with --config "
+            "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"))  # fmt: skip
     return given
 
 
@@ -194,11 +187,8 @@ def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a config file, its keys checked. Raises `UserError` naming the file."""
     content = read_mapping("--config", path)
     for key, (trainer, command) in OTHERS.items():
-        if key in content:
-            raise UserError(
-                f"--config: {str(path)!r} is a config of {trainer}; `python -m adora_vl.migrate {command} {path}` "
-                "writes one of ours"
-            )
+        ours = f"`python -m adora_vl.migrate {command} {path}` writes one of ours"
+        refuse((key in content, f"--config: {str(path)!r} is a config of {trainer}; {ours}"))
     for key, value in content.items():
         if key != "env":
             _check_key(key, value, str(path), read_keys())
@@ -207,24 +197,23 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def check_output_dir(value: Any) -> None:
     """Raise `UserError` for a place that nobody means: null would be a folder of Transformers' choice."""
-    if is_null(value):
-        raise UserError("output_dir: null is no folder; name one for this run, such as runs/first")
-    if isinstance(value, str) and value.strip() and Path(value).resolve() == Path(Path(value).resolve().anchor):
-        raise UserError(f"output_dir: {value!r} is the root of the file system; name a folder for this run")
+    refuse((is_null(value), "output_dir: null is no folder; name one for this run, such as runs/first"))
+    root = isinstance(value, str) and value.strip() and Path(value).resolve() == Path(Path(value).resolve().anchor)
+    refuse((root, f"output_dir: {value!r} is the root of the file system; name a folder for this run"))
 
 
 def refuse_stray(words: Sequence[str]) -> None:
     """Raise `UserError` for the first of these words, which belong to no key."""
-    if words:
-        raise UserError(f"command line: {words[0]!r} belongs to no key; write --config FILE.yaml, or --key value")
+    refuse(
+        *((1, f"command line: {word!r} belongs to no key; write --config FILE.yaml, or --key value") for word in words)
+    )
 
 
 def refuse_old(key: str, value: Any, where: str) -> None:
     """Raise `UserError` for a key of earlier configs, with what to write now. `where`: the file or the caller, else
     `command line`, whose words are in dashes.
     """
-    if key in REMOVED:
-        raise UserError(f"{where}: the key '{key}' was removed; {REMOVED[key]}")
+    refuse((key in REMOVED, f"{where}: the key '{key}' was removed; {REMOVED.get(key)}"))
     if key not in MOVED:
         return
     path, change = MOVED[key]

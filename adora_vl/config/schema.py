@@ -10,12 +10,12 @@ from transformers.utils import is_torch_bf16_gpu_available, is_torch_cuda_availa
 from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config.advantage import settle_methods
+from adora_vl.config.checks import check_sampling_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.reading import Given, read, refuse_old
-from adora_vl.config.sampling import check_sampling_keys
 from adora_vl.config.values import check_fields
 from adora_vl.utils.cli import plain, spelled
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.hidden import HIDDEN, masked
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
@@ -35,7 +35,12 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         """Raises `UserError` for our checks, and `ValueError` for those of TRL."""
         check_fields(self, GRPOConfig)
         check_device(self)
-        self._refuse_best()
+        # The best of many evaluations on one set is a choice on that set, and Transformers' evaluation is not ours.
+        instead = "keep checkpoints with save_total_limit: null and `python -m adora_vl.export OUT/checkpoint-N BEST`"
+        refuse(
+            (self.load_best_model_at_end, f"load_best_model_at_end: true is not supported; {instead}"),
+            (spelled(self.save_strategy) == "best", f"save_strategy: best is not supported; {instead}"),
+        )
         self.method_notes = settle_methods(self)
         given = vars(self).get("generation_batch_size"), vars(self).get("steps_per_generation")
         groups: Any = vars(self).get("num_generations_eval")
@@ -52,20 +57,8 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         for key in ("hub_token", "model_init_kwargs", "vllm_server_base_url"):
             value = getattr(self, key)
             if HIDDEN in (value, *(value.values() if isinstance(value, dict) else ())) or f"//{HIDDEN}@" in str(value):
-                raise UserError(
-                    f"{key}: '{HIDDEN}' stands for a secret that was left out of a printed command; write it, or log "
-                    "in with `hf auth login` for the hub"
-                )
-
-    def _refuse_best(self) -> None:
-        """The best of many evaluations on one set is a choice on that set, and Transformers' evaluation is not ours."""
-        best = "save_strategy: best" if spelled(self.save_strategy) == "best" else ""
-        key = "load_best_model_at_end: true" if self.load_best_model_at_end else best
-        if key:
-            raise UserError(
-                f"{key} is not supported; keep checkpoints with save_total_limit: null and take one with `python -m "
-                "adora_vl.export OUT/checkpoint-N BEST`"
-            )
+                left_out = f"{key}: '{HIDDEN}' stands for a secret that was left out of a printed command"
+                raise UserError(f"{left_out}; write it, or log in with `hf auth login` for the hub")
 
     def _check_groups(self, batch: int | None, steps: int | None) -> None:
         """Raise `UserError` in the user's own keys, where TRL's words have a number that is made of them.

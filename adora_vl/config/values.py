@@ -9,7 +9,7 @@ everywhere.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -107,7 +107,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     """
     kinds, names = {_kind(arm) for arm in _arms(hint)}, _names(hint)
     word = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
-    if is_null(word) or (NoneType in kinds and _is_none(key, word) and "none" not in names):
+    may_be_none = NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD  # which many write for null
+    if is_null(word) or (may_be_none and isinstance(word, str) and word.strip().lower() == "none"):
         if NoneType not in kinds:
             _refuse(key, None, hint)
         return _NULL_IS.get(key)
@@ -219,15 +220,8 @@ def check_finite(key: str, value: Any) -> None:
     if isinstance(value, Mapping | list):
         for name, inside in value.items() if isinstance(value, Mapping) else enumerate(value):
             check_finite(f"{key}: {name}", inside)
-    elif isinstance(value, float | int) and not _is_finite(value):
+    elif isinstance(value, float | int) and not abs(value) <= sys.float_info.max:  # NaN too
         raise UserError(f"{key}: {_in_words(value)} is not a finite number")
-
-
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # a whole number beyond every float
-        return False
 
 
 def _with_names(hint: Any, choices: Any = None) -> Any:
@@ -266,11 +260,6 @@ def _names(hint: Any) -> list[str]:
 def _entry(hint: Any) -> Any:
     """What each entry of a list takes."""
     return _with_names(next(get_args(arm)[0] for arm in _arms(hint) if _kind(arm) is list))
-
-
-def _is_none(key: str, value: Any) -> bool:
-    """Whether it is the word none, which many write for null."""
-    return isinstance(value, str) and value.strip().lower() == "none" and key not in _NONE_IS_A_WORD
 
 
 def _read(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
@@ -371,14 +360,5 @@ def _described(arm: Any) -> str:
 
 def _in_words(value: Any) -> str:
     """The value as a person writes it, in one line: null for None, numbers without quotes, other text with them."""
-    if isinstance(value, str) and _is_number(value):
-        return shown(value.strip(), _SHOWN).strip("'")
-    return shown(value, _SHOWN)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    is_number = isinstance(value, str) and not isinstance(_number(value, whole=False), str)
+    return shown(value.strip(), _SHOWN).strip("'") if is_number else shown(value, _SHOWN)

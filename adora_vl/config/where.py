@@ -1,18 +1,17 @@
 """Where a run takes place, or would: how it is spread over GPUs, by an accelerate config or by the environment of
-`accelerate launch`, and what of this machine counts for it.
+`accelerate launch`, what of this machine counts for it, and the flags of a dry run, which TRL's parser does not see.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.utils.cli import read_mapping
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.cli import Parser, number, path, read_mapping, whole
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.launch import SEVERAL
 
 _FSDP = (
@@ -62,43 +61,86 @@ def from_file(path: str | Path, processes: int | None = None, machines: int | No
 
     Raises `UserError` for a file that is none, for FSDP, and for one that several machines cannot start from.
     """
-    content = read_mapping("--accelerate-config", Path(path))
-    if "num_processes" not in content:
-        raise UserError(f"--accelerate-config: {str(path)!r} is no accelerate config (no num_processes)")
+    content, where = read_mapping("--accelerate-config", Path(path)), f"--accelerate-config: {str(path)!r}"
+    refuse(("num_processes" not in content, f"{where} is no accelerate config (no num_processes)"))
     in_file = _whole("num_machines", content.get("num_machines") or 1, 1, path)
     machines = machines or in_file
     number = processes or _whole("num_processes", content["num_processes"], 1, path) // in_file * machines
     spread_over(number, machines)
-    kind = str(content.get("distributed_type", "NO")).upper()
-    if kind == "FSDP":
-        raise UserError(f"--accelerate-config: {str(path)!r} asks for FSDP; {_FSDP}")
-    if kind == "NO" and number > 1:
-        raise UserError(
-            f"--accelerate-config: {str(path)!r} has distributed_type: 'NO', with which accelerate starts one process, "
-            f"and not {number}; {SEVERAL}"
-        )
-    deepspeed = content.get("deepspeed_config") or {}
-    if not isinstance(deepspeed, dict):
-        raise UserError(f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a mapping")
-    if in_file > 1:
-        _check_start(path, content, kind, deepspeed)
+    kind, deepspeed = str(content.get("distributed_type", "NO")).upper(), content.get("deepspeed_config") or {}
+    refuse(
+        (kind == "FSDP", f"{where} asks for FSDP; {_FSDP}"),
+        (kind == "NO" and number > 1, f"{where} has distributed_type: 'NO', with which accelerate starts one process, "
+         f"and not {number}; {SEVERAL}"),
+        (not isinstance(deepspeed, dict),
+         f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a mapping"),
+    )  # fmt: skip
+    launcher, seen = deepspeed.get("deepspeed_multinode_launcher"), "see configs/accelerate/zero3_nodes.yaml"
+    refuse(  # what several machines would wait for in vain, or fail on after minutes
+        (in_file > 1 and content.get("main_process_port") == 0, f"{where} has main_process_port: 0, which becomes "
+         f"another port on each machine, so that they never meet; choose one port for all, {seen}"),
+        (in_file > 1 and kind == "DEEPSPEED" and launcher != "standard", f"{where} would start the machines with "
+         "DeepSpeed's launcher, which needs pdsh and a hostfile; set deepspeed_multinode_launcher: standard, "
+         f"{seen}"),
+        (kind == "DEEPSPEED" and "deepspeed_config_file" in deepspeed, f"{where} names a DeepSpeed file; write "
+         "zero_stage and the offload keys into the accelerate config"),
+    )  # fmt: skip
     if kind != "DEEPSPEED":
         return Sharding(number, machines=machines)
-    if "deepspeed_config_file" in deepspeed:
-        raise UserError(
-            f"--accelerate-config: {str(path)!r} names a DeepSpeed file; write zero_stage and the offload keys into "
-            "the accelerate config"
-        )
     stage = _whole("zero_stage", deepspeed.get("zero_stage", 2), 0, path)
     return _deepspeed(number, machines, {**deepspeed, "zero_stage": stage})
 
 
 def _whole(key: str, value: object, least: int, path: str | Path) -> int:
+    given = f"--accelerate-config: {key}: {value!r:.60} in {str(path)!r}"
     if isinstance(value, bool) or not str(value).isdecimal() or not least <= int(str(value)):
-        raise UserError(
-            f"--accelerate-config: {key}: {value!r:.60} in {str(path)!r} is not a whole number of at least {least}"
-        )
+        raise UserError(f"{given} is not a whole number of at least {least}")
     return int(str(value))
+
+
+_FLAGS = ("--dry-run", "--dry_run")
+
+
+@dataclass(frozen=True)
+class DryRunOptions:
+    """`card_gib`: memory of one GPU in GiB; None: the one that is visible."""
+
+    card_gib: float | None = None
+    accelerate_config: Path | None = None
+    processes: int | None = None  # on all machines together
+    machines: int | None = None
+    rows: int | None = None  # of the dataset to measure; None: all
+    write_config: Path | None = None
+    json: Path | None = None
+
+
+def wanted(arguments: Sequence[str]) -> bool:
+    """Whether the command asks for a dry run."""
+    return any(word in _FLAGS for word in arguments)
+
+
+def refuse_without_dry_run(arguments: Sequence[str]) -> None:
+    """Raise `UserError` for an option of a dry run where none is asked for."""
+    names = {field.name for field in fields(DryRunOptions)}
+    given = (word.partition("=")[0] for word in arguments if word.startswith("--"))
+    option = next((word for word in given if word[2:].replace("-", "_") in names), None)
+    if option is not None and not wanted(arguments):
+        raise UserError(f"{option}: belongs to --dry-run; add --dry-run, or leave it out")
+
+
+def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
+    """The options and the training arguments that are left. Raises `UserError` for a bad value."""
+    parser = Parser(prog="python -m adora_vl.train", add_help=False)
+    parser.add_argument(*_FLAGS, action="store_true")
+    memory, count = number(0.1, 1e6), whole(1)
+    for name, kind in (
+        ("card_gib", memory), ("accelerate_config", path), ("processes", count), ("machines", count), ("rows", count),
+        ("write_config", path), ("json", path),
+    ):  # fmt: skip
+        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
+        parser.add_argument(*spellings, dest=name, type=kind, default=None)
+    found, rest = parser.parse_known_args(list(arguments))
+    return DryRunOptions(**{field.name: getattr(found, field.name) for field in fields(DryRunOptions)}), rest
 
 
 @dataclass(frozen=True)
@@ -140,18 +182,12 @@ def _planned(options: DryRunOptions) -> Sharding:
 def from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
     """The sharding that `accelerate launch` has told its children."""
     processes = int(environment.get("WORLD_SIZE", "1"))
-    machines = machines_of(environment)
+    machines = max(1, processes // int(environment.get("LOCAL_WORLD_SIZE") or processes))
     if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
         return Sharding(processes, machines=machines)
     names = ("zero_stage", "offload_optimizer_device", "offload_param_device")
     values = {name: environment.get(f"ACCELERATE_DEEPSPEED_{name.upper()}") for name in names}
     return _deepspeed(processes, machines, values)
-
-
-def machines_of(environment: Mapping[str, str] = os.environ) -> int:
-    """The number of machines that `accelerate launch` or `torchrun` has started processes on."""
-    processes = int(environment.get("WORLD_SIZE", "1"))
-    return max(1, processes // int(environment.get("LOCAL_WORLD_SIZE") or processes))
 
 
 def spread_over(processes: int, machines: int) -> None:
@@ -160,21 +196,6 @@ def spread_over(processes: int, machines: int) -> None:
         raise UserError(
             f"--machines: {processes} processes cannot be spread evenly over {machines} machines; num_processes (here "
             "--processes) is the number on all of them together"
-        )
-
-
-def _check_start(path: str | Path, content: Mapping[str, Any], kind: str, deepspeed: Mapping[str, Any]) -> None:
-    """Raise `UserError` for what several machines would wait for in vain, or fail on after minutes."""
-    where, remedy = f"--accelerate-config: {str(path)!r}", "see configs/accelerate/zero3_nodes.yaml"
-    if content.get("main_process_port") == 0:
-        raise UserError(
-            f"{where} has main_process_port: 0, which becomes another port on each machine, so that they never meet; "
-            f"choose one port for all, {remedy}"
-        )
-    if kind == "DEEPSPEED" and deepspeed.get("deepspeed_multinode_launcher") != "standard":
-        raise UserError(
-            f"{where} would start the machines with DeepSpeed's launcher, which needs pdsh and a hostfile; set "
-            f"deepspeed_multinode_launcher: standard, {remedy}"
         )
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from adora_vl.data.images import png_bytes
 from adora_vl.utils.content import content_hash, file_sha256
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, in_one_line, refuse
 from adora_vl.utils.files import read_object, refuse_dangling
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
@@ -170,20 +170,18 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
     first: tuple[Path, int, int] | None = None
     for path in (path for split in splits for path in _files_of(folder, split)):
         with _parquet(path) as file:
-            for group in range(file.num_row_groups if "choices" in file.schema_arrow.names else 0):
-                choices = file.read_row_group(group, columns=["choices"])["choices"].to_pylist()
-                found = next((index for index, listed in enumerate(choices) if listed), None)
-                if found is not None:
-                    return _row_at(path, group, found)
-            if file.num_row_groups:
-                first = first or (path, 0, 0)
+            listed = "choices" in file.schema_arrow.names
+            for group in range(file.num_row_groups):
+                first = first or (path, group, 0)
+                choices = file.read_row_group(group, columns=["choices"])["choices"].to_pylist() if listed else []
+                if any(choices):
+                    return _row_at(path, group, next(index for index, found in enumerate(choices) if found))
     return None if first is None else _row_at(*first)
 
 
 def _row_at(path: Path, group: int, index: int) -> Row:
     with _parquet(path) as file:
-        (row,) = next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()
-    return dict(row)
+        return dict(next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()[0])
 
 
 def row_count(folder: Path, split: str) -> int:
@@ -230,13 +228,11 @@ def load_split(folder: str | Path, split: str) -> Dataset:
         return load_dataset("parquet", held, data_files={split: [str(path) for path in files]}, split=split)
     except (OSError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
-        reason = in_one_line(cause)
+        reason, cache = in_one_line(cause), f"the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r}"
         if getattr(cause, "errno", None) is None:  # Arrow's, about the content of a file: not the disk's
             raise UserError(f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again") from error
-        raise UserError(
-            f"dataset: {str(folder)!r} cannot be put into the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r} "
-            f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"
-        ) from error
+        room = f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"
+        raise UserError(f"dataset: {str(folder)!r} cannot be put into {cache} {room}") from error
 
 
 @contextmanager
@@ -251,29 +247,23 @@ def _parquet(path: Path) -> Iterator[Any]:
 
 def _files_of(folder: Path, split: str) -> list[Path]:
     files = split_files(folder)
-    if split not in files:
-        expected = f"(expected data/{split}-*.parquet); it has {', '.join(files) or 'none'}"
-        raise UserError(f"dataset: {str(folder)!r} has no split {split!r} {expected}")
+    expected = f"(expected data/{split}-*.parquet); it has {', '.join(files) or 'none'}"
+    refuse((split not in files, f"dataset: {str(folder)!r} has no split {split!r} {expected}"))
     return files[split]
 
 
 def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
-    present = schema.names
-    missing = [column for column in REQUIRED_COLUMNS if column not in present]
-    if missing:
-        raise UserError(
-            f"dataset: {str(folder)!r} split {split!r} lacks the column {missing[0]!r}; "
-            f"it has {', '.join(present)}; prepare it with `python -m data_prep`"
-        )
+    where, remedy = f"{str(folder)!r} split {split!r}", "prepare it with `python -m data_prep`"
+    missing = next((column for column in REQUIRED_COLUMNS if column not in schema.names), None)
+    lacks = f"dataset: {where} lacks the column {missing!r}; it has {', '.join(schema.names)}; {remedy}"
+    refuse((missing is not None, lacks))
     images = schema.field("images").type
-    if not pa.types.is_list(images) and not pa.types.is_large_list(images):
-        raise UserError(
-            f"dataset: the column 'images' of {str(folder)!r} split {split!r} is {str(images)!r:.80}, not a list of "
-            "images; prepare it with `python -m data_prep`"
-        )
+    listed = pa.types.is_list(images) or pa.types.is_large_list(images)
+    other = f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of images; {remedy}"
+    refuse((not listed, other))
 
 
 def require(name: str, value: int, low: int, high: int | None = None) -> None:
     """Raise `UserError` unless the argument `name` is within its limits."""
-    if value < low or (high is not None and value > high):
-        raise UserError(f"{name}: {value} is not {f'at least {low}' if high is None else f'between {low} and {high}'}")
+    limits = f"at least {low}" if high is None else f"between {low} and {high}"
+    refuse((value < low or (high is not None and value > high), f"{name}: {value} is not {limits}"))

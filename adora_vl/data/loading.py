@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,8 +19,8 @@ from datasets import Dataset, DatasetInfo, Features, Image, List, concatenate_da
 from adora_vl.data.dataset import load_split
 from adora_vl.data.images import open_picture
 from adora_vl.data.prompts import Template, conversations, template
-from adora_vl.data.rows import has_choices, require_sound_prompt, require_sound_rows, rows_without_pixels
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.data.rows import has_choices, problem_with_prompt, require_sound_rows, rows_without_pixels
+from adora_vl.utils.errors import UserError, in_one_line, refuse
 
 
 @dataclass(frozen=True)
@@ -89,22 +89,11 @@ def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 Fitting = Callable[[Dataset, Sequence[str]], Sequence[int]]
 
 
-class RowKeys(Protocol):
-    """The keys that say which rows a run trains on, and how they are asked."""
-
-    dataset_train_split: str
-    adora_prompt: str | None
-    adora_system_prompt: str | None
-    adora_mixture: list[float] | None
-
-
-_Script = TypeVar("_Script", bound=RowKeys)
-
-
-def load_rows(script: RowKeys, folders: Sequence[str], seed: int, fitting: Fitting | None = None) -> Dataset:
+def load_rows(script: Any, folders: Sequence[str], seed: int, fitting: Fitting | None = None) -> Dataset:
     """The rows with a conversational `prompt` column; images are decoded when a row is read. Raises `UserError`.
 
-    `fitting`: says which rows to train on, before data sets are mixed by their shares; None: on all.
+    `script`: the keys of the data. `fitting`: says which rows to train on, before data sets are mixed by their shares;
+    None: on all.
     """
     split, made = script.dataset_train_split, template(script.adora_prompt) if script.adora_prompt else None
     parts, prompts = [], []
@@ -129,10 +118,8 @@ def load_rows(script: RowKeys, folders: Sequence[str], seed: int, fitting: Fitti
     ends = [bisect_left(kept, end) for end in accumulate(len(part) for part in parts)]
     sizes = [end - start for start, end in pairwise([0, *ends])]
     if 0 in sizes:
-        raise UserError(
-            f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but adora_overlong_prompts: drop leaves "
-            "none of its rows; remove it from dataset_name, or raise the limit"
-        )
+        empty = f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but adora_overlong_prompts: drop"
+        raise UserError(f"{empty} leaves none of its rows; remove it from dataset_name, or raise the limit")
     return dataset.select([kept[number] for number in mixed_rows(sizes, script.adora_mixture, seed)])
 
 
@@ -150,12 +137,13 @@ def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[s
     texts = []
     for row, count in zip(dataset.data.table.select(columns).to_pylist(), images, strict=True):
         text = made(row)
-        require_sound_prompt(row["id"], text, count, where)
+        fault = problem_with_prompt(text, count)
+        refuse((fault, f"adora_prompt: row {row['id']} of {where}: {fault}"))
         texts.append(text)
     return texts
 
 
-def as_asked(script: _Script, table: pa.Table) -> _Script:
+def as_asked(script: Any, table: pa.Table) -> Any:
     """The arguments for a fingerprint. `adora_prompt` is None in them if the template gives each row its problem alone,
     so that a run with such a template, and one without any, can resume each other.
     """
@@ -184,11 +172,14 @@ def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> 
     seen: dict[Any, str] = {}
     for part, folder in zip(parts, folders, strict=True):
         ids = part.data.table["id"].to_pylist()
-        if len(set(ids)) < len(ids):
-            twice = next(row for row, count in Counter(ids).items() if count > 1)
-            raise UserError(f"dataset_name: {folder!r} has the row {twice!r} twice; give each row an id of its own")
+        twice = next((row for row, count in Counter(ids).items() if count > 1), None)
         double = next((row for row in ids if row in seen), None)
-        if double is not None:
-            names = " and ".join(Path(one).name for one in (seen[double], folder))
-            raise UserError(f"dataset_name: {names} both have a row {double!r}; convert one with another --name")
+        names = f"{Path(seen.get(double, '')).name} and {Path(folder).name}"
+        refuse(
+            (
+                twice is not None,
+                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row an id of its own",
+            ),
+            (double is not None, f"dataset_name: {names} both have a row {double!r}; convert one with another --name"),
+        )
         seen.update(dict.fromkeys(ids, folder))

@@ -40,6 +40,7 @@ _TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two me
 # A problem, or the prompt of a row of Python's, and its number of images -> tokens, each image one of them
 TextTokens = Callable[[Any, int], int]
 Size = tuple[int, int]  # of an image: width and height in pixels
+Rows = Iterable[tuple[str, Any, Sequence[Size | None]]]
 
 
 @dataclass(frozen=True)
@@ -129,17 +130,22 @@ class LengthCheck:
             raise UserError(f"{KEY}: drop leaves nothing to use: {self.refusal(droppable=False)}")
         return kept
 
+    @property
+    def enough(self) -> str:
+        """What to say where all have room."""
+        total = f"{amount(len(self.measured.prompt), 'prompt')}{self.of}"
+        return f"{self.limit.name} leaves all of {total} room for max_completion_length: {self.limit.completion}"
+
     def refusal(self, *, droppable: bool = True) -> str:
         """Which prompts are too long, and every remedy that would help, in one line."""
         limit, prompt, image = self.limit, self.measured.prompt, self.measured.image
         first, longest = self.refused[0], max(prompt)
         needed = limit.needed(longest)
         fits_model = limit.most is None or needed <= limit.most
-        ways = [f"{limit.raised} {needed}, which holds every prompt with its answer"] if limit.raised else []
-        if limit.raised and not fits_model:
-            ways = [f"{needed} would hold every prompt with its answer, but the model takes {limit.most}"]
-        text = max(whole - part for whole, part in zip(prompt, image, strict=True))
-        ways += ["lower max_pixels"] if limit.needed(text) < limit.tokens else []
+        raised = f"{limit.raised} {needed}, which holds every prompt with its answer"
+        taken = f"{needed} would hold every prompt with its answer, but the model takes {limit.most}"
+        ways = [raised if fits_model else taken] if limit.raised else []
+        ways += ["lower max_pixels"] if limit.needed(self.measured.longest_text) < limit.tokens else []
         ways += ["shorten the rows"] if not (limit.raised and fits_model) else []
         ways += [f"leave such rows out with {KEY}: drop"] if droppable else []
         images = f", {image[first]} of them for its images" if image[first] else ""
@@ -197,37 +203,34 @@ class OverlongPrompts:
         ids = table["id"].to_pylist()
         return self.kept_of(zip(ids, texts, sizes_in(table), strict=True), len(ids))
 
-    def kept_of(self, rows: Iterable[tuple[str, Any, Sequence[Size | None]]], total: int) -> Sequence[int]:
+    def kept_of(self, rows: Rows, total: int) -> Sequence[int]:
         """The numbers of the rows to train on, given as to `measured`. Raises `UserError`."""
         if self.limit is None and not self._paper:
             return range(total)
         count = min(total, self._most or total)
-        found = measured(islice(rows, count), self._text_tokens, self.pixels, count, show=self._speaks)
-        kept = self._kept(found)
-        left_out = set(range(count)) - set(kept)
-        self.left_out = [found.ids[number] for number in sorted(left_out)]
+        found, kept = self._kept(islice(rows, count), count)
+        self.left_out = [found.ids[number] for number in sorted({*range(count)} - {*kept})]
         self.lengths = found.only(kept)
         return [*kept, *range(count, total)]
 
-    def fits(self, rows: Iterable[tuple[str, str, Sequence[Size | None]]], total: int, of: str) -> Sequence[int]:
+    def fits(self, rows: Rows, total: int, of: str) -> Sequence[int]:
         """The numbers of the prompts of an evaluation that are used. `of` as in `LengthCheck`. Raises `UserError`, also
         for an image that the model's processor refuses.
         """
-        if self.limit is None:
-            return range(total)
-        return self._kept(measured(rows, self._text_tokens, self.pixels, total, show=self._speaks), of)
+        return range(total) if self.limit is None else self._kept(rows, total, of)[1]
 
-    def _kept(self, found: Measured, of: str = "") -> Sequence[int]:
+    def _kept(self, rows: Rows, total: int, of: str = "") -> tuple[Measured, Sequence[int]]:
         """Lines about the prompts that are not used are printed."""
+        found = measured(rows, self._text_tokens, self.pixels, total, show=self._speaks)
         if self.limit is None:
-            return range(len(found.ids))
+            return found, range(total)
         check = LengthCheck(self.limit, found, of)
         self.checks.append(check)
         kept = check.kept(self._policy)
         if self._speaks:
             for line in check.notes():
                 print(line, flush=True)
-        return kept
+        return found, kept
 
 
 def context_limit(config: Any, model_config: Any, served: int | None = None) -> ContextLimit | None:
@@ -281,8 +284,7 @@ def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: in
     """
     family = family_of(model)
     published = (family.vision if family is not None else None) or VISIONS[DEFAULT_FAMILY]
-    image_processor = getattr(processor, "image_processor", None)
-    size = dict(image_processor.size) if image_processor is not None else {}
+    size = dict(getattr(getattr(processor, "image_processor", None), "size", {}))
     low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
     high = size.get("longest_edge", published.max_pixels) if max_pixels is None else max_pixels
     seen = getattr(model, "vision_config", None)
@@ -303,9 +305,8 @@ def tokenizer_counter(processor: Any, system_prompt: str | None, options: Templa
     with_parts = hasattr(processor, "tokenizer")  # a tokenizer's own template takes none
 
     def count(problem: str, images: int) -> int:
-        if with_parts:
-            return _chat_tokens(processor, conversation_with_images(problem, images, system_prompt), options)
-        return _chat_tokens(processor, conversation(problem, system_prompt), options)
+        messages = conversation_with_images(problem, images, system_prompt)
+        return _chat_tokens(processor, messages if with_parts else conversation(problem, system_prompt), options)
 
     return count
 
@@ -346,10 +347,7 @@ def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
     return Measured(["?"], [tokens + TEXT_TOKENS], [tokens]), words
 
 
-def measured(
-    rows: Iterable[tuple[str, Any, Sequence[Size | None]]], text_tokens: TextTokens, limits: Limits, total: int, *,
-    show: bool = True,
-) -> Measured:  # fmt: skip
+def measured(rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *, show: bool = True) -> Measured:
     """The lengths of rows, each given by its id, its text and the sizes of its images.
 
     An image whose size cannot be read counts nothing: what becomes of its row is decided elsewhere. `show`: a progress

@@ -88,7 +88,7 @@ class Template:
             named = [values[name] for _, name in line if name is not None]
             if named and all(value in (None, [], ()) for value in named):
                 continue
-            made.append("".join(text + (_value_text(values[name]) if name is not None else "") for text, name in line))
+            made.append("".join(text + _value_text(values[name] if name else None) for text, name in line))
         return "\n".join(made)
 
 

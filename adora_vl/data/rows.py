@@ -63,13 +63,6 @@ def problem_with_prompt(text: str, images: int) -> str | None:
     return None if text.strip() else "its text is empty; name a column that has a value"
 
 
-def require_sound_prompt(row: object, text: str, images: int, where: str) -> None:
-    """Raise `UserError` where the text that the template made of the row with this id, of `where`, cannot be used."""
-    fault = problem_with_prompt(text, images)
-    if fault:
-        raise UserError(f"adora_prompt: row {row} of {where}: {fault}")
-
-
 def require_sound_rows(rows: Iterable[Row], where: str) -> None:
     """Raise `UserError` for the first row of `rows` that cannot be used, by its id. `where` begins the message."""
     first, more = "", 0

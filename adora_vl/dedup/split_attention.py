@@ -83,9 +83,7 @@ def _naming(config: Any, attention: str) -> Any:
 
 
 def _scored_positions(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """The positions for the LM head: those that predict a completion token. The prompt's last one is there once per
-    rollout.
-    """
+    """The positions that predict a completion token, for the LM head; a prompt's last one comes once per rollout."""
     shared: SharedPrompts | None = kwargs.get(ARGUMENT)
     if shared is not None:
         output.last_hidden_state = output.last_hidden_state[:, shared.predicting_K]
@@ -129,9 +127,7 @@ def _as_configured(module: Any, own: str) -> Any:
 
 
 def _keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
-    """(1, Hk, S, D) to what each span sees, one after the other: the first of a group itself, the others the prompt and
-    themselves.
-    """
+    """(1, Hk, S, D) to what the spans see in turn: a group's first itself, the others the prompt and themselves."""
     spans = iter(torch.split(tensor, shared.spans, dim=2))
     parts = []
     for group in shared.groups:
@@ -154,7 +150,9 @@ def _by_parts(
         prompt = [tensor[:, :, : group.prompt] for tensor in first]
         for lengths in group.batches:
             own = zip(*(next(spans) for _ in lengths), strict=True)
-            parts = [_padded(each) for each in own]
+            # (1, H, L, D) each to (R, H, longest, D); causal masks hide the padding, which comes last
+            rows = ([part[0].transpose(0, 1) for part in each] for each in own)
+            parts = [pad_sequence(each, batch_first=True).transpose(1, 2) for each in rows]
             again = _prompt_queries_pay(group.prompt, lengths[0], query)
             for place in range(0 if again else 1, 3):
                 before = prompt[place].expand(len(lengths), -1, -1, -1)
@@ -184,11 +182,6 @@ def _blocks(queries: int, keys: int) -> list[tuple[int, int]]:
     """The bounds of the blocks of queries that share a mask."""
     block = max(_BLOCK, (keys - queries // 2) // 2)
     return [(start, min(start + block, queries)) for start in range(0, queries, block)]
-
-
-def _padded(parts: tuple[Tensor, ...]) -> Tensor:
-    """(1, H, L, D) each to (R, H, longest, D). Causal masks hide the padding, which comes last."""
-    return pad_sequence([part[0].transpose(0, 1) for part in parts], batch_first=True).transpose(1, 2)
 
 
 def _sdpa(

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 from adora_vl.config.reading import read
 from adora_vl.rewards.choose import rounds
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
-from adora_vl.utils.cli import EXIT_INTERRUPTED, Parser, path
+from adora_vl.utils.cli import Parser, exit_code_of, path
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import check_json, replace_file, unwritable
+from adora_vl.utils.files import check_json, replace_file, written_to
 from adora_vl.utils.launch import find_cpu_build, leave, prepare_engine_environment
 
 if TYPE_CHECKING:
     from adora_vl.config.reading import Given
-    from adora_vl.start.road import Checked
+    from adora_vl.start.checked import Checked
 
 ROWS = 8  # real prompts, of each rank
 
@@ -41,28 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="All other arguments are those of the training command; see `python -m adora_vl.train --help`.",
     )
     parser.add_argument("--json", type=path, metavar="FILE", help="write the table there too")
-    speaks = os.environ.get("RANK", "0") == "0"
-    try:
+    speaks, checks = os.environ.get("RANK", "0") == "0", list[Check]()
+
+    def command() -> None:
         options, rest = parser.parse_known_args(words)
         if options.json is not None:
             check_json("--json", options.json, "a table of the doctor", is_table)  # before minutes of checks
-        checks = diagnose(read(rest))  # before torch, whose import takes seconds
-    except UserError as error:
+        checks.extend(diagnose(read(rest)))  # before torch, whose import takes seconds
         if speaks:
-            print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    if speaks:
-        print(table(checks), flush=True)
-        if options.json is not None:
-            try:
+            print(table(checks), flush=True)
+        if speaks and options.json is not None:
+            with written_to("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
-            except OSError as error:
-                print(f"error: {unwritable('--json', options.json, error)}", file=sys.stderr)
-                return 2
-    return 0 if is_healthy(checks) else 1
+
+    return exit_code_of(command, "nothing was written", speaks=speaks) or int(not is_healthy(checks))
 
 
 def diagnose(given: Given) -> list[Check]:

@@ -13,24 +13,8 @@ from transformers import TrainerCallback
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
 from adora_vl.models.precision import REMEDY, wrong_in
-from adora_vl.rollout.agreement import (
-    COLD,
-    DISTANT,
-    PIXELS,
-    POSITIONS,
-    PROMPTS,
-    EngineProbe,
-    HasEngine,
-    Prompts,
-    Rollouts,
-    difference,
-    head,
-    judge,
-    own_rows,
-    read_prompts,
-    score,
-    worst_of_all_ranks,
-)
+from adora_vl.rollout import agreement
+from adora_vl.rollout.agreement import COLD, DISTANT, PIXELS, POSITIONS, PROMPTS, EngineProbe, HasEngine
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
@@ -100,44 +84,30 @@ def _whole(parameter: Any) -> Iterator[Tensor]:
         yield parameter.data
 
 
-class Change:
-    """`scale(s)` sets the weight to its original plus noise of `s` times its size; the same noise each time."""
+@contextmanager
+def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
+    """Yields what sets the weight to its original plus noise of so many times its size, the same noise each time. The
+    weight is put back whatever happens inside.
+    """
+    with _whole(parameter) as values:
+        original = values.detach().to("cpu", copy=True)
+    noise = torch.randn(original.shape, generator=torch.Generator().manual_seed(seed))
+    size = original.float().square().mean().sqrt()
+    # LoRA's second factor starts at zero, which has no size of its own
+    step = noise * (size if size > 0 else 1.0 / max(_shape(parameter)) ** 0.5)
 
-    def __init__(self, name: str, parameter: Any, seed: int) -> None:
-        self.name, self._parameter = name, parameter
-        with _whole(parameter) as values:
-            self._original = values.detach().to("cpu", copy=True)
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn(self._original.shape, generator=generator)
-        size = self._original.float().square().mean().sqrt()
-        # LoRA's second factor starts at zero, which has no size of its own
-        self._step = noise * (size if size > 0 else 1.0 / max(_shape(parameter)) ** 0.5)
-
-    def scale(self, scale: float) -> None:
-        """Add the noise to the weight, `scale` times."""
-        self._set((self._original.float() + scale * self._step).to(self._original.dtype))
-
-    def undo(self) -> None:
-        """Put the original weight back."""
-        self._set(self._original)
-
-    def _set(self, values: Tensor) -> None:
-        with _whole(self._parameter) as place:
+    def put(values: Tensor) -> None:
+        with _whole(parameter) as place:
             place.copy_(values)
 
-
-@contextmanager
-def changed(name: str, parameter: Any, seed: int = 0) -> Iterator[Change]:
-    """Puts the weight back whatever happens inside."""
-    change = Change(name, parameter, seed)
     with torch.no_grad():
         try:
-            yield change
+            yield lambda scale: put((original.float() + scale * step).to(original.dtype))
         finally:
-            change.undo()
+            put(original)
 
 
-def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> Check:
+def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge: int) -> Check:
     """As many image tokens in each prompt as the processor has made features for its images."""
     if image_token_id is None or prompts.num_images is None:
         return skipped(FEATURES, "no images")
@@ -179,26 +149,27 @@ class Examination(EngineProbe):
             return skipped(name, "the prompts have no images")
         generation = self.trainer.vllm_generation
         try:
-            with changed(*chosen, seed=self.trainer.args.seed) as change:
+            moving, parameter = chosen
+            with changed(parameter, self.trainer.args.seed) as change:
                 # the same prompts as before, so that whatever is left of them in a cache would be used
                 rollouts = self.sampled(name)
                 moved = self._move(change, rollouts)
                 if moved < LEAST_MOVE:
-                    return skipped(name, f"a change of {change.name} moves these answers by {moved:.2g} nats only")
+                    return skipped(name, f"a change of {moving} moves these answers by {moved:.2g} nats only")
                 generation.sync_weights()
                 drift, _, _ = self.drift(name)
         finally:
             generation.sync_weights()
-        return judge(name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}")
+        return agreement.judge(name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}")
 
-    def _move(self, change: Change, rollouts: Rollouts) -> float:
+    def _move(self, change: Callable[[float], None], rollouts: agreement.Rollouts) -> float:
         """Change the weight until the policy moves by far more than the bound. Returns by how many nats per token."""
-        before_BC = score(self.trainer, self.prompts, rollouts)
+        before_BC = agreement.score(self.trainer, self.prompts, rollouts)
         moved = 0.0
         for scale in SCALES:
-            change.scale(scale)
-            now_BC = score(self.trainer, self.prompts, rollouts)
-            moved = difference(self.trainer, now_BC, before_BC, rollouts.mask_BC).mean
+            change(scale)
+            now_BC = agreement.score(self.trainer, self.prompts, rollouts)
+            moved = agreement.difference(self.trainer, now_BC, before_BC, rollouts.mask_BC).mean
             if moved > max(3 * self.bound, LEAST_MOVE):
                 break
         return moved
@@ -211,7 +182,7 @@ class Examination(EngineProbe):
         if not generation._llm_weights_sleeping:
             generation.put_to_sleep()
         drift, _, _ = self.drift("sleep")
-        return judge(SLEEP, drift, self.bound, WAKING)
+        return agreement.judge(SLEEP, drift, self.bound, WAKING)
 
     def banned(self) -> Check:
         """The engine samples greedily among the banned tokens and the one that the policy finds least likely."""
@@ -230,7 +201,7 @@ class Examination(EngineProbe):
     def _least_likely(self, banned: Sequence[int]) -> int:
         """The allowed token of the lowest logit after the first prompt."""
         trainer = self.trainer
-        first = head(self.prompts, 1)
+        first = agreement.head(self.prompts, 1)
         ids = torch.tensor(first.ids, device=trainer.accelerator.device)
         with torch.no_grad(), trainer.accelerator.autocast():
             output = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=1, **first.fields)
@@ -265,7 +236,7 @@ def examine(examination: Examination, merge: int) -> list[Check]:
         if broken or any(check.detail.startswith(_RAISED) for check in checks):
             checks += [skipped(name, "not after the failure above") for name in names]
             continue
-        checks += worst_of_all_ranks(_guarded(names, step))
+        checks += agreement.worst_of_all_ranks(_guarded(names, step))
     return checks
 
 
@@ -303,7 +274,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         trainer = self.trainer
-        prompts = read_prompts(trainer, own_rows(trainer, self.rows))
+        prompts = agreement.read_prompts(trainer, agreement.own_rows(trainer, self.rows))
         merge = getattr(getattr(trainer.processing_class, "image_processor", None), "merge_size", 1)
         self.checks = examine(Examination(trainer, prompts), merge)
         raise Examined

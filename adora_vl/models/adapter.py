@@ -46,23 +46,17 @@ def adapters_of(key: str, name: str) -> list[Adapter]:
 
 
 def _read(key: str, folder: Path) -> Adapter:
+    file = f"{key}: {str(folder / ADAPTER)!r}"
     if find_spec("peft") is None:
-        raise UserError(
-            f"{key}: {str(folder)!r} is an adapter, but peft is not installed; install the extra adora-vl[lora]"
-        )
+        raise UserError(f"{key}: {str(folder)!r} is an adapter, but peft is not installed; install adora-vl[lora]")
     from peft import PeftConfig
 
     try:
         config = PeftConfig.from_pretrained(folder)
     except (ValueError, TypeError, KeyError, OSError) as error:
-        raise UserError(
-            f"{key}: {str(folder / ADAPTER)!r} cannot be read ({in_one_line(error)}); copy it again"
-        ) from error
+        raise UserError(f"{file} cannot be read ({in_one_line(error)}); copy it again") from error
     if not config.base_model_name_or_path:
-        raise UserError(
-            f"{key}: {str(folder / ADAPTER)!r} names no base_model_name_or_path; write the folder or hub "
-            "id of the adapter's base there"
-        )
+        raise UserError(f"{file} names no base_model_name_or_path; write the folder or hub id of the base there")
     config.inference_mode = False
     return Adapter(folder, config, str(config.base_model_name_or_path))
 
@@ -72,10 +66,9 @@ def check_keys(adapter: Adapter, model: ModelConfig, given: Collection[str]) -> 
     for key, name in _KEYS.items():
         asked, has = getattr(model, key), getattr(adapter.config, name, None)
         if key in given and _plain(asked) != _plain(has):
-            raise UserError(
-                f"{key}: {asked}, but the adapter {str(adapter.folder)!r} has {name}: {_plain(has)} and goes on "
-                "training as it is; leave the key out, or set use_peft: true to merge this adapter and train a new one"
-            )
+            differs = f"{key}: {asked}, but the adapter {str(adapter.folder)!r} has {name}: {_plain(has)} and goes on"
+            remedy = "leave the key out, or set use_peft: true to merge this adapter and train a new one"
+            raise UserError(f"{differs} training as it is; {remedy}")
 
 
 def _plain(value: Any) -> Any:

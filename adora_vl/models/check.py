@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -15,7 +15,7 @@ from trl import ModelConfig, get_peft_config
 
 from adora_vl.models.families import family_of, has_linear_attention, known, misplaced_by_vllm, sees_images
 from adora_vl.models.shape import describe, is_dtype
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.hidden import masked
 
 _FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
@@ -30,26 +30,21 @@ LOST_UPDATES = (
 )
 
 
-class FamilyKeys(Protocol):
-    """The keys of a run that need to know the family."""
-
-    use_vllm: bool
-    use_cpu: bool
-    adora_freeze: Sequence[str]
-
-    def own(self, part: Any) -> bool: ...
-
-
-def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) -> list[str]:
-    """What a user should know of this model's family before the run: at most one line. No weight is loaded.
+def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list[str]:
+    """What a user should know of this model's family before the run: at most one line. `run`: its config.
 
     Raises `UserError` for a model with images whose family is not in `adora_vl.models.families`, unless all of
     `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give other positions than Transformers.
     """
     name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
     if family is not None:
-        if run.use_vllm:
-            _check_engine(str(name), family.name, config, on_cpu=run.use_cpu)
+        problem = misplaced_by_vllm(config)
+        refuse(
+            (run.use_vllm and problem, f"model_name_or_path: {name!r} {problem}"),
+            (run.use_vllm and run.use_cpu and has_linear_attention(config), "use_vllm: true, but on a CPU vLLM "
+             f"computes the linear attention of {family.name} in bfloat16 alone, and training there is in float32; set "
+             "it to false"),
+        )  # fmt: skip
         return [f"{name}: {family.note}"] if family.note else []
     if not sees_images(config):
         return [
@@ -65,17 +60,6 @@ def check_family(model: ModelConfig, run: FamilyKeys, config: PretrainedConfig) 
     )
 
 
-def _check_engine(name: str, family: str, config: PretrainedConfig, *, on_cpu: bool) -> None:
-    problem = misplaced_by_vllm(config)
-    if problem:
-        raise UserError(f"model_name_or_path: {name!r} {problem}")
-    if on_cpu and has_linear_attention(config):
-        raise UserError(
-            f"use_vllm: true, but on a CPU vLLM computes the linear attention of {family} in bfloat16 alone, and "
-            "training there is in float32; set it to false"
-        )
-
-
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
     """Whether `LOST_UPDATES` is to be said. LoRA's own weights are float32, and DeepSpeed keeps a float32 copy."""
     dtype = config.dtype if model.dtype == "auto" else model.dtype
@@ -85,10 +69,8 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
 def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
     """Raises `UserError` for images that the model does not read. `has_images`: whether a row of the data has one."""
     if has_images and not sees_images(config):
-        raise UserError(
-            f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset has images; name a "
-            "vision-language model, or a dataset without images"
-        )
+        blind = f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset has images"
+        raise UserError(f"{blind}; name a vision-language model, or a dataset without images")
 
 
 def check_attention(model: ModelConfig, given: Mapping[str, Any]) -> None:
@@ -105,21 +87,19 @@ def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
     for key, value in masked(given).items():
         known_to_none = key not in known and f'"{key}"' not in read and not hasattr(config, key)
         if known_to_none or (key == "dtype" and isinstance(value, str) and not is_dtype(value)):
-            what = "argument" if known_to_none else "value of it"
-            raise UserError(
-                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, which has no such {what}"
-            )
+            what = f"which has no such {'argument' if known_to_none else 'value of it'}"
+            raise UserError(f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, {what}")
 
 
 def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]) -> None:
     """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not. The modules are
     built without memory, to look at their names.
     """
-    adapted = hasattr(peft_config, "target_modules")  # LoRA and its like
-    if not adapted and not frozen:
+    adapted = peft_config if hasattr(peft_config, "target_modules") else None  # LoRA and its like
+    if adapted is None and not frozen:
         return
     try:
-        describe(config, dtype=model.dtype, frozen=frozen, peft_config=peft_config if adapted else None)
+        describe(config, dtype=model.dtype, frozen=frozen, peft_config=adapted)
     except UserError:
         raise
     except (ValueError, KeyError) as error:

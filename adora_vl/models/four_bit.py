@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from filelock import FileLock
@@ -17,23 +17,13 @@ from trl import ModelConfig
 from trl.trainer.utils import create_model_from_path
 
 from adora_vl.models.load import load_processor, model_hash
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import cache_folder, replacing_folder
 from adora_vl.utils.versions import installed
 
 # What stays whole. Transformers goes by the beginning of a name, vLLM's plugin by names of its own.
 WHOLE = ("lm_head", "model.visual", "visual")
 _PACKAGES = ("bitsandbytes", "vllm-bnb-plugin")
-
-
-class FourBitKeys(Protocol):
-    """The keys of a run that 4 bits depend on."""
-
-    use_vllm: bool
-    vllm_mode: str
-    vllm_tensor_parallel_size: int
-    fp16: bool
-    adora_vllm_dtype: str
 
 
 def is_four_bit(config: PretrainedConfig) -> bool:
@@ -44,27 +34,27 @@ def is_four_bit(config: PretrainedConfig) -> bool:
 
 
 def check_four_bit(
-    model: ModelConfig, run: FourBitKeys, config: PretrainedConfig, peft_config: Any, *, stage: int | None, here: bool
+    model: ModelConfig, run: Any, config: PretrainedConfig, peft_config: Any, *, stage: int | None, here: bool
 ) -> bool:
-    """Whether the base is in 4 bits. `stage`: DeepSpeed's, None without it; `here`: this machine will run it.
+    """Whether the base is in 4 bits. `run`: its config; `stage`: DeepSpeed's, None without it; `here`: this machine
+    will run it.
 
     Raises `UserError` for another quantisation, and for what does not go with 4 bits.
     """
-    if model.load_in_8bit:
-        raise UserError("load_in_8bit: true is not supported; set load_in_4bit: true, or leave it out")
-    if getattr(config, "quantization_config", None) and not is_four_bit(config):
-        raise UserError(
-            f"model_name_or_path: {model.model_name_or_path!r} is quantised in another way than bitsandbytes' 4 bits; "
-            "name the model that it was made of"
-        )
-    if not model.load_in_4bit and not is_four_bit(config):
+    saved = is_four_bit(config)
+    refuse(
+        (model.load_in_8bit, "load_in_8bit: true is not supported; set load_in_4bit: true, or leave it out"),
+        (getattr(config, "quantization_config", None) and not saved, f"model_name_or_path: {model.model_name_or_path!r}"
+         " is quantised in another way than bitsandbytes' 4 bits; name the model that it was made of"),
+    )  # fmt: skip
+    if not model.load_in_4bit and not saved:
         return False
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
     if peft_config is None:
         raise UserError(f"{key} trains an adapter alone; set use_peft: true and lora_target_modules")
     tuned = {name: getattr(peft_config, name, None) for name in ("use_dora", "modules_to_save", "target_parameters")}
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
-    for holds, reason in (
+    refuse(*((holds, f"{key} does not go with {reason}") for holds, reason in (
         (model.dtype != "bfloat16", f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: bfloat16"),
         (run.fp16, "fp16: true; set bf16: true"),
         (model.bnb_4bit_quant_storage not in (None, "uint8"),
@@ -79,12 +69,9 @@ def check_four_bit(
         (run.use_vllm and run.vllm_tensor_parallel_size > 1, "vllm_tensor_parallel_size above 1; set it to 1"),
         (run.use_vllm and run.adora_vllm_dtype not in ("auto", "bfloat16"),
          f"adora_vllm_dtype: {run.adora_vllm_dtype}; set it to auto"),
-    ):  # fmt: skip
-        if holds:
-            raise UserError(f"{key} does not go with {reason}")
+    )))  # fmt: skip
     for package in _PACKAGES[: 1 + run.use_vllm] if here else ():
-        if installed(package) is None:
-            raise UserError(f"{key}, but {package} is not installed; install the extra adora-vl[4bit]")
+        refuse((not installed(package), f"{key}, but {package} is not installed; install the extra adora-vl[4bit]"))
     return True
 
 
@@ -94,9 +81,7 @@ def in_four_bit(layer: str) -> bool:
 
 
 def bytes_of(nested: bool) -> float:
-    """Of a parameter in 4 bits: half a byte, and a scale in float32 per 64; nested, one byte per 64 and a scale of
-    those per 256.
-    """
+    """Of a parameter: half a byte, and per 64 a float32 scale; nested, per 64 a byte, and per 256 scales a float32."""
     return 0.5 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from adora_vl.models.families import known, sees_images
 from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import RunError, UserError, in_one_line
+from adora_vl.utils.errors import RunError, UserError, in_one_line, refuse
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
@@ -53,10 +53,8 @@ def local_model(name: str) -> str:
         return name
     merged = folder / MERGED
     if not (merged / "config.json").is_file():
-        raise UserError(
-            f"model: {name!r} holds a LoRA adapter alone; make a model of it with `python -m adora_vl.export "
-            f"{quote(name)} OUT` and name OUT"
-        )
+        made = f"make a model of it with `python -m adora_vl.export {quote(name)} OUT` and name OUT"
+        raise UserError(f"model: {name!r} holds a LoRA adapter alone; {made}")
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{name} holds a LoRA adapter; its merged model is used: {merged}", file=sys.stderr)
     return str(merged)
@@ -98,19 +96,19 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """The model's config alone. Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or
     is of a kind that Transformers does not have.
     """
-    if Path(model).is_file():
-        raise UserError(f"model_name_or_path: {model!r} is a file; name the folder of a saved model")
-    if Path(model).is_dir() and not (Path(model) / "config.json").is_file():
-        raise UserError(f"model_name_or_path: {model!r} is a folder without a config.json; name a saved model")
+    named, folder = f"model_name_or_path: {model!r}", Path(model)
+    bare = folder.is_dir() and not (folder / "config.json").is_file()
+    refuse(
+        (folder.is_file(), f"{named} is a file; name the folder of a saved model"),
+        (bare, f"{named} is a folder without a config.json; name a saved model"),
+    )
     try:
         return read_config("model_name_or_path", model, revision)
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"model_name_or_path: {model!r} is neither a model folder here nor a model of the hub that can be reached "
-            f"({why_missing(model, error)})"
-        ) from error
+        neither = f"{named} is neither a model folder here nor a model of the hub that can be reached"
+        raise UserError(f"{neither} ({why_missing(model, error)})") from error
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -177,11 +175,12 @@ def restore_adapter(model: Any, name: str, folder: Path) -> None:
     if not (folder / ADAPTER).is_file():
         raise RunError(f"{where}: there is no {ADAPTER}; name a checkpoint of a run with this adapter")
     saved = load_peft_weights(str(folder), device="cpu")
-    missing = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False).keys() - saved.keys()
-    if missing:
+    if (
+        missing := get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False).keys()
+        - saved.keys()
+    ):
         raise RunError(f"{where}: {len(missing)} tensors are missing, the first is {min(missing)}")
-    left_over = set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
-    if left_over:
+    if left_over := set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys:
         raise RunError(f"{where}: {len(left_over)} tensors have no place in the model, the first is {min(left_over)}")
 
 
@@ -198,10 +197,8 @@ def load_processor(model: str, revision: str | None = None) -> Any:
             trust_remote_code=False,
         )  # fmt: skip
     except Exception as error:  # a tokenizer's file that is cut off has an error for each kind of file
-        raise UserError(
-            f"model_name_or_path: the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or download "
-            "it again"
-        ) from error
+        why = f"the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or download it again"
+        raise UserError(f"model_name_or_path: {why}") from error
 
 
 def pixel_limits(image_processor: Any) -> dict[str, int] | None:
@@ -219,12 +216,11 @@ def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None)
     """
     if min_pixels is None and max_pixels is None:
         return
-    image_processor = getattr(processor, "image_processor", None)
-    if image_processor is None:
-        raise UserError("min_pixels/max_pixels: this model has no image processor; remove the keys")
+    image_processor: Any = getattr(processor, "image_processor", None)
     own = pixel_limits(image_processor)
     if own is None:
-        raise UserError("min_pixels/max_pixels: this model's image processor has no limits in pixels; remove the keys")
+        has_none = "'s image processor has no limits in pixels" if image_processor else " has no image processor"
+        raise UserError(f"min_pixels/max_pixels: this model{has_none}; remove the keys")
     low = own["min_pixels"] if min_pixels is None else min_pixels
     high = own["max_pixels"] if max_pixels is None else max_pixels
     if not 0 < low <= high:

@@ -76,10 +76,9 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
         """Raises `RunError` on all ranks alike."""
         found = gather_object(wrong_in(self.trainer))
         if found:
-            raise RunError(
-                f"before the first step: {found[0]}{f' (and {len(found) - 1} more)' if len(found) > 1 else ''}. The "
-                f"model would learn under other constants than it is used with. {REMEDY}"
-            )
+            more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+            why = "The model would learn under other constants than it is used with."
+            raise RunError(f"before the first step: {found[0]}{more}. {why} {REMEDY}")
 
 
 REMEDY = (
@@ -89,7 +88,7 @@ REMEDY = (
 
 
 def wrong_in(trainer: HasModels) -> list[str]:
-    """`wrong_buffers` of the policy and, where there is one, of the reference model."""
+    """`wrong_buffers` of a trainer's policy and, where there is one, of its reference model."""
     models = {"policy": trainer.model, "reference": trainer.ref_model}
     return [f"{role}: {line}" for role, model in models.items() if model is not None for line in wrong_buffers(model)]
 

@@ -104,7 +104,8 @@ def describe(
     The modules are built on torch's meta device, so names and numbers are the real ones and nothing is allocated. A
     family that is not in the table has no vision tower here: all of its parameters are in the language model.
     """
-    model = _on_meta(config)
+    with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
+        model = auto_class(config).from_config(config)
     layers = model.named_modules() if four_bit_bytes else ()
     four_bit = sum(one.weight.numel() for name, one in layers if isinstance(one, nn.Linear) and in_four_bit(name))
     if peft_config is not None:
@@ -120,6 +121,7 @@ def describe(
         counts[component_of(name)] += parameter.numel()
         trained[component_of(name)] += parameter.numel() * parameter.requires_grad
     head = model.get_output_embeddings().weight
+    first = (module for name, module in model.named_modules() if ".layers.0." in name and "visual" not in name)
     family = family_of(config)
     vision = getattr(config, "vision_config", None) if family is not None else None  # else its fields are not known
     return ModelShape(
@@ -135,19 +137,9 @@ def describe(
         adapters=peft_config is not None,
         four_bit=four_bit,
         four_bit_bytes=four_bit_bytes,
-        adapted=_adapted(model),
+        adapted=sum(one.in_features for one in first if hasattr(one, "lora_A")),
         **_patches(vision),
     )
-
-
-def _adapted(model: Any) -> int:
-    first = (module for name, module in model.named_modules() if ".layers.0." in name and "visual" not in name)
-    return sum(module.in_features for module in first if hasattr(module, "lora_A"))
-
-
-def _on_meta(config: PretrainedConfig) -> Any:
-    with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
-        return auto_class(config).from_config(config)
 
 
 def _check_names(model: Any, peft_config: Any) -> None:
@@ -178,10 +170,9 @@ def refuse_tied_adapters(model: Any) -> None:
         if isinstance(embedding, BaseTunerLayer | ModulesToSaveWrapper):
             name = next(name for name, module in base.named_modules() if module is embedding).rpartition(".")[2]
             key = "lora_target_modules" if isinstance(embedding, BaseTunerLayer) else "lora_modules_to_save"
-            raise UserError(
-                f"{key}: {name!r} shares its weight with the other embedding (tie_word_embeddings: true), so what it "
-                "learns can be merged neither for the engine nor for a saved model; leave it out"
-            )
+            shares = f"{key}: {name!r} shares its weight with the other embedding (tie_word_embeddings: true)"
+            no_way = "so what it learns can be merged neither for the engine nor for a saved model"
+            raise UserError(f"{shares}, {no_way}; leave it out")
 
 
 def is_dtype(name: str) -> bool:
@@ -201,28 +192,19 @@ def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
 def _text_tower(config: Any, family: Family | None) -> Tower:
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Tower(
-        layers=config.num_hidden_layers,
-        width=config.hidden_size,
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_size=head_size,
-        mlp_width=config.intermediate_size,
-        head_norms=family is not None and family.head_norms,
-    )
+        config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.num_key_value_heads,
+        head_size, config.intermediate_size, head_norms=family is not None and family.head_norms,
+    )  # fmt: skip
 
 
 def _vision_tower(config: Any, family: Family | None) -> Tower:
     """In Qwen2-VL `hidden_size` is what leaves the tower, and `embed_dim` its own width."""
     width = getattr(config, "embed_dim", None) or config.hidden_size
     return Tower(
-        layers=config.depth,
-        width=width,
-        heads=config.num_heads,
-        kv_heads=config.num_heads,
-        head_size=width // config.num_heads,
-        mlp_width=getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
+        config.depth, width, config.num_heads, config.num_heads, width // config.num_heads,
+        getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
         swiglu=family is None or family.vision is None or family.vision.swiglu,
-    )
+    )  # fmt: skip
 
 
 def _patches(config: Any) -> dict[str, int]:

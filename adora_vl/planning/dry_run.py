@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import MISSING, Field, asdict, fields
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from adora_vl.config.checks import ANY_LENGTH, is_curve, schedule_of
-from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.reading import Given
+from adora_vl.config.where import DryRunOptions
 from adora_vl.data.dataset import example_row
-from adora_vl.data.prompt_lengths import LengthCheck
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, template
 from adora_vl.planning import memory
 from adora_vl.planning.memory_report import memory_lines
@@ -28,12 +27,12 @@ from adora_vl.utils.hidden import masked
 from data_prep.survey import shown_lines
 
 
-def learning_rates(config: Any, updates: int | None) -> dict[str, float] | None:
-    """The rate at the first, the middle and the last update; None for a schedule that depends on the training."""
+def learning_rates(config: Any, updates: int | None) -> dict[str, float]:
+    """The rate at the first, the middle and the last update; {} for a schedule that depends on the training."""
     total = updates or ANY_LENGTH
     schedule = schedule_of(config, total)
     if not is_curve(schedule):
-        return None
+        return {}
     places = {"first": 0, "middle": total // 2, "last": total - 1}
     return {name: config.learning_rate * schedule.lr_lambdas[0](step) for name, step in places.items()}
 
@@ -41,7 +40,7 @@ def learning_rates(config: Any, updates: int | None) -> dict[str, float] | None:
 def learning_rate_line(config: Any, updates: int | None) -> str:
     """The name of the schedule and its curve, in words."""
     rates, schedule = learning_rates(config, updates), spelled(config.lr_scheduler_type)
-    if rates is None:
+    if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
     return (
         f"Learning rate: {schedule}, {rates['first']:.3g} at the first update, {rates['middle']:.3g} "
@@ -54,7 +53,7 @@ def prompt_lines(plan: Plan) -> list[str]:
     if not plan.rows:
         return []
     script = plan.script
-    folders = [Path(folder) for folder in plan.data]
+    folders = [Path(folder) for folder in plan.run.data]
     rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
     row = next((row for row in rows if row.get("choices")), rows[0])
     problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
@@ -64,30 +63,27 @@ def prompt_lines(plan: Plan) -> list[str]:
 
 def _rendered(plan: Plan, messages: list[Message]) -> str:
     """By the model's own chat template; by roles where the processor is not here."""
-    if plan.processor is None:
+    if plan.run.processor is None:
         return as_text(messages)
     try:
-        return str(plan.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return str(plan.run.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except ValueError:  # it has no template
         return as_text(messages)
 
 
-def default_of(field: Field[Any]) -> Any:
-    """The default of a dataclass field."""
-    if field.default is not MISSING:
-        return field.default
-    return field.default_factory() if field.default_factory is not MISSING else None
+def _keys(plan: Plan) -> Iterator[tuple[Field[Any], Any, bool]]:
+    """Each key with its value, in the order of the dataclasses, and whether that is the default."""
+    for dataclass in (plan.script, plan.run.config, plan.run.model):
+        for field in fields(dataclass):
+            value, default = getattr(dataclass, field.name), field.default
+            if default is MISSING:
+                default = None if field.default_factory is MISSING else field.default_factory()
+            yield field, plain(getattr(value, "value", value)), value == default
 
 
 def changed_keys(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """What the user set to something else than the default, in the order of the dataclasses, without secrets."""
-    changed = {}
-    for dataclass in (plan.script, plan.config, plan.model):
-        for field in fields(dataclass):
-            value = getattr(dataclass, field.name)
-            if field.name in given and value != default_of(field):
-                changed[field.name] = plain(getattr(value, "value", value))
-    return dict(masked(changed))
+    """What the user set to something else than the default, without secrets."""
+    return dict(masked({key.name: value for key, value, same in _keys(plan) if key.name in given and not same}))
 
 
 def config_lines(plan: Plan, given: Collection[str]) -> list[str]:
@@ -100,18 +96,18 @@ def config_lines(plan: Plan, given: Collection[str]) -> list[str]:
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
     """Optimizer steps of an epoch and of the run; None where the number of rows is not known."""
-    batches, config = plan.batches, plan.config
+    batches, config = plan.run.plan, plan.run.config
     fixed = config.max_steps if config.max_steps > 0 else None
     if plan.rows is None:
         return None, fixed
     generations = plan.rows // batches.prompts_per_generation
-    epoch = max(1, generations * batches.cycle_micro_batches // batches.gradient_accumulation_steps)
+    epoch = max(1, generations * batches.cycle // batches.accumulated)
     return epoch, fixed or math.ceil(config.num_train_epochs * epoch)
 
 
 def batch_lines(plan: Plan) -> list[str]:
     """Prompts, groups, micro-batches, optimizer steps and epochs."""
-    batches, config, processes = plan.batches, plan.config, plan.setup.sharding.processes
+    batches, config, processes = plan.run.plan, plan.run.config, plan.setup.sharding.processes
     local, prompts = config.per_device_train_batch_size, batches.prompts_per_generation
     lines = [
         f"{amount(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} sampled together, {config.num_generations} "
@@ -120,7 +116,9 @@ def batch_lines(plan: Plan) -> list[str]:
         f"process{'' if processes == 1 else 'es'} ({batches.global_batch} over all).",
         f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are {batches.optimizer_batch} "
         f"sequences. Optimizer steps a generation: {batches.updates_per_generation:g}.",
-        *([] if plan.config.use_cpu and processes == 1 else [other_processes_line(plan)]),  # such a recipe starts one
+        *(
+            [] if plan.run.config.use_cpu and processes == 1 else [other_processes_line(plan)]
+        ),  # such a recipe starts one
     ]
     epoch, total = steps_of(plan)
     rows = plan.rows
@@ -141,12 +139,8 @@ def batch_lines(plan: Plan) -> list[str]:
 
 def other_processes_line(plan: Plan) -> str:
     """What the same keys make of the batches on another number of processes."""
-    batches, own = plan.batches, plan.setup.sharding.processes
-    sizes = [
-        f"{count}: {batches.generation_batch * count // own} rollouts and {batches.optimizer_batch * count // own}"
-        for count in (1, 2, 4, 8)
-        if count != own
-    ]
+    others = (replace(plan.run.plan, processes=count) for count in (1, 2, 4, 8) if count != plan.run.plan.processes)
+    sizes = [f"{one.processes}: {one.generation_batch} rollouts and {one.optimizer_batch}" for one in others]
     return f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}."
 
 
@@ -156,7 +150,7 @@ def _spread(name: str, values: Sequence[int]) -> str:
 
 def length_lines(plan: Plan) -> list[str]:
     """The spread of prompt lengths, and what becomes of those that meet a limit."""
-    lengths, config = plan.lengths, plan.config
+    lengths, config = plan.lengths, plan.run.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
     lines += [_spread("prompt", lengths.prompt), _spread("image", lengths.image), *limit_lines(plan)]
     budget = config.adora_vllm_max_num_batched_tokens
@@ -175,18 +169,12 @@ def limit_lines(plan: Plan) -> list[str]:
         return ["Whether they leave room for an answer is not known for this model."]
     if plan.rows is None:
         return [f"{limit.name} leaves such a prompt {max(0, limit.tokens - longest)} tokens for its answer."]
-    return [f"{line}." for check in plan.checks for line in _check_lines(check)]
-
-
-def _check_lines(check: LengthCheck) -> list[str]:
-    total = amount(len(check.measured.prompt), "prompt")
-    enough = f"{check.limit.name} leaves all of {total}{check.of} room for max_completion_length: "
-    return check.notes() or [f"{enough}{check.limit.completion}"]
+    return [f"{line}." for check in plan.checks for line in check.notes() or [check.enough]]
 
 
 def disk_lines(plan: Plan) -> list[str]:
     """What the checkpoints will take."""
-    setup, config = plan.setup, plan.config
+    setup, config = plan.setup, plan.run.config
     moves = config.sync_ref_model
     one = memory.checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed, reference=moves)
     groups, processes = config.adora_rollouts.replay, setup.sharding.processes
@@ -207,20 +195,17 @@ def disk_lines(plan: Plan) -> list[str]:
 def machine_lines(plan: Plan) -> list[str]:
     """What several machines need to start."""
     sharding = plan.setup.sharding
-    if sharding.machines == 1:
-        return []
-    lines = [
+    return section("Machines", [
         f"{sharding.machines} machines with {sharding.local_processes} processes each, started by "
         "setup/slurm/train.sbatch or setup/ssh/train.sh (docs/hardware.md).",
         "output_dir must be on a disk that all of them share; the run does not start without one.",
-    ]
-    return section("Machines", lines)
+    ]) if sharding.machines > 1 else []  # fmt: skip
 
 
 def report(plan: Plan, given: Collection[str]) -> str:
     """The report of the whole dry run."""
     notes = section("Notes", [f"- {note}" for note in plan.notes]) if plan.notes else []
-    notes += section("Not known here", [f"- {line}" for line in plan.unknown]) if plan.unknown else []
+    notes += section("Not known here", [f"- {line}" for line in plan.run.unknown]) if plan.run.unknown else []
     sections = (
         config_lines(plan, given), machine_lines(plan), batch_lines(plan), length_lines(plan), memory_lines(plan),
         disk_lines(plan),
@@ -263,13 +248,10 @@ def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:
 
     Keys that Transformers or TRL derive from others, and would not accept as given, are left out.
     """
-    changed = changed_keys(plan, given)
-    everything = dict(changed)
-    for dataclass in (plan.script, plan.config, plan.model):
-        for field in fields(dataclass):
-            value = getattr(dataclass, field.name)
-            if field.init and field.name not in everything and value == default_of(field):
-                everything[field.name] = plain(getattr(value, "value", value))
+    everything = changed_keys(plan, given)
+    for key, value, same in _keys(plan):
+        if key.init and key.name not in everything and same:
+            everything[key.name] = value
     # A key that is not set has no line, unless null is what the user set it to.
     return {key: value for key, value in everything.items() if _is_plain(value) and (value is not None or key in given)}
 
@@ -282,15 +264,21 @@ def _is_plain(value: Any) -> bool:
     return True
 
 
+_BATCHES = ("global_batch", "optimizer_batch", "generation_batch", "prompts_per_generation")
+
+
 def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
     """The same as the report, for a program."""
-    prediction, schedule = memory.predict(plan.setup, plan.card), spelled(plan.config.lr_scheduler_type)
-    epoch, total = steps_of(plan)
+    prediction, schedule = memory.predict(plan.setup, plan.card), spelled(plan.run.config.lr_scheduler_type)
+    (epoch, total), batches = steps_of(plan), plan.run.plan
     return {
         "changed": changed_keys(plan, given),
-        "batches": asdict(plan.batches),
-        "updates": {"a_generation": plan.batches.updates_per_generation, "an_epoch": epoch, "total": total},
-        "learning_rate": {"schedule": schedule, **(learning_rates(plan.config, total) or {})},
+        "batches": {
+            **{name: getattr(batches, name) for name in _BATCHES},
+            "cycle_micro_batches": batches.cycle, "gradient_accumulation_steps": batches.accumulated,
+        },
+        "updates": {"a_generation": batches.updates_per_generation, "an_epoch": epoch, "total": total},
+        "learning_rate": {"schedule": schedule, **learning_rates(plan.run.config, total)},
         "rows": plan.rows,
         "prompt_tokens": _spread_of(plan.lengths.prompt),
         "image_tokens": _spread_of(plan.lengths.image),
@@ -304,8 +292,8 @@ def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
         "largest_max_pixels": memory.largest_image_tokens(plan.setup, plan.card, max(0, plan.image_room))
         * plan.setup.shape.image_token_pixels,
         "notes": plan.notes,
-        "unknown": plan.unknown,
-    }
+        "unknown": plan.run.unknown,
+    }  # fmt: skip
 
 
 def _spread_of(values: Sequence[int]) -> dict[str, int]:

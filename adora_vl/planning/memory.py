@@ -10,16 +10,8 @@ from adora_vl.config.where import Sharding
 from adora_vl.dedup.shared_prompt import sharing_pays
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
-from adora_vl.planning.activations import (
-    FLOAT,
-    Dtypes,
-    MicroBatch,
-    head_saved,
-    head_transient,
-    mask_bytes,
-    saved,
-    vision_layer,
-)
+from adora_vl.planning import activations
+from adora_vl.planning.activations import FLOAT, Dtypes, MicroBatch
 from adora_vl.utils.files import GIB
 
 BUCKET = 500_000_000  # reduce_bucket_size, in parameters: allocated whole, however small the model is
@@ -36,9 +28,9 @@ class States:
     gradients: int
     optimizer: int
     reference: int
-    gathered: int  # of other ranks' weights, while layers are at work (ZeRO-3)
-    step: int  # in addition, while the optimizer steps
-    host_optimizer: int
+    gathered: int = 0  # of other ranks' weights, while layers are at work (ZeRO-3)
+    step: int = 0  # in addition, while the optimizer steps
+    host_optimizer: int = 0
 
 
 def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
@@ -79,9 +71,6 @@ def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
         gradients=shape.trained * byte * copies,
         optimizer=_ADAM * shape.trained * byte,
         reference=shape.total * shape.weight_bytes if reference and not shape.adapters else 0,
-        gathered=0,
-        step=0,
-        host_optimizer=0,
     )
 
 
@@ -287,15 +276,17 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
     own = setup.batch.image_tokens * shape.merge**2
     patches = min(setup.images * own, max(PATCHES_A_PASS, own))
     inputs = patches * shape.patch_values * (_PIXEL + setup.compute_bytes)
-    return tokens * shape.text.width * layers * setup.compute_bytes, inputs + vision_layer(eye, patches, setup.dtypes)
+    block = activations.vision_layer(eye, patches, setup.dtypes)
+    return tokens * shape.text.width * layers * setup.compute_bytes, inputs + block
 
 
 def _learning(setup: Setup, gradients: int) -> dict[str, int]:
     """Gradients and activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
     shape, batch, dtypes = setup.shape, setup.micro_batch, setup.dtypes
-    kept = saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=setup.masked and not batch.packed)
-    text = kept.text + head_saved(shape, batch, dtypes, compact=setup.accelerator)
-    head = head_transient(shape, batch, dtypes, compact=setup.accelerator)
+    masked = setup.masked and not batch.packed
+    kept = activations.saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=masked)
+    text = kept.text + activations.head_saved(shape, batch, dtypes, compact=setup.accelerator)
+    head = activations.head_transient(shape, batch, dtypes, compact=setup.accelerator)
     # What the head adds to the gradient of a weight that it shares waits for the embedding's part, at the end; there
     # both and their sum are held
     weight = shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
@@ -314,25 +305,17 @@ def _learning(setup: Setup, gradients: int) -> dict[str, int]:
             ("one layer going back", layer, kept.text // shape.text.layers, behind + layers * others // (others + 1)),
             ("one layer going back", 3 * waiting, 0, gradients - waiting),
         ]
-    name, passing, activations, there = max(moments, key=lambda moment: sum(moment[1:]))
-    mask = mask_bytes(batch, dtypes, accelerator=setup.accelerator) if setup.masked and not batch.packed else 0
-    return {
-        "gradients": there,
-        "activations": activations,
-        "attention mask": mask,
-        "vision": 0 if frozen_tower(setup)[1] else kept.vision,
-        name: passing,
-    }
+    name, passing, held, there = max(moments, key=lambda moment: sum(moment[1:]))
+    mask = activations.mask_bytes(batch, dtypes, accelerator=setup.accelerator) if masked else 0
+    vision = 0 if frozen_tower(setup)[1] else kept.vision
+    return {"gradients": there, "activations": held, "attention mask": mask, "vision": vision, name: passing}
 
 
 def _engine_parts(setup: Setup, engine: EngineMemory | None) -> tuple[dict[str, int], dict[str, int]]:
     if engine is None or setup.engine is None:
         return {}, {}
-    awake = {
-        "engine weights": engine.weights,
-        "engine workspace": engine.workspace,
-        "KV cache": max(engine.cache, 0),
-    }
+    cache = max(engine.cache, 0)
+    awake = {"engine weights": engine.weights, "engine workspace": engine.workspace, "KV cache": cache}
     return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
 
 

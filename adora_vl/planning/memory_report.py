@@ -6,15 +6,8 @@ from dataclasses import replace
 
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.models.check import LOST_UPDATES
-from adora_vl.planning.memory import (
-    Sharing,
-    cache_bytes_per_token,
-    fits,
-    largest_batch,
-    largest_image_tokens,
-    predict,
-    proposed_utilization,
-)
+from adora_vl.planning import memory
+from adora_vl.planning.memory import Sharing, fits, predict, proposed_utilization
 from adora_vl.planning.plan import Plan
 from adora_vl.utils.cli import section
 from adora_vl.utils.files import GIB
@@ -60,7 +53,8 @@ def memory_lines(plan: Plan) -> list[str]:
             f"The base, {base:.3g} GiB, is on the card once: the trainer's leaves while the engine is awake. Both take "
             f"{2 * base:.3g} GiB of pinned host memory."
         )
-    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), _honesty(setup.accelerator)]
+    honesty = _ON_A_GPU if setup.accelerator else _ON_A_CPU
+    lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), honesty]
     return section(f"Memory, predicted, on {plan.card_name}", lines)
 
 
@@ -90,13 +84,11 @@ def sharing_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def _honesty(accelerator: bool) -> str:
-    if accelerator:
-        return (
-            "Formulas, checked on a pretended card (python -m benchmarks.fake_card CONFIG) and by no GPU yet. CUDA's "
-            "context, fragmentation and the engine's workspace are assumptions: docs/hardware.md."
-        )
-    return "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
+_ON_A_CPU = "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
+_ON_A_GPU = (
+    "Formulas, checked on a pretended card (python -m benchmarks.fake_card CONFIG) and by no GPU yet. CUDA's context, "
+    "fragmentation and the engine's workspace are assumptions: docs/hardware.md."
+)
 
 
 def engine_lines(plan: Plan) -> list[str]:
@@ -104,7 +96,7 @@ def engine_lines(plan: Plan) -> list[str]:
     engine, setup = predict(plan.setup, plan.card).engine, plan.setup
     if engine is None or setup.engine is None or not setup.accelerator:
         return []
-    per_token = cache_bytes_per_token(setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel)
+    per_token = memory.cache_bytes_per_token(setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel)
     return [
         f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of {setup.engine.max_sequences} rollouts "
         f"{engine.concurrent} run at once if all reach {setup.engine.max_length} tokens, more if they end earlier.",
@@ -150,7 +142,7 @@ def verdict_lines(plan: Plan) -> list[str]:
         ]
     if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
         lines.append(LOST_UPDATES)
-    batch = largest_batch(setup, card)
+    batch = memory.largest_batch(setup, card)
     most = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
     lines.append(
         f"Largest per_device_train_batch_size that fits, of those that keep groups of {setup.generations} whole or "
@@ -166,7 +158,7 @@ def largest_image_line(plan: Plan) -> str:
             f"No max_pixels leaves room for a whole answer: text of up to {plan.lengths.longest_text} tokens and "
             f"max_completion_length: {plan.limit.completion} together exceed {plan.limit.name}."
         )
-    tokens = largest_image_tokens(plan.setup, plan.card, plan.image_room)
+    tokens = memory.largest_image_tokens(plan.setup, plan.card, plan.image_room)
     pixels = tokens * plan.setup.shape.image_token_pixels
     return f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)." if tokens else "No max_pixels fits."
 

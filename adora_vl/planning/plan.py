@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.batch_plan import BatchPlan, regroup_obstacle
-from adora_vl.config.dry_run_options import DryRunOptions
+from adora_vl.config.batch_plan import regroup_obstacle
 from adora_vl.config.reading import Given
-from adora_vl.config.where import Sharding
+from adora_vl.config.where import DryRunOptions, Sharding
 from adora_vl.data.dataset import row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured
 from adora_vl.models.families import family_of, sees_images
@@ -22,7 +20,7 @@ from adora_vl.planning.activations import MicroBatch
 from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
 from adora_vl.prepare import prepare_on_paper
 from adora_vl.rollout.engine_settings import engine_dtype
-from adora_vl.start.road import Checked
+from adora_vl.start.checked import Checked
 from adora_vl.utils.cli import amount
 from adora_vl.utils.files import GIB
 
@@ -34,21 +32,24 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Plan:
     """A run on paper. `card` is bytes of one GPU, or of this machine for a run on its CPU."""
 
+    run: Checked
     script: AdoraScriptArguments
-    config: AdoraGRPOConfig
-    model: ModelConfig
-    batches: BatchPlan
     lengths: Measured
     rows: int | None  # that the run trains on; None where the data are not here
     setup: Setup
     card: int
     card_name: str
     notes: list[str]
-    unknown: list[str]
-    limit: ContextLimit | None  # None where it is not known, or image tokens cannot be counted
-    checks: list[LengthCheck]  # the prompts of training and evaluations, before any are left out; [] where not known
-    processor: Any  # None where it is not here
-    data: list[str]  # the folders of the data sets
+
+    @property
+    def limit(self) -> ContextLimit | None:
+        """None where it is not known, or image tokens cannot be counted."""
+        return self.run.overlong.limit
+
+    @property
+    def checks(self) -> list[LengthCheck]:
+        """The prompts of training and evaluations, before any are left out; [] where not known."""
+        return self.run.overlong.checks if self.rows is not None else []
 
     @property
     def image_room(self) -> int:
@@ -61,7 +62,7 @@ class Plan:
 def make_plan(given: Given, options: DryRunOptions) -> Plan:
     """Everything that a run checks before it loads weights, and its lengths and memory. Raises `UserError`."""
     run = prepare_on_paper(given, options)
-    script, config, model, lengths = run.script, run.config, run.model, run.lengths
+    script, lengths, sharding = run.script, run.lengths, run.where.sharding
     assert script is not None and lengths is not None, "a dry run has the keys of a command, and measures"
     notes = [*run.notes, *_mixture(run)]
     if family_of(run.model_config) is None and sees_images(run.model_config):
@@ -69,13 +70,9 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
             f"the images of model_type {run.model_config.model_type} are counted as those of Qwen2.5-VL, and what its "
             "vision tower keeps for the backward pass is not in the prediction"
         )
-    card, card_name = _card(options, config, run.where.sharding.local_processes)
-    setup = make_setup(config, model, run.shape, run.where.sharding, lengths)
+    setup = make_setup(run.config, run.model, run.shape, sharding, lengths)
     rows = len(run.dataset) if run.dataset is not None else None
-    return Plan(
-        script, config, model, run.plan, lengths, rows, setup, card, card_name, notes, run.unknown, run.overlong.limit,
-        run.overlong.checks if rows is not None else [], run.processor, run.data,
-    )  # fmt: skip
+    return Plan(run, script, lengths, rows, setup, *_card(options, run.config, sharding.local_processes), notes)
 
 
 def _mixture(run: Checked) -> list[str]:
@@ -123,13 +120,9 @@ def make_setup(
             sleep=config.vllm_enable_sleep_mode,
             cpu_cache=int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB) if config.use_cpu else None,
         )
-    flash = "flash" in str(model.attn_implementation or "")
-    regrouped = not regroup_obstacle(config)  # else the rollouts of a group lie in any micro-batch
-    sharing = Sharing(
-        images=config.own("cache_images"),
-        vision=config.own("cache_images") and config.own("share_vision") and regrouped,
-        prompts=config.own("cache_images") and config.own("share_prompt") and regrouped,
-    )
+    cached = config.own("cache_images")
+    shares = cached and not regroup_obstacle(config)  # else the rollouts of a group lie in any micro-batch
+    sharing = Sharing(cached, shares and config.own("share_vision"), shares and config.own("share_prompt"))
     return Setup(
         shape=shape,
         sharding=sharding,
@@ -141,7 +134,7 @@ def make_setup(
         mixed=mixed,
         checkpointing=config.gradient_checkpointing,
         micro_batches=config.gradient_accumulation_steps,
-        masked=not flash,
+        masked="flash" not in str(model.attn_implementation or ""),
         reference=config.beta != 0.0,
         engine=engine,
         accelerator=not config.use_cpu,

@@ -12,7 +12,7 @@ from torch import Tensor, distributed
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.sampling import engine_scores_raw
+from adora_vl.config.checks import engine_scores_raw
 from adora_vl.dedup.image_store import ImageCache
 from adora_vl.models.adapter import served_rank
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, trainable_components

@@ -15,7 +15,7 @@ from adora_vl.checkpoint.resume import LOCK, StartPoint, choose_start, lock_outp
 from adora_vl.checkpoint.stop import STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.checkpoint.writer import begun, holds_a_run, refuse_own_files
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import check_folder, written_to
 
 if TYPE_CHECKING:
@@ -101,23 +101,17 @@ class RunFolder:
     def _is_taken(self) -> str:
         found = next(iter(checkpoints(self.path)), None)
         goes_on = "train(resume_from_checkpoint=True) goes on, " if found else ""
-        return (
-            f"output_dir: {str(self.path)!r} holds {f'{found.name} of a run' if found else 'a finished run'}; {goes_on}"
-            "overwrite_output_dir=True replaces it, or choose another output_dir"
-        )
+        holds = f"output_dir: {str(self.path)!r} holds {f'{found.name} of a run' if found else 'a finished run'}"
+        return f"{holds}; {goes_on}overwrite_output_dir=True replaces it, or choose another output_dir"
 
     def _all_hear(self, choose: Callable[[], _Found]) -> _Found:
-        found: _Found | None = None
-        refusal = ""
-        if self._first:
-            try:
-                found = choose()
-            except UserError as error:
-                refusal = str(error)
-        told: list[Any] = [found, refusal]
+        told: list[Any] = [None, ""]
+        try:
+            told[0] = choose() if self._first else None
+        except UserError as error:
+            told[1] = str(error)
         if self._ranks > 1:
             broadcast_object_list(told)
-        if told[1]:
-            raise UserError(told[1])
+        refuse((told[1], told[1]))
         heard: _Found = told[0]
         return heard

@@ -44,11 +44,9 @@ def config_of(args: Any, model: Any) -> AdoraGRPOConfig:
     if args is None:
         return AdoraGRPOConfig(f"{_name_of(model).split('/')[-1]}-GRPO")
     if not isinstance(args, AdoraGRPOConfig):
-        kind = f"{type(args).__module__.partition('.')[0]}.{type(args).__name__}"
-        raise UserError(
-            f"args: a {kind} has other defaults, and steps and batches worked out of them; give its arguments to an "
-            "AdoraGRPOConfig (from adora_vl import AdoraGRPOConfig)"
-        )
+        kind = f"a {type(args).__module__.partition('.')[0]}.{type(args).__name__}"
+        remedy = "give its arguments to an AdoraGRPOConfig (from adora_vl import AdoraGRPOConfig)"
+        raise UserError(f"args: {kind} has other defaults, and steps and batches worked out of them; {remedy}")
     return args
 
 
@@ -96,7 +94,9 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
     or with a slash TRL's reward model. Raises `UserError`.
     """
     asked = [*given] if isinstance(given, list | tuple) else [given]
-    ours = [one for one in asked if isinstance(one, Mapping) or (isinstance(one, str) and not _is_model(one))]
+    # with a slash, or of a folder, it is the name of a reward model, for which TRL looks
+    models = [one for one in asked if isinstance(one, str) and not is_own(one) and ("/" in one or Path(one).is_dir())]
+    ours = [one for one in asked if isinstance(one, Mapping | str) and one not in models]
     chosen = choose_rewards(ours, output_dir=output_dir) if ours else ChosenRewards((), (), {})
     made = zip(chosen.entries, chosen.functions, strict=True)
     entries: list[str] = []
@@ -117,11 +117,6 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
             hashes[entries[-1]] = _source_hash(one)
     tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
     return ChosenRewards(tuple(entries), tuple(functions), hashes, frozenset(tried))
-
-
-def _is_model(name: str) -> bool:
-    """Whether TRL would look for a reward model of this name."""
-    return not is_own(name) and ("/" in name or Path(name).is_dir())
 
 
 def _function_name(function: Any) -> str:
@@ -155,13 +150,9 @@ def check_prompts(dataset: Dataset) -> bool:
     pictured = False
     for name, prompt, sizes in prompts_of(dataset):
         pictured = pictured or bool(sizes)
-        if not sizes:
-            continue
-        if isinstance(prompt, str):
-            raise UserError(
-                f"train_dataset: row {name} has images and a text as its prompt; write the prompt as messages, such as "
-                '[{"role": "user", "content": "..."}]'
-            )
+        if sizes and isinstance(prompt, str):
+            remedy = 'write the prompt as messages, such as [{"role": "user", "content": "..."}]'
+            raise UserError(f"train_dataset: row {name} has images and a text as its prompt; {remedy}")
     return pictured
 
 
@@ -199,9 +190,7 @@ def is_stored(dataset: Any) -> bool:
 
 
 def identity_of_rows(dataset: Any) -> str:
-    """By what a run knows its data set again: the number of rows and a hash of all, of images by their bytes. A stream
-    is known by its columns.
-    """
+    """Rows and a hash of all, of images by their bytes, to know them again; of a stream its columns."""
     if not isinstance(dataset, Dataset):
         return f"a stream of {dataset.column_names}"
     digest = hashlib.sha256(str(sorted(dataset.features.items())).encode())

@@ -7,80 +7,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset, IterableDataset
-from transformers import PretrainedConfig, TrainerState
-from trl import ModelConfig
+from datasets import Dataset
+from transformers import TrainerState
 
 from adora_vl.builtin.assets import data_folders, resolve_model
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import StartPoint
-from adora_vl.checkpoint.store import facts_of
-from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.advantage import method_hashes
-from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
-from adora_vl.config.checks import (
-    check_config,
-    check_extensions,
-    check_machines,
-    check_optimizer,
-    check_tensor_parallel,
-    costs_of,
-)
-from adora_vl.config.reading import Given, check_output_dir
+from adora_vl.config import checks
+from adora_vl.config.batch_plan import batch_plan, check_rows
+from adora_vl.config.reading import check_output_dir
 from adora_vl.config.where import Where
+from adora_vl.data import prompt_lengths as lengths
 from adora_vl.data.loading import as_asked, load_rows
-from adora_vl.data.prompt_lengths import (
-    CHARACTERS_A_TOKEN,
-    ContextLimit,
-    Measured,
-    OverlongPrompts,
-    assumed,
-    character_counter,
-    context_limit,
-    limits_of,
-    message_counter,
-    served_length,
-    tokenizer_counter,
-    uncountable,
-)
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.data.rows import has_images
-from adora_vl.evaluation import DataMissingError, EvaluationPlan, fitting_evaluations, take_evaluations
+from adora_vl.evaluation import DataMissingError, fitting_evaluations, take_evaluations
+from adora_vl.models import check as fits
 from adora_vl.models.adapter import (
-    Adapter,
     adapters_of,
     check_keys,
     hash_of,
-    load_merged,
-    load_policy,
     processor_folder,
 )
-from adora_vl.models.check import (
-    LOST_UPDATES,
-    check_arguments,
-    check_attention,
-    check_family,
-    check_parts,
-    check_sees,
-    loses_updates,
-)
 from adora_vl.models.families import sees_images
-from adora_vl.models.four_bit import bytes_of, check_four_bit, four_bit_folder, is_four_bit, keep_gradients
+from adora_vl.models.four_bit import check_four_bit
 from adora_vl.models.load import check_weights, limit_pixels, load_config, load_processor
-from adora_vl.models.shape import ModelShape, config_for_planning, describe
-from adora_vl.record.manifest import run_manifest
+from adora_vl.models.shape import config_for_planning
 from adora_vl.record.trackers import check_trackers
-from adora_vl.rewards import ChosenRewards, try_rewards
+from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
+from adora_vl.start.checked import Asked, Checked, count_of
 from adora_vl.start.folder import RunFolder
 from adora_vl.start.objects import (
     Datasets,
@@ -92,178 +56,14 @@ from adora_vl.start.objects import (
     prompts_of,
     rewards_given,
 )
-from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, in_one_line, refuse
 from adora_vl.utils.hub import no_hub, notes_on
-from adora_vl.utils.launch import fewer_than_asked
 from adora_vl.utils.versions import check_versions
 
 _ELSEWHERE = (
     "the run is for another machine, so packages, trackers, servers, attention kernel, weights and output_dir were not "
     "looked at"
 )
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """The policy. `keys`: its name and how it is loaded. `loaded`: an object of Python's, `processor` too."""
-
-    keys: ModelConfig
-    peft_config: Any = None
-    loaded: Any = None
-    processor: Any = None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a user wants, whichever way it came.
-
-    `rows`: a command's keys, or data sets of Python's. `rewards`: what Python gave. `given`: the command; None from
-    Python. `most`: so many prompts are measured; None: all.
-    """
-
-    config: AdoraGRPOConfig
-    model: ModelSource
-    rows: AdoraScriptArguments | Datasets
-    rewards: Any = None
-    given: Given | None = None
-    most: int | None = None
-
-
-@dataclass(repr=False)
-class Checked:
-    """A run on the road: what was asked, and what each stop has found; that is there from its turn on."""
-
-    asked: Asked
-    where: Where
-    notes: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)  # what could not be looked at; empty for all but a dry run
-    plan: BatchPlan = field(init=False)
-    rewards: ChosenRewards = field(init=False)
-    name: str = field(init=False)  # the folder of the model, or its hub id; of an adapter that of its base
-    adapters: list[Adapter] = field(default_factory=list)  # where an adapter was named: it, and those beneath it
-    model_config: PretrainedConfig = field(init=False)
-    four_bit: bool = False  # whether the base is in 4 bits
-    processor: Any = field(init=False)  # None where it is not here
-    overlong: OverlongPrompts = field(init=False)
-    data: list[str] = field(init=False)  # the folders of a command's data sets
-    dataset: Any = field(init=False)  # None where it is not here
-    lengths: Measured | None = field(init=False)
-    evaluations: EvaluationPlan | None = field(init=False)  # of the evaluations on the way
-    folder: RunFolder = field(init=False)
-    start: StartPoint = field(init=False)
-
-    @property
-    def config(self) -> AdoraGRPOConfig:
-        return self.asked.config
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.asked.model.keys
-
-    @property
-    def adapter(self) -> Adapter | None:
-        """The adapter that goes on training: that one is named and no other one is asked for."""
-        return self.adapters[0] if self.adapters and self.asked.model.peft_config is None else None
-
-    @property
-    def peft_config(self) -> Any:
-        """PEFT's config of what is trained; None without an adapter."""
-        return self.adapter.config if self.adapter is not None else self.asked.model.peft_config
-
-    @cached_property
-    def shape(self) -> ModelShape:
-        """Of the policy as it will be trained."""
-        byte = bytes_of(self.model.use_bnb_nested_quant) if self.four_bit else 0.0
-        return describe(
-            self.model_config, dtype=self.model.dtype, frozen=self.config.adora_freeze, peft_config=self.peft_config,
-            four_bit_bytes=byte,
-        )  # fmt: skip
-
-    def policy(self) -> Any:
-        """What TRL makes its model of: a name, or the model of an adapter that was named, or in 4 bits."""
-        if not self.adapters and not self.four_bit:
-            return self.name
-        init = {**(self.config.model_init_kwargs or {}), "trust_remote_code": False}
-        init.pop("quantization_config", None)  # the folder says it
-        if self.where.sharding.processes > 1:
-            init["device_map"] = None  # as TRL has it
-        base = self.name
-        if self.model.load_in_4bit and not is_four_bit(self.model_config):
-            base = four_bit_folder(base, self.model.model_revision, self.model)
-        found = (load_policy if self.adapter is not None else load_merged)(base, self.adapters, init)
-        keep_gradients(found)
-        return found
-
-    @property
-    def script(self) -> AdoraScriptArguments | None:
-        """The keys of a command's data and rewards; None from Python."""
-        return self.asked.rows if isinstance(self.asked.rows, AdoraScriptArguments) else None
-
-    @property
-    def system_prompt(self) -> str | None:
-        """What the model is told before each problem: the command's key, or the first message of Python's first row."""
-        if self.script is not None:
-            return self.script.adora_system_prompt
-        prompt = next(iter(self.dataset))["prompt"]
-        told = prompt[0] if prompt and not isinstance(prompt, str) else {}
-        return str(told["content"]) if told.get("role") == "system" else None
-
-    @property
-    def left_out(self) -> list[str]:
-        """Ids of the rows that adora_overlong_prompts: drop leaves out."""
-        return self.overlong.left_out
-
-    @property
-    def fingerprint(self) -> Fingerprint:
-        return self.folder.now
-
-    @property
-    def own(self) -> dict[str, str]:
-        """A hash of each file with code of the user's, by what it is for."""
-        return {
-            **{f"reward {file}": one for file, one in self.rewards.hashes.items()},
-            **{f"method {file}": one for file, one in method_hashes(self.config).items()},
-        }
-
-    @property
-    def first(self) -> bool:
-        """Whether this is the first rank."""
-        return bool(self.config.process_index == 0)
-
-    def take(self, wanted: object) -> None:
-        """Hold `output_dir` for a run of Python's. `wanted`: what its `train` was told. Raises `UserError`."""
-        self.start = self.folder.take(wanted, from_python=True)
-
-    def manifest(self) -> dict[str, Any]:
-        """What `manifest.json` says of it at its start."""
-        return run_manifest(
-            *filter(None, (self.script, self.config, self.model)),
-            arguments=self.asked.given.arguments if self.asked.given else None,
-            data=self.data or ["Python"],
-            rows=_count(self.dataset) or 0,
-            fingerprint=self.fingerprint,
-            plan=self.plan.describe(),
-            processes=self.where.sharding.processes,
-            checkpoint=self.start.checkpoint,
-            own=self.own,
-            left_out=len(self.left_out),
-        )
-
-    @property
-    def finished(self) -> Path | None:
-        """The checkpoint of the last step, if the run has reached it: Transformers would take one step more."""
-        checkpoint = Path(self.start.checkpoint) if self.start.checkpoint else None
-        over = checkpoint is not None and 0 < self.config.max_steps <= facts_of(checkpoint)["step"]
-        return checkpoint if over else None
-
-    def first_lines(self) -> list[str]:
-        """What is said of a run before it starts."""
-        rows = _count(self.dataset)
-        facts = (
-            f"{'a stream of problems' if rows is None else amount(rows, 'training problem')}; {self.plan.describe()}"
-        )
-        return [facts, *filter(None, [fewer_than_asked()]), *self.notes, *costs_of(self.config), *self.start.notes]
 
 
 def walk(asked: Asked, where: Where) -> Checked:
@@ -284,13 +84,13 @@ def versions(run: Checked) -> None:
 def keys(run: Checked) -> None:
     """What the keys alone say."""
     given = run.asked.rows
-    check_config(run.config, trl_evaluates=isinstance(given, Datasets) and given.evaluate is not None)
+    checks.check_config(run.config, trl_evaluates=isinstance(given, Datasets) and given.evaluate is not None)
 
 
 def batches(run: Checked) -> None:
     """Micro-batches, groups and machines."""
     sharding = run.where.sharding
-    check_machines(run.config, sharding.processes, sharding.machines)
+    checks.check_machines(run.config, sharding.processes, sharding.machines)
     run.plan = batch_plan(run.config, sharding.processes)
 
 
@@ -298,7 +98,7 @@ def machine(run: Checked) -> None:
     """Optimizer, trackers and the hub, where this is the machine."""
     if not run.where.here:
         return
-    check_optimizer(run.config)
+    checks.check_optimizer(run.config)
     check_trackers(run.config.report_to)
     if run.config.push_to_hub and no_hub():  # Transformers makes the repository when the weights are loaded
         raise UserError(f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards")
@@ -335,22 +135,21 @@ def model(run: Checked) -> None:
                 keys.model_name_or_path = run.name
             run.model_config = load_config(run.name, keys.model_revision)
         run.notes += notes_on(run.name)
-    run.notes += check_family(keys, config, run.model_config)
+    run.notes += fits.check_family(keys, config, run.model_config)
     stage = run.where.sharding.stage
     run.four_bit = check_four_bit(keys, config, run.model_config, run.peft_config, stage=stage, here=here)
     if run.four_bit and len(run.adapters) > (run.adapter is not None):
-        raise UserError(
-            f"model_name_or_path: {str(run.adapters[-1].folder)!r} would be merged into a base in 4 bits, which rounds "
-            "it away; make a model of it with `python -m adora_vl.export` and name that"
-        )
-    check_extensions(config, run.model_config)
-    check_tensor_parallel(config, run.model_config, run.where.sharding.processes)
+        merged = f"{str(run.adapters[-1].folder)!r} would be merged into a base in 4 bits, which rounds it away"
+        remedy = "make a model of it with `python -m adora_vl.export` and name that"
+        raise UserError(f"model_name_or_path: {merged}; {remedy}")
+    checks.check_extensions(config, run.model_config)
+    checks.check_tensor_parallel(config, run.model_config, run.where.sharding.processes)
     if here and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(run.model_config, config.vllm_enable_sleep_mode)
     sharded = config.deepspeed_plugin is not None
-    lost = run.adapter is None and loses_updates(keys, run.model_config, deepspeed=sharded)
+    lost = run.adapter is None and fits.loses_updates(keys, run.model_config, deepspeed=sharded)
     if lost and not run.where.paper:  # a dry run says it by itself
-        run.notes.append(LOST_UPDATES)
+        run.notes.append(fits.LOST_UPDATES)
 
 
 def _find_adapters(run: Checked) -> None:
@@ -359,11 +158,8 @@ def _find_adapters(run: Checked) -> None:
     if not run.adapters:
         return
     first, named = run.adapters[0], str(run.model.model_name_or_path)
-    if run.where.sharding.stage == 3:
-        raise UserError(
-            f"model_name_or_path: {named!r} is an adapter, whose weights ZeRO-3 would have in parts before they are "
-            "read; use configs/accelerate/zero2.yaml, or one process"
-        )
+    in_parts = f"model_name_or_path: {named!r} is an adapter, whose weights ZeRO-3 would have in parts before they are"
+    refuse((run.where.sharding.stage == 3, f"{in_parts} read; use configs/accelerate/zero2.yaml, or one process"))
     run.name = run.adapters[-1].base
     if run.adapter is None:
         run.notes.append(f"the adapter {named} is merged into its base {first.base}, and a new one is trained")
@@ -375,12 +171,12 @@ def _find_adapters(run: Checked) -> None:
 def parts(run: Checked) -> None:
     """Frozen parts, layers with an adapter, attention, and what `from_pretrained` is given."""
     if run.where.here:
-        check_attention(run.model, run.config.model_init_kwargs or {})
+        fits.check_attention(run.model, run.config.model_init_kwargs or {})
     loaded = run.asked.model.loaded
     if loaded is None:
-        check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
+        fits.check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
     if loaded is None or not hasattr(loaded, "peft_config"):
-        check_parts(run.model, run.model_config, run.peft_config, run.config.adora_freeze)
+        fits.check_parts(run.model, run.model_config, run.peft_config, run.config.adora_freeze)
 
 
 def processor(run: Checked) -> None:
@@ -392,11 +188,11 @@ def processor(run: Checked) -> None:
         run.processor = _load_processor(run, where, keys.model_revision)
     if run.processor is not None:
         limit_pixels(run.processor, config.min_pixels, config.max_pixels)
-    unknown = uncountable(run.model_config)
-    run.overlong = OverlongPrompts(
+    unknown = lengths.uncountable(run.model_config)
+    run.overlong = lengths.OverlongPrompts(
         None if unknown else _limit(run),
         _counter(run),
-        limits_of(run.processor, run.model_config, config.min_pixels, config.max_pixels),
+        lengths.limits_of(run.processor, run.model_config, config.min_pixels, config.max_pixels),
         run.script.adora_overlong_prompts if run.script is not None else None,
         speaks=run.first and not run.where.paper,
         paper=run.where.paper,
@@ -413,28 +209,26 @@ def _load_processor(run: Checked, name: str, revision: str) -> Any:
     except UserError:
         if not run.where.paper or Path(name).is_dir():
             raise
-        run.unknown.append(
-            f"the processor of {name} cannot be reached: text is estimated at {CHARACTERS_A_TOKEN} characters per "
-            "token, images follow the published rule"
-        )
+        guess = f"{lengths.CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
+        run.unknown.append(f"the processor of {name} cannot be reached: text is estimated at {guess}")
         return None
 
 
 def _counter(run: Checked) -> Any:
     if run.script is None:
-        return message_counter(run.processor, run.config.chat_template_kwargs)
+        return lengths.message_counter(run.processor, run.config.chat_template_kwargs)
     if run.processor is None:
-        return character_counter(run.script.adora_system_prompt)
-    return tokenizer_counter(run.processor, run.script.adora_system_prompt, run.config.chat_template_kwargs)
+        return lengths.character_counter(run.script.adora_system_prompt)
+    return lengths.tokenizer_counter(run.processor, run.script.adora_system_prompt, run.config.chat_template_kwargs)
 
 
-def _limit(run: Checked) -> ContextLimit | None:
+def _limit(run: Checked) -> lengths.ContextLimit | None:
     """The limit of prompts and answers. The first rank alone asks a server for its own."""
     config, on_server = run.config, run.config.use_vllm and run.config.vllm_mode == "server"
-    served = [served_length(config) if on_server and run.where.here and run.first else None]
+    served = [lengths.served_length(config) if on_server and run.where.here and run.first else None]
     if on_server and run.where.here and config.world_size > 1:
         broadcast_object_list(served)
-    limit = context_limit(config, run.model_config, served[0])
+    limit = lengths.context_limit(config, run.model_config, served[0])
     if on_server and served[0] is None and run.first and not run.where.paper:
         print(f"the vLLM server does not answer yet, so prompts are held against {limit.name if limit else None}")
     return limit
@@ -449,34 +243,30 @@ def rows(run: Checked) -> None:
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
         if is_stored(run.dataset):
-            check_sees(run.model, run.model_config, has_images=check_prompts(run.dataset))
+            fits.check_sees(run.model, run.model_config, has_images=check_prompts(run.dataset))
             run.overlong.kept_of(prompts_of(run.dataset), len(run.dataset))
     else:
         with run.config.main_process_first(desc="making the dataset where it is missing"):
             run.data = data_folders(asked)
         missing = next((name for name in run.data if not Path(name).is_dir()), None) if run.where.paper else None
         if missing is not None:
-            guess, words = assumed(run.overlong.pixels, sees=sees_images(run.model_config))
+            guess, words = lengths.assumed(run.overlong.pixels, sees=sees_images(run.model_config))
             run.unknown.append(f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}")
             run.lengths = guess
             return
         run.dataset = load_rows(asked, run.data, run.config.seed, partial(_fitting, run))
     run.lengths = run.overlong.lengths
-    count = _count(run.dataset)
+    count = count_of(run.dataset)
     if count is not None:
         check_rows(run.plan, count)
 
 
 def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
     """A tokenizer alone counts no images, so it is asked first whether the model reads them."""
-    check_sees(run.model, run.model_config, has_images=has_images(dataset.data.table))
+    fits.check_sees(run.model, run.model_config, has_images=has_images(dataset.data.table))
     if run.asked.most is not None and run.asked.most < len(dataset):
         run.unknown.append(f"measured on the first {run.asked.most} of {len(dataset)} rows (--rows)")
     return run.overlong.fitting(dataset, texts)
-
-
-def _count(dataset: Any) -> int | None:
-    return None if dataset is None or isinstance(dataset, IterableDataset) else len(dataset)
 
 
 def tries(run: Checked) -> None:
@@ -488,9 +278,8 @@ def tries(run: Checked) -> None:
         try:
             rows = list(islice(iter(run.dataset), 2))
         except Exception as error:  # a decoder raises what it likes
-            raise UserError(
-                f"train_dataset: its first rows cannot be read ({in_one_line(error)}); mend them"
-            ) from error
+            why = in_one_line(error)
+            raise UserError(f"train_dataset: its first rows cannot be read ({why}); mend them") from error
     groups = [row for row in rows for _ in range(run.config.num_generations)]
     try_rewards(run.rewards, groups, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here)
 
@@ -501,12 +290,12 @@ def evaluations(run: Checked) -> None:
     run.evaluations = None
     if isinstance(asked, Datasets) and asked.evaluate is not None:
         batch, group = config.per_device_eval_batch_size, config.num_generations_eval or config.num_generations
-        if batch * run.where.sharding.processes % group:
-            key = "num_generations_eval" if config.num_generations_eval else "num_generations"
-            raise UserError(
-                f"per_device_eval_batch_size: {batch} x {run.where.sharding.processes} processes is no whole number of "
-                f"groups of {key}: {group}; set it to {group}"
-            )
+        key, processes = (
+            "num_generations_eval" if config.num_generations_eval else "num_generations",
+            run.plan.processes,
+        )
+        refuse((batch * processes % group, f"per_device_eval_batch_size: {batch} x {processes} processes is no whole "
+                f"number of groups of {key}: {group}; set it to {group}"))  # fmt: skip
         return
     prompt = run.script.adora_prompt if run.script is not None else None
     try:  # the report of a dry run reads the config again

@@ -35,17 +35,17 @@ class MistakesError(UserError):
         self.lines = [masked_text(line) for line in lines]
 
 
-def exit_code_of(command: Callable[[], None], interrupted: str) -> int:
+def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool = True) -> int:
     """Run a command: 0 done, 2 the user's input is wrong, 130 Ctrl-C, 141 nobody reads on, as behind `| head`.
 
-    `interrupted`: what became of its work.
+    `interrupted`: what became of its work. `speaks`: whether this process says what is wrong with the input.
     """
     try:
         command()
         sys.stdout.flush()
     except UserError as error:
         lines = error.lines if isinstance(error, MistakesError) else [" ".join(str(error).split())]
-        print("\n".join(f"error: {line}" for line in lines), file=sys.stderr)
+        print("".join(f"error: {line}\n" for line in lines if speaks), end="", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"interrupted; {interrupted}", file=sys.stderr)
@@ -199,14 +199,9 @@ def truth(value: object) -> bool | None:
 
 def split_list(words: Sequence[Any]) -> list[Any]:
     """The entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`. Raises `ValueError` for an open bracket."""
-    import yaml
-
     texts = [str(word) for word in words]
     if texts and texts[0].startswith("[") and texts[-1].endswith("]"):
-        try:
-            entries = yaml.load(" ".join(texts), _loader())  # noqa: S506  # a SafeLoader
-        except (yaml.YAMLError, ValueError, RecursionError):
-            entries = None
+        entries = yaml_value(" ".join(texts))
         if isinstance(entries, list):
             return entries
     if texts and texts[0].startswith("[") and "]" not in "".join(texts):
@@ -215,13 +210,23 @@ def split_list(words: Sequence[Any]) -> list[Any]:
     return [entry for entries in listed for entry in entries]
 
 
+def _load_yaml(text: str) -> Any:
+    """What YAML makes of a text. Raises `ValueError` for what is none, and `RecursionError`."""
+    import yaml  # in here, so that an interrupted import of a command ends with a line
+
+    try:
+        return yaml.load(text, _loader())  # noqa: S506  # a SafeLoader
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
 @cache
 def _loader() -> Any:
     """PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be given again.
 
     It also takes aliases of aliases, of which a few lines hold more than any memory, and a value that holds itself.
     """
-    import yaml  # in here, so that an interrupted import of a command ends with a line
+    import yaml
 
     class Loader(yaml.SafeLoader):
         def get_single_node(self) -> Any:
@@ -281,11 +286,9 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def yaml_value(text: str) -> Any:
     """What a text stands for behind `key:` in a file; the text itself where it is no YAML."""
-    import yaml
-
     try:
-        return yaml.load(text, _loader())  # noqa: S506  # a SafeLoader
-    except (yaml.YAMLError, ValueError, RecursionError):
+        return _load_yaml(text)
+    except (ValueError, RecursionError):
         return text
 
 
@@ -308,18 +311,16 @@ def flow_mapping(text: str) -> dict[str, Any] | None:
 
 def read_mapping(option: str, path: Path) -> dict[str, Any]:
     """The keys and values in a file. Raises `UserError`, which begins with `option`, in one line."""
-    import yaml
-
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), _loader())  # noqa: S506  # a SafeLoader
+        content = _load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{option}: no file {str(path)!r}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"{option}: {str(path)!r} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
     except OSError as error:
         raise UserError(f"{option}: {str(path)!r} cannot be read ({error.strerror}); name a YAML file") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
-        raise UserError(f"{option}: {str(path)!r} is not valid YAML ({' '.join(str(error).split()):.300})") from error
+    except ValueError as error:  # also of a date that is none
+        raise UserError(f"{option}: {str(path)!r} is not valid YAML ({error!s:.300})") from error
     except RecursionError as error:
         raise UserError(f"{option}: {str(path)!r} is nested too deeply; name a file of `key: value` lines") from error
     if not isinstance(content, dict):

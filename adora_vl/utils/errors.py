@@ -22,6 +22,13 @@ class UserError(SpokenError, ValueError):
     """The input is wrong: one line that names the key or row, its value and what would be right. Exit code 2."""
 
 
+def refuse(*faults: tuple[object, str]) -> None:
+    """Raise `UserError` with the words of the first fault that holds."""
+    for holds, words in faults:
+        if holds:
+            raise UserError(words)
+
+
 class SharedUserError(UserError):
     """A `UserError` that all ranks raise together, so that only the first rank prints it."""
 

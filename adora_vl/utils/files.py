@@ -16,7 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, BinaryIO
 
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What safetensors and torch make of those: torch's writer says how far it came, and not why it came no further.
@@ -282,8 +282,8 @@ def check_folder(option: str, folder: Path) -> None:
     refuse_dangling(option, folder)
     with written_to(option, folder):
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        if not there.is_dir():
-            raise UserError(f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place")
+        is_file = f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place"
+        refuse((not there.is_dir(), is_file))
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
@@ -301,8 +301,7 @@ def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool
         fine = not content or is_ours(json.loads(content))
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         fine = False
-    if not fine:
-        raise UserError(f"{option}: {str(path)!r} is there and not {what}; choose another name")
+    refuse((not fine, f"{option}: {str(path)!r} is there and not {what}; choose another name"))
 
 
 def read_object(path: Path) -> dict[str, Any]:

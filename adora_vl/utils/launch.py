@@ -112,34 +112,24 @@ def builds_folder() -> Path:
 def _works_in(folder: Path) -> bool:
     """Whether a process of this machine compiles there: ninja and its compilers run in the folder of the build."""
     for link in Path("/proc").glob("[0-9]*/cwd"):
-        try:
+        with suppress(OSError):  # it has ended, or is another user's
             if link.samefile(folder):
                 return True
-        except OSError:
-            continue  # it has ended, or is another user's
     return False
-
-
-def _quiet_for_s(folder: Path) -> float:
-    """Seconds since something in the folder was last written."""
-    times = [folder.stat().st_mtime]
-    for file in folder.iterdir():
-        try:
-            times.append(file.stat().st_mtime)
-        except FileNotFoundError:
-            continue  # a compiler's temporary file
-    return time.time() - max(times)
 
 
 def is_left_behind(lock: Path) -> bool | None:
     """True for a lock whose build was killed, False for one that is held or gone, None while that cannot be told."""
     try:
-        quiet_s = _quiet_for_s(lock.parent)
+        written = [lock.parent.stat().st_mtime]
+        for file in lock.parent.iterdir():
+            with suppress(FileNotFoundError):  # a compiler's temporary file
+                written.append(file.stat().st_mtime)
     except OSError:
         return False
     if not lock.exists() or _works_in(lock.parent):
         return False
-    return True if quiet_s > PATIENCE_S else None
+    return True if time.time() - max(written) > PATIENCE_S else None
 
 
 def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:

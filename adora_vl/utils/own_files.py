@@ -74,7 +74,11 @@ def from_file(key: str, entry: str, noun: str = "function", fits: Callable[[Any]
     module = _module(f"{key}: {entry!r}", path, name)
     found = getattr(module, name, None)
     if found is None:
-        names = [name for name, value in vars(module).items() if _may_be_meant(module, name, value) and fits(value)]
+
+        def came(value: Any) -> bool:  # by an import
+            return (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != module.__name__
+
+        names = [name for name, one in vars(module).items() if fits(one) and not (name.startswith("_") or came(one))]
         there = f"it has {', '.join(names)}" if names else f"it has no {noun}"
         raise UserError(f"{key}: {entry!r}: no {noun} {name!r} there; {there}{did_you_mean(name, names)}")
     if not fits(found):
@@ -93,12 +97,6 @@ def _find(key: str, entry: str, noun: str) -> Path:
             return path
     places = " or in ".join(repr(str(folder)) for folder in folders)
     raise UserError(f"{key}: {entry!r}: there is no file {name!r} in {places}")
-
-
-def _may_be_meant(module: ModuleType, name: str, value: object) -> bool:
-    """Whether it is public and not an imported function or class."""
-    imported = (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != module.__name__
-    return not (imported or name.startswith("_"))
 
 
 def with_neighbours(path: Path) -> set[Path]:
@@ -167,7 +165,7 @@ class OverdueError(BaseException):
 def in_one_process(what: str) -> Iterator[None]:
     """Ends a process that the block has forked and that comes out of it: it would go on as a second run.
 
-    The innermost of a call's blocks: `_Backstop` would wait for a thread that a forked process does not have.
+    The innermost of a call's blocks: `backstop` would wait for a thread that a forked process does not have.
     """
     own = os.getpid()
     try:
@@ -217,26 +215,21 @@ def deadline(seconds: float | None) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
 
 
-class _Backstop:
+_guarded: list[float] = []  # the calls under `backstop`, one in another
+
+
+@contextmanager
+def backstop(seconds: float | None) -> Iterator[None]:
     """Ends the process, with a traceback, if a call is long overdue: compiled code hears no signal."""
-
-    def __init__(self) -> None:
-        self._running = 0
-
-    @contextmanager
-    def __call__(self, seconds: float | None) -> Iterator[None]:
-        if seconds is None:
-            yield
-            return
-        if not self._running and sys.__stderr__ is not None:
-            faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True, file=sys.__stderr__)
-        self._running += 1
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                faulthandler.cancel_dump_traceback_later()
-
-
-backstop = _Backstop()
+    if seconds is None:
+        yield
+        return
+    if not _guarded and sys.__stderr__ is not None:
+        faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True, file=sys.__stderr__)
+    _guarded.append(seconds)
+    try:
+        yield
+    finally:
+        _guarded.pop()
+        if not _guarded:
+            faulthandler.cancel_dump_traceback_later()

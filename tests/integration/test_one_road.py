@@ -18,18 +18,18 @@ from PIL import Image
 from transformers import Gemma3Config, PreTrainedModel, Qwen2Config
 from trl import get_quantization_config
 
-from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.reading import read
 from adora_vl.config.schema import parse
-from adora_vl.config.where import Where
+from adora_vl.config.where import DryRunOptions, Where
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.start import road
+from adora_vl.start.checked import Asked, ModelSource
 from adora_vl.start.objects import Datasets, model_keys
-from adora_vl.start.road import Asked, ModelSource, walk
+from adora_vl.start.road import walk
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import versions

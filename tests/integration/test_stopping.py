@@ -132,7 +132,7 @@ def two_machines(tmp_path_factory, two_processes):
             codes.append(script.wait(_BOUND_S))
             ended_after = time.monotonic() - at
             said.append(machines.said)
-        whole, logged = newest_valid(out).checkpoint, read_metrics(out / METRICS)[-1]["step"]
+        whole, logged = newest_valid(out)[0], read_metrics(out / METRICS)[-1]["step"]
         with machines.running(config, out, words) as script:
             # the new run cuts the log back to its checkpoint
             machines.wait_for_step(script, out, max(logged + 1, first))

@@ -140,7 +140,7 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
         if start.replaces:
             set_aside(run)
         assert (run / ASIDE / "metrics.jsonl").read_text() == OLD
-    assert newest_valid(run / ASIDE).checkpoint == run / ASIDE / "checkpoint-8"
+    assert newest_valid(run / ASIDE)[0] == run / ASIDE / "checkpoint-8"
     delete_aside(run)
     assert not (run / ASIDE).exists()
 
@@ -155,9 +155,9 @@ def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
             set_aside(run)
         elif event == "checkpoint":
             make(run, 10 + number)
-            assert newest_valid(run).checkpoint == run / f"checkpoint-{10 + number}"
+            assert newest_valid(run)[0] == run / f"checkpoint-{10 + number}"
             delete_aside(run)
-        assert newest_valid(run).checkpoint or newest_valid(run / ASIDE).checkpoint
+        assert newest_valid(run)[0] or newest_valid(run / ASIDE)[0]
     shutil.rmtree(run)
 
 

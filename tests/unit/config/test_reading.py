@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from adora_vl.config import key_list, reading, values
 from adora_vl.config.advantage import method_run
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.help import help_text
+from adora_vl.config.key_list import help_text
 from adora_vl.config.reading import MOVED, OPTIONS, read
 from adora_vl.config.schema import DATACLASSES, AdoraGRPOConfig, build, parse
 from adora_vl.utils.cli import split_list, yaml_value

@@ -15,7 +15,7 @@ from transformers import TrainerState
 
 from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import BatchPlan, batch_plan, check_rows
+from adora_vl.config.batch_plan import Shape, batch_plan, check_rows
 from adora_vl.config.checks import check_config
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import parse
@@ -171,14 +171,14 @@ def made(**changes: Any) -> AdoraGRPOConfig:
     return AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", **{**keys, **changes})
 
 
-def plan(**changes: Any) -> BatchPlan:
+def plan(**changes: Any) -> Shape:
     return batch_plan(made(**changes), 2)
 
 
 def test_the_numbers_of_a_run():
     numbers = plan()
     assert (numbers.global_batch, numbers.optimizer_batch, numbers.generation_batch) == (16, 64, 64)
-    assert (numbers.prompts_per_generation, numbers.cycle_micro_batches) == (8, 4)
+    assert (numbers.prompts_per_generation, numbers.cycle) == (8, 4)
     assert "8 prompts per generation (64 rollouts)" in numbers.describe()
     halves = plan(per_device_train_batch_size=4, gradient_accumulation_steps=2)  # of groups, on each process
     assert halves.prompts_per_generation == 2

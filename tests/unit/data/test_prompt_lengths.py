@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
-from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.reading import read
 from adora_vl.config.schema import parse
+from adora_vl.config.where import DryRunOptions
 from adora_vl.data.dataset import schema, write_manifest, write_split
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompt_lengths import (
@@ -328,7 +328,7 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(data: Path, tmp_path:
     limit = ["--vllm_max_model_length", str(counted(processor, LONG)), "--adora_overlong_prompts", "drop"]
     plan = make_plan(read(words_of(data, tmp_path / "out", *limit)), DryRunOptions(rows=8))
     assert len(plan.lengths.prompt) == 7 and plan.rows == 11
-    assert plan.unknown == ["measured on the first 8 of 12 rows (--rows)"]
+    assert plan.run.unknown == ["measured on the first 8 of 12 rows (--rows)"]
 
 
 def test_nothing_left_is_an_error(data: Path, tmp_path: Path, capsys: Any, subtests: pytest.Subtests) -> None:

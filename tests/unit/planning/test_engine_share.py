@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.reading import read
+from adora_vl.config.where import DryRunOptions
 from adora_vl.models.check import LOST_UPDATES
 from adora_vl.planning.memory import HEADROOM, Setup, fits, predict, proposed_utilization
 from adora_vl.planning.memory_report import memory_lines, remedy
@@ -50,7 +50,7 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
     plan = make_plan(read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4))
     assert fits(plan.setup, plan.card)
     whole = make_plan(read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate))
-    sizes = [each.batches.generation_batch for each in (plan, whole)]
+    sizes = [each.run.plan.generation_batch for each in (plan, whole)]
     assert sizes[0] == sizes[1], "a generation is as large as on eight"
 
 

@@ -17,9 +17,9 @@ import pytest
 from datasets import Dataset
 from huggingface_hub import constants, get_session
 
-from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.reading import read
 from adora_vl.config.schema import parse
+from adora_vl.config.where import DryRunOptions
 from adora_vl.models import load
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.plan import make_plan
