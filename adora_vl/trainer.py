@@ -62,6 +62,7 @@ from adora_vl.rollout.prompt_tokens import (
     never_sampled_ids,
 )
 from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler
+from adora_vl.rollout.turns import Tools, Turns
 from adora_vl.rollout.weight_sync import refuse_unmergeable
 from adora_vl.start.checked import Asked, Checked, ModelSource
 from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objects
@@ -87,6 +88,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     reward_funcs: list[Any]
+    toolbox: Tools | None = None  # what the policy may call
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, train_dataset: Any = None,
@@ -148,7 +150,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
         context = StepContext(accelerator, args, log, pad_id, lambda: self.state, self._policy_logps, self.save_here)
         self.context, self.shape = context, Shape.of(args)
-        self.images = DistinctImages(models, self.processing_class, accelerator.device, args, self.train_dataset)
+        self.images = DistinctImages(
+            models, self.processing_class, accelerator.device, args, self.train_dataset, draws=self.toolbox is not None
+        )
         self.methods = method_run(args)
         self.advantages = AdvantageComputer(context, self.methods, self.reward_weights)
         self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
@@ -183,14 +187,17 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         noted = GenerationLog(context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent)
-        columns = partial(collated, pad_id=pad_id, multiple=self.pad_to_multiple_of, to_device=to_device)
+        image_id = getattr(self.processing_class, "image_token_id", None)
+        columns = partial(
+            collated, pad_id=pad_id, image_id=image_id, multiple=self.pad_to_multiple_of, to_device=to_device
+        )
         judge = Judge(
             context, self.images, self.processing_class, ends, rewards, grader, columns, self._score, self.advantages,
-            self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores,
+            self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores, tools=self.toolbox is not None,
         )  # fmt: skip
         self.pool = Pool(
             context, self.images, self.sampler, judge, (self.row_guard, self.server_guard), self.extensions,
-            self.clock.phase, self.train_dataset, ahead,
+            self.clock.phase, self.train_dataset, ahead, self._turns(),
         )  # fmt: skip
         self._generation: Generation | None = None  # the one that is being learned from
         self._collecting: Generation | None = None  # the one that is being sampled and graded
@@ -198,6 +205,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if not self.use_vllm:
             never_sample(never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config)
         self._add_callbacks(context, args)
+
+    def _turns(self) -> Turns | None:
+        """How calls are answered; None without tools."""
+        if self.toolbox is None:
+            return None
+        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
+        return Turns(
+            self.toolbox, self.processing_class, self.args.chat_template_kwargs or {}, self.images.tokens_of,
+            self.args.max_tool_calling_iterations, decode, room=self.args.vllm_max_model_length,
+        )  # fmt: skip
 
     def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:
         """Ours, in the order in which they act at a step; Transformers' own output goes."""
@@ -432,7 +449,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 for name, value in self.ratio.complete(micro, logps_BC).items():
                     self.log_figure(name, value)
 
-        with self.policy_pass.watched(seen, micro.get("host")):
+        with self.policy_pass.watched(seen, micro):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)

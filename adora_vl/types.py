@@ -69,32 +69,48 @@ class HostRows:
     token_types: Tensor | None  # (B, P), 1 at the tokens of images
     lengths: list[int]  # completion tokens of each row
     images: list[tuple[Tensor, Tensor] | None]  # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    own: Tensor | None = None  # (B, C), not 0 where the policy has sampled; None: everywhere
+    answer_types: Tensor | None = None  # (B, C), as `token_types`; None where completions have no images
 
     @classmethod
     def of(
         cls, prompt_ids: Tensor, prompt_mask: Tensor, completion_mask: Tensor, columns: Mapping[str, Any]
     ) -> HostRows:
-        """Copied from rows and from their image `columns`. Pixels that are not references stay where they are."""
+        """Copied from rows and from their `columns` of images and tools. Pixels that are not references stay where they
+        are.
+        """
         types, grids, counts = (columns.get(name) for name in ("mm_token_type_ids", "image_grid_thw", "num_images"))
         pixels, images = columns.get("pixel_values"), list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
-        types = types[:, : prompt_ids.size(1)] if types is not None else None
+        own, width = columns.get("tool_mask"), prompt_ids.size(1)
+        answers = types[:, width:] if types is not None and own is not None else None
+        types = types[:, :width] if types is not None else None
         references = pixels if pixels is not None and not pixels.is_floating_point() else None
-        asked = (prompt_ids, prompt_mask, completion_mask.sum(dim=1), types, grids, references)
-        ids, mask, lengths, types, grids, references = _on_host(asked)
+        asked = (prompt_ids, prompt_mask, completion_mask.sum(dim=1), types, grids, references, own, answers)
+        ids, mask, lengths, types, grids, references, own, answers = _on_host(asked)
+        answers = answers if answers is not None and answers.any() else None
         if pixels is not None and grids is not None and counts is not None:
             by_row = torch.split(grids, counts)
             sizes = [int(grid.prod(dim=-1).sum()) for grid in by_row]
             pixels = pixels if references is None else references
             images = list(zip(torch.split(pixels, sizes), by_row, strict=True))
         assert ids is not None and mask is not None and lengths is not None
-        return cls(ids, mask, types, lengths.tolist(), images)
+        return cls(ids, mask, types, lengths.tolist(), images, own, answers)
+
+    def images_of_prompt(self, row: int) -> int:
+        """How many images the prompt of a row has: runs of their tokens, which never touch."""
+        if self.token_types is None:
+            return 0
+        shows = (self.token_types[row] == 1).int()
+        return int(shows[0] + (shows.diff() == 1).sum())
 
     def taken(self, rows: Sequence[int], first: int = 0) -> HostRows:
         """Of these rows, and of their prompts the columns from `first` on."""
         own = list(rows)
         types = self.token_types[own, first:] if self.token_types is not None else None
         ids, mask = self.prompt_ids[own, first:], self.prompt_mask[own, first:]
-        return HostRows(ids, mask, types, [self.lengths[row] for row in own], [self.images[row] for row in own])
+        sampled, answers = (None if part is None else part[own] for part in (self.own, self.answer_types))
+        lengths, images = [self.lengths[row] for row in own], [self.images[row] for row in own]
+        return HostRows(ids, mask, types, lengths, images, sampled, answers)
 
 
 def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

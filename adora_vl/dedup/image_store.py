@@ -207,9 +207,9 @@ class ImageBanks:
         self._banks[mode] = ImageBank(max([self._next, *(bank.end for bank in self._banks.values())]))
         return self._banks[mode]
 
-    def more(self) -> ImageBank | None:
-        """The bank of the training batch, to which every rank is about to add images. None before the first batch."""
-        bank = self._banks.get("train")
+    def more(self, mode: str = "train") -> ImageBank | None:
+        """The bank of the batch, to which every rank is about to add images. None before the first batch."""
+        bank = self._banks.get(mode)
         if bank is not None:
             bank.features_due = True
         return bank

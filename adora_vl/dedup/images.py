@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, ImagePref
 from adora_vl.data.loading import only_decodes
 from adora_vl.data.rows import has_images
 from adora_vl.dedup.image_store import ImageBanks, ImageCache, can_cache, effective_settings
-from adora_vl.dedup.prompts import PromptBatch, read_prompts, referring
+from adora_vl.dedup.prompts import PromptBatch, read_prompts, referring, with_pictures
 from adora_vl.dedup.vision import SharedVision
 from adora_vl.types import Batch, Row
 
@@ -54,14 +55,16 @@ class DistinctImages:
 
     def __init__(
         self, models: Sequence[nn.Module], processor: Any, device: torch.device, config: AdoraGRPOConfig,
-        dataset: Any = (),
+        dataset: Any = (), *, draws: bool = False,
     ) -> None:  # fmt: skip
-        """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on."""
+        """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on.
+        `draws`: whether an image may be shown on the way where a row has none.
+        """
         self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)
         self._processor, self._device, self._config = processor, device, config
         takes_references = [self.vision.install(model) for model in models]  # a list, so that every model is tried
-        self.shown = all(takes_references) and may_have_images(dataset)  # whether rows of the run may have images
+        self.shown = all(takes_references) and (draws or may_have_images(dataset))  # whether rows may have images
         self.image_processor: Any = getattr(processor, "image_processor", None)
         able = all(takes_references) and can_cache(self.image_processor)
         self._cache = ImageCache(config.adora_image_cache_mb * 2**20) if able else None
@@ -117,6 +120,23 @@ class DistinctImages:
         if self.cache is None or not any(row.get("images") for row in rows):
             return self.read(rows)
         return self.read(rows, referring(self.image_processor, self.cache, bank, self._device))
+
+    def shown_later(self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str) -> PromptBatch:
+        """The prompts with the images of each row behind its own that its rollout was shown on the way, (B,). They are
+        held as long as those of the batch. All ranks call it together.
+        """
+        bank, cache = self.banks.more(mode), self.cache
+        sharing: AbstractContextManager[None] = nullcontext()
+        if cache is not None and bank is not None:
+            sharing = referring(self.image_processor, cache, bank, self._device)
+        with sharing:
+            return with_pictures(prompts, pictures, partial(self.image_processor, return_tensors="pt"))
+
+    def tokens_of(self, image: Any) -> int:
+        """Of an image that is shown on the way."""
+        processor, settings = self.image_processor, effective_settings(self.image_processor, {})
+        grid_3 = (self._cache or ImageCache(0)).get(processor, image, settings).grid_3
+        return int(grid_3.prod()) // int(processor.merge_size) ** 2
 
     def read(self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None) -> PromptBatch:
         """As `prompts`, with pixels instead of references to them."""

@@ -19,7 +19,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.dedup.image_store import first_patches
 from adora_vl.dedup.images import with_image_columns
-from adora_vl.dedup.shared_prompt import groups_of, pack, sharing_pays
+from adora_vl.dedup.shared_prompt import groups_of, longest_first, pack, sharing_pays
 from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
 from adora_vl.dedup.vision import vision_model
 from adora_vl.models.families import shares_prompts
@@ -28,10 +28,10 @@ from adora_vl.types import Batch, HostRows
 Result = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities (B, C), entropies, auxiliary loss
 Seen = Callable[[Tensor], None]
 Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
-# What TRL hands on to a pass besides tokens, as in its `_compute_loss`
+# What TRL hands on to a pass besides tokens, as in its `_compute_loss`, and which of them are not the policy's
 _INPUTS = (
     "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids", "tool_mask",
 )  # fmt: skip
 
 
@@ -86,7 +86,10 @@ class PackedForward:
 
         if not self._checked:
             alone = partial(separate, step, _of_first(step, inputs, host))
-            self._check(model, partial(packed, 1) if pays else alone, alone, attention_mask[:step, -completion:], pays)
+            mask = attention_mask[:step, -completion:]
+            if host.own is not None:
+                mask = mask * host.own[:step, :completion].to(mask.device)
+            self._check(model, partial(packed, 1) if pays else alone, alone, mask, pays)
         if not pays or self.refused:
             return None
         self.passes += 1
@@ -116,14 +119,18 @@ class PackedForward:
         plain = self._accelerator.unwrap_model(model)
         rows = [row for group in groups for row in group]
         first = [group[0] for group in groups]
-        images = [pair for row in first if (pair := host.images[row]) is not None]
+        images = [pair for row in first if (pair := prompt_images(host, row)) is not None]
         grids = torch.cat([grid for _, grid in images]) if images else None
         types = host.token_types[first] if host.token_types is not None else None
         positions = prompt_positions(plain, host.prompt_ids[first], host.prompt_mask[first], types, grids)
         install(plain)
         own = [[row - rows[0] for row in group] for group in groups]
         part = slice(rows[0], rows[-1] + 1)  # groups are neighbours
-        packed = pack(input_ids[part], attention_mask[part], completion, own, positions, host.taken(rows))
+        behind = answer_positions(plain, host, rows)
+        packed = pack(input_ids[part], attention_mask[part], completion, own, positions, host.taken(rows), behind)
+        if behind is not None:
+            images = _in_order(host, groups)
+            grids = torch.cat([grid for _, grid in images])
         given: dict[str, Any] = {"attention_mask": prepared_mask(input_ids.device), ARGUMENT: packed.shared}
         given |= {"input_ids": packed.ids_NS, "position_ids": packed.positions}
         if grids is not None:
@@ -133,6 +140,15 @@ class PackedForward:
             outputs = model(**given, shift_labels=packed.labels, fused_lm_head=True)
         # the reference model's head computes no entropy
         return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy) if compute_entropy else None
+
+
+def _in_order(host: HostRows, groups: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
+    """The images of a sequence of groups: those of a prompt, then those of each of its rollouts, the longest first."""
+    found = []
+    for group in groups:
+        rollouts = longest_first(group, host.lengths)
+        found += [prompt_images(host, group[0]), *(answer_images(host, row) for row in rollouts)]
+    return [pair for pair in found if pair is not None]
 
 
 def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
@@ -154,9 +170,44 @@ def _of_first(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, An
 def _grouped(chunk: range, host: HostRows) -> list[list[int]]:
     """The rows of a chunk, grouped by their prompt."""
     rows = list(chunk)
-    shown = [first_patches(*held) if (held := host.images[row]) is not None else [] for row in rows]
+    shown = [first_patches(*held) if (held := prompt_images(host, row)) is not None else [] for row in rows]
     groups = groups_of(host.prompt_ids[rows], host.prompt_mask[rows], shown)
     return [[rows[row] for row in group] for group in groups]
+
+
+def prompt_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
+    """References or pixels, and grids, of the images that the prompt of a row has; None where it has none."""
+    held = host.images[row]
+    if held is None or host.answer_types is None:
+        return held
+    pixels, grids = held
+    grids = grids[: host.images_of_prompt(row)]
+    return pixels[: int(grids.prod(dim=-1).sum())], grids
+
+
+def answer_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
+    """The same of those that its completion has."""
+    held, first = host.images[row], prompt_images(host, row)
+    if held is None or first is None or not host.lengths[row]:
+        return None
+    return held[0][len(first[0]) :], held[1][len(first[1]) :]
+
+
+def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | None:
+    """Positions of the completions of these rows, (3, rows, C), where one has an image: behind it the next token stands
+    as far away as the image is high or wide. None where each token stands one behind the other.
+    """
+    if host.answer_types is None or not host.answer_types[rows].any():
+        return None
+    assert host.token_types is not None
+    prompts, types = host.prompt_mask[rows], torch.cat([host.token_types[rows], host.answer_types[rows]], dim=1)
+    lengths = torch.tensor([host.lengths[row] for row in rows])
+    filled = torch.arange(host.answer_types.size(1)) < lengths[:, None]
+    mask = torch.cat([prompts, filled.to(prompts.dtype)], dim=1)
+    grids = torch.cat([held[1] for row in rows if (held := host.images[row]) is not None])
+    return prompt_positions(model, torch.zeros_like(types, dtype=torch.long), mask, types, grids)[
+        ..., prompts.size(1) :
+    ]
 
 
 def _pays(groups: list[list[int]], host: HostRows) -> bool:
@@ -221,18 +272,18 @@ class PolicyPass:
         self._config, self._images = config, images
         self.packed = PackedForward(accelerator)
         self._seen: Seen | None = None
-        self._host: HostRows | None = None
+        self._micro = Batch()
 
     @contextmanager
-    def watched(self, seen: Seen, host: HostRows | None = None) -> Iterator[None]:
-        """Inside the block, `seen` is called once, with the detached log-probabilities of the first pass. `host`: what
-        the host knows of the rows of all passes inside.
+    def watched(self, seen: Seen, micro: Batch) -> Iterator[None]:
+        """Inside the block, `seen` is called once, with the detached log-probabilities of the first pass. `micro`: the
+        rows of all passes inside.
         """
-        self._seen, self._host = seen, host
+        self._seen, self._micro = seen, micro
         try:
             yield
         finally:
-            self._seen = self._host = None
+            self._seen, self._micro = None, Batch()
 
     def __call__(
         self, separate_rows: Callable[..., Result], model: Any, input_ids: Tensor, attention_mask: Tensor,
@@ -241,19 +292,27 @@ class PolicyPass:
     ) -> Result:  # fmt: skip
         """Same arguments and result as TRL's method, which is `separate_rows`.
 
-        The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
+        The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None. Of tokens that the
+        policy has not sampled (`tool_mask`) they are 0, so that no two passes differ where the loss looks at nothing.
         """
+        own = inputs.get("tool_mask", self._micro.get("tool_mask"))
+        inputs = inputs if own is None else {**inputs, "tool_mask": own}
         inputs = with_image_columns(inputs, input_ids) if self._images else inputs
         tokens = (input_ids, attention_mask, logits_to_keep, batch_size)
 
         def separate(first: int | None = None, inputs: dict[str, Any] = inputs) -> Result:
-            own = (input_ids[:first], attention_mask[:first], logits_to_keep, batch_size)
-            return separate_rows(model, *own, compute_entropy, compute_aux_loss, **inputs)
+            rows = (input_ids[:first], attention_mask[:first], logits_to_keep, batch_size)
+            given = {name: value for name, value in inputs.items() if name != "tool_mask"}
+            return separate_rows(model, *rows, compute_entropy, compute_aux_loss, **given)
 
         result: Result | None = None
         if self._config.own("share_prompt") and not compute_aux_loss and not self.packed.refused:
-            result = self.packed(model, *tokens, compute_entropy, inputs, separate, self._host)
+            host = self._micro.get("host")
+            result = self.packed(model, *tokens, compute_entropy, inputs, separate, host)
         result = result if result is not None else separate()
+        if own is not None:
+            logps, entropies, auxiliary = result
+            result = torch.where(own.bool(), logps, 0.0), entropies, auxiliary
         if self._seen is not None:
             seen, self._seen = self._seen, None
             seen(result[0].detach())

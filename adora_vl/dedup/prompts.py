@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -78,12 +78,40 @@ def read_prompts(
     ids = fields.pop("input_ids")
     if not of_images:
         return PromptBatch(messages, ids, None, fields)
-    grids = torch.split(torch.as_tensor(of_images["image_grid_thw"]), [len(shown[row]) for row in first])
-    sizes = [int(grid.prod(dim=-1).sum()) for grid in grids]
-    pixels = torch.split(torch.as_tensor(of_images["pixel_values"]), sizes)
-    fields["pixel_values"] = torch.cat([pixels[one] for one in number])
-    fields["image_grid_thw"] = torch.cat([grids[one] for one in number])
+    pixels = torch.as_tensor(of_images["pixel_values"])
+    pairs = _by_row(of_images["image_grid_thw"], pixels, [len(shown[row]) for row in first])
+    fields["pixel_values"] = torch.cat([pairs[one][1] for one in number])
+    fields["image_grid_thw"] = torch.cat([pairs[one][0] for one in number])
     return PromptBatch(messages, ids, [row or None for row in shown], fields)
+
+
+def with_pictures(
+    prompts: PromptBatch, pictures: Sequence[Sequence[Any]], process: Callable[[list[Any]], Mapping[str, Any]]
+) -> PromptBatch:
+    """The prompts with further images of each row, (B,), behind its own. `process`: what the processor makes of images
+    alone, pixels or references to them, and grids.
+    """
+    if not any(pictures):
+        return prompts
+    made = process([image for row in pictures for image in row])
+    read = made["image_grid_thw"], torch.as_tensor(made["pixel_values"])
+    further = _by_row(*read, [len(row) for row in pictures])
+    fields, images = dict(prompts.fields), prompts.images or [None] * len(prompts.ids)
+    own = [(read[0][:0], read[1][:0])] * len(prompts.ids)
+    if prompts.images is not None:
+        own = _by_row(fields["image_grid_thw"], fields["pixel_values"], prompts.num_images)
+    fields.setdefault("mm_token_type_ids", [[0] * len(ids) for ids in prompts.ids])
+    pairs = [pair for both in zip(own, further, strict=True) for pair in both]
+    fields["image_grid_thw"] = torch.cat([grids for grids, _ in pairs])
+    fields["pixel_values"] = torch.cat([pixels for _, pixels in pairs])
+    shown = [[*(has or ()), *row] or None for has, row in zip(images, pictures, strict=True)]
+    return PromptBatch(prompts.messages, prompts.ids, shown, fields)
+
+
+def _by_row(grids: Any, pixels: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+    """Grids (images, 3) and pixels of each of the rows, which have so many images."""
+    parts = torch.split(torch.as_tensor(grids), list(counts))
+    return [*zip(parts, torch.split(pixels, [int(own.prod(dim=-1).sum()) for own in parts]), strict=True)]
 
 
 def referring(

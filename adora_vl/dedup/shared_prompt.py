@@ -46,6 +46,11 @@ def groups_of(prompt_ids: Tensor, prompt_mask: Tensor, images: list[Any]) -> lis
     return groups
 
 
+def longest_first(group: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """The rows of a group as they stand in the sequence."""
+    return sorted(group, key=lambda row: -lengths[row])
+
+
 def sharing_pays(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> bool:
     """Whether sharing prompts is less work than separate rows, which are padded to the longest.
 
@@ -121,7 +126,7 @@ class Packed:
     positions: Tensor  # (3, N, S) for a vision-language model, (N, S) for a language model
     labels: Tensor  # (1, K), the token that each scored position predicts; -100 where there is none
     source_BC: Tensor  # where in `labels`, flattened, a completion token stands
-    mask_BC: Tensor  # completion tokens that exist
+    mask_BC: Tensor  # completion tokens that are scored
     shared: SharedPrompts
 
     def unpacked(self, values: Tensor) -> Tensor:
@@ -131,14 +136,15 @@ class Packed:
 
 def pack(
     input_ids: Tensor, attention_mask: Tensor, completion: int, groups: Sequence[Sequence[int]], positions: Tensor,
-    host: HostRows | None = None,
+    host: HostRows | None = None, behind: Tensor | None = None,
 ) -> Packed:  # fmt: skip
     """Lay out left-padded prompts and right-padded completions. The layout is made on the host, and then copied to the
     device, for which nothing waits.
 
     `input_ids`, `attention_mask`: (B, P + C). `completion`: C. `groups`: rows with the same prompt, each row in one
-    group. `positions`: of the prompt tokens of each group's first row, (3, N, P) or (N, P). `positions` and `host`,
-    what the host knows of these rows, are on the CPU; without `host` they are copied from the rows.
+    group. `positions`: of the prompt tokens of each group's first row, (3, N, P) or (N, P). `behind`: of the
+    completions, (3, B, C), where they do not count on one by one. These and `host`, what the host knows of the rows,
+    are on the CPU; without `host` it is copied from the rows. Tokens that the policy has not sampled are not scored.
     """
     width = input_ids.size(1)
     prompt = width - completion
@@ -153,22 +159,26 @@ def pack(
         place.append(own)
         at += prompt - start
         last, following = at - 1, own.amax() + 1
-        rows = sorted(group, key=lambda row: -lengths[row])
+        rows = longest_first(group, lengths)
         for row in rows:
             length, begin = lengths[row], row * width + prompt
             tokens = max(length - 1, 0)
             from_ids.append(torch.arange(begin, begin + tokens))
-            place.append((following + torch.arange(tokens)).expand(*own.shape[:-1], -1))
-            labels.append(torch.arange(begin, begin + length))
-            predicting += [last, *range(at, at + tokens)][:length]
-            source_BC[row, :length] = torch.arange(scored, scored + length)
-            at, scored = at + tokens, scored + length
+            counted = (following + torch.arange(tokens)).expand(*own.shape[:-1], -1)
+            place.append(counted if behind is None else behind[..., row, :tokens])
+            sampled = torch.arange(length) if host.own is None else host.own[row, :length].nonzero()[:, 0]
+            labels.append(begin + sampled)
+            predicting += torch.tensor([last, *range(at, at + tokens)])[sampled].tolist()
+            source_BC[row, sampled] = torch.arange(scored, scored + len(sampled))
+            at, scored = at + tokens, scored + len(sampled)
         spans.append(Group(prompt - start, tuple(lengths[row] - 1 for row in rows if lengths[row] > 1)))
     layout = [torch.cat(from_ids), torch.cat(labels), torch.cat(place, dim=-1), source_BC]
     layout.append(torch.tensor(predicting or [0]))  # a head needs at least one position
     ids, labelled, places, source, scores = (part.to(input_ids.device, non_blocking=True) for part in layout)
-    flat = input_ids.flatten()
+    flat, mask_BC = input_ids.flatten(), attention_mask[:, prompt:]
+    if host.own is not None:
+        mask_BC = mask_BC * host.own[:, :completion].to(mask_BC.device, non_blocking=True)
     return Packed(
         flat[ids][None], places[..., None, :], flat[labelled][None] if scored else input_ids.new_full((1, 1), -100),
-        source, attention_mask[:, prompt:], SharedPrompts(tuple(spans), scores),
+        source, mask_BC, SharedPrompts(tuple(spans), scores),
     )  # fmt: skip

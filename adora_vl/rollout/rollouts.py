@@ -65,6 +65,17 @@ class Rollout:
         return [span.logps is not None for span in self.spans for _ in span.tokens]
 
     @property
+    def turn(self) -> list[int]:
+        """What the policy has sampled since a tool last answered."""
+        last = max((number + 1 for number, span in enumerate(self.spans) if span.logps is None), default=0)
+        return [token for span in self.spans[last:] for token in span.tokens]
+
+    @property
+    def said(self) -> list[int]:
+        """The tokens that the policy has sampled."""
+        return [token for span in self.spans if span.logps is not None for token in span.tokens]
+
+    @property
     def logps(self) -> list[float | None]:
         """Of every token, None where the engine gave none."""
         return [logp for span in self.spans for logp in span.logps or (None,) * len(span.tokens)]
@@ -102,10 +113,9 @@ class RolloutGroup:
     def complete(self) -> bool:
         return all(rollout.ended for rollout in self.rollouts)
 
-    def seed(self, run_seed: int, member: int) -> int:
-        """Of the next span of a rollout. With the seed of an earlier one its random numbers would be drawn again."""
-        problem, spans = self.problem, self.rollouts[member].spans
-        number = sum(span.logps is not None for span in spans)
+    def seed(self, run_seed: int, member: int, rollout: Rollout) -> int:
+        """Of the next span of that rollout. With the seed of an earlier one its random numbers would be drawn again."""
+        problem, number = self.problem, sum(span.logps is not None for span in rollout.spans)
         where = f"{problem.where}/segment-{number}" if number else problem.where
         return rollout_seed(run_seed, where, problem.place, self.first_member + member)
 

@@ -16,7 +16,7 @@ from adora_vl.advantage.adora import AdoraWeighting
 from adora_vl.advantage.grpo import deviation, is_constant, stock_advantages
 from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.training.scores import Scores, weighted_sum
-from adora_vl.types import Batch, StepContext
+from adora_vl.types import Batch, StepContext, loss_mask
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class AdvantageComputer:
         """Mean surprisal of each rollout of this rank in nats per token, (B,); NaN without the engine's
         log-probabilities.
         """
-        logps_BC, mask_BC = batch.get("sampling_per_token_logps"), batch["completion_mask"]
+        logps_BC, mask_BC = batch.get("sampling_per_token_logps"), loss_mask(batch)
         if logps_BC is None:
             return torch.full((len(mask_BC),), torch.nan, device=mask_BC.device)
         total_B = (torch.nan_to_num(logps_BC) * mask_BC).sum(dim=1)

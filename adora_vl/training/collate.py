@@ -31,12 +31,14 @@ def said(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]])
 
 def collated(
     prompts: PromptBatch, completions: Sequence[list[int]], logps: Sequence[list[float | None]] | None,
-    counted: Sequence[bool], *, pad_id: int, multiple: int | None, to_device: Callable[[Any], Any],
+    counted: Sequence[bool], own: Sequence[list[bool]] | None = None, *, pad_id: int, image_id: int | None,
+    multiple: int | None, to_device: Callable[[Any], Any],
 ) -> Batch:  # fmt: skip
-    """The rollouts of this rank, B rows.
+    """The rollouts of this rank, B rows. `prompts`: with the images of the completions behind their own.
 
     `logps`: the engine's; None for a token that it could not score, which becomes NaN. `counted`: whether the loss
-    counts a rollout. `multiple`: of which widths are multiples, None for any. `to_device`: Transformers' way there,
+    counts a rollout. `own`: which tokens the policy has sampled, where tools may have said others. `image_id`: the
+    token of an image. `multiple`: of which widths are multiples, None for any. `to_device`: Transformers' way there,
     which may round pixels.
     """
 
@@ -45,6 +47,8 @@ def collated(
         padded: Tensor = pad(rows, padding_value=fill, padding_side=side, pad_to_multiple_of=multiple)
         return padded
 
+    # Positions are counted by the mask, so what it leaves out shows no image.
+    completions = [ids if one else _blind(ids, image_id, pad_id) for ids, one in zip(completions, counted, strict=True)]
     ones = [[int(one)] * len(ids) for ids, one in zip(completions, counted, strict=True)]
     batch: dict[str, Any] = {
         "prompt_ids": wide(prompts.ids, pad_id, "left"),
@@ -56,7 +60,11 @@ def collated(
     for name, values in fields.items():
         batch[name] = values
         if name in _BY_TOKEN:
-            batch[name] = torch.cat([wide(values, 0, "left"), torch.zeros_like(batch["completion_ids"])], dim=1)
+            shows = name == "mm_token_type_ids" and image_id is not None
+            behind = batch["completion_ids"] == image_id if shows else torch.zeros_like(batch["completion_ids"])
+            batch[name] = torch.cat([wide(values, 0, "left"), behind.long()], dim=1)
+    if own is not None:
+        batch["tool_mask"] = wide(own, 1, "right")
     moved: Batch = to_device(batch)
     if logps is not None:
         scored = [[torch.nan if logp is None else logp for logp in row] for row in logps]
@@ -65,3 +73,7 @@ def collated(
     if prompts.images is not None:
         moved["num_images"] = prompts.num_images
     return moved
+
+
+def _blind(ids: list[int], image_id: int | None, pad_id: int) -> list[int]:
+    return [pad_id if token == image_id else token for token in ids]

@@ -16,7 +16,7 @@ from torch import Tensor
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
-from adora_vl.types import Batch, Row, StepContext, compared_mask
+from adora_vl.types import Batch, Row, StepContext, compared_mask, loss_mask
 from adora_vl.utils.errors import (
     DiskFullError,
     EngineError,
@@ -196,7 +196,7 @@ class RatioGuard:
         old_BC = micro.get("old_per_token_logps")
         if old_BC is None or logps_BC is None:  # nothing was learned since sampling: every ratio is 1
             return loss
-        largest = largest_ratio(logps_BC - old_BC, micro["completion_mask"], self.level)
+        largest = largest_ratio(logps_BC - old_BC, loss_mask(micro), self.level)
         worst = self.accelerator.gather(largest[None]).max().item()  # NaN where one is NaN
         self.log("adora/ratio_max", worst)
         if self.bound is None or worst <= self.bound:

@@ -48,6 +48,7 @@ class Judge:
     watcher: Watcher
     phase: Callable[[str], AbstractContextManager[None]]  # inside, the seconds count as this one's
     scored: bool  # whether who samples says log-probabilities
+    tools: bool = False  # whether not all tokens are the policy's
 
     def __call__(
         self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch | None, *, aged: bool
@@ -59,10 +60,10 @@ class Judge:
         rows = generation.rows = [group.row for group in groups for _ in group.rollouts]
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         prompts = prompts or self.images.prompts(rows, mode, further=generation.attempt > 0)
-        completions = [rollout.tokens for rollout in rollouts]
-        answers = said(self.processor, prompts, completions)
+        completions, turns = [rollout.said for rollout in rollouts], [rollout.turn for rollout in rollouts]
+        answers = said(self.processor, prompts, turns)  # the last turn is what is graded
         texts = [completion_text(answer) for answer in answers]
-        ended = [self.ends.ended(ids, text) for ids, text in zip(completions, texts, strict=True)]
+        ended = [*map(self.ends.has_end, rollouts, texts)]
         batch = generation.batch = self.columns(generation, groups, prompts, ended, aged=aged)
         self.score(batch, mode)
         with self.phase("grading"):
@@ -91,13 +92,19 @@ class Judge:
         config, rollouts = self.context.config, [rollout for group in groups for rollout in group.rollouts]
         logps = [rollout.logps for rollout in rollouts] if self.scored else None
         counted = list(ended) if config.mask_truncated_completions else [True] * len(rollouts)
-        found = self.collated(prompts, [rollout.tokens for rollout in rollouts], logps, counted)
+        own = None
+        if self.tools:
+            own = [rollout.own for rollout in rollouts]
+            # What the loss does not count shows no image.
+            pictures = [[p.image for p in one.pictures if sees] for one, sees in zip(rollouts, counted, strict=True)]
+            prompts = self.images.shown_later(prompts, pictures, generation.mode)
+        found = self.collated(prompts, [rollout.tokens for rollout in rollouts], logps, counted, own)
         facts: dict[str, Any] = {}
         if generation.mode == "train" and config.adora_extensions.noisy_rollouts.share:
             facts["distorted"] = [rollout.distorted for rollout in rollouts]
         if aged:
             facts["stale_tokens"] = [rollout.stale(generation.step) for rollout in rollouts]
-            facts["segments"] = [len(rollout.spans) for rollout in rollouts]
+            facts["segments"] = [sum(span.logps is not None for span in one.spans) for one in rollouts]
             facts["age"] = [generation.number - group.began for group in groups for _ in group.rollouts]
         device = self.context.accelerator.device
         made = {name: torch.tensor(values).to(device, non_blocking=True) for name, values in facts.items()}
@@ -108,8 +115,7 @@ class Judge:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rows = [group.row for group in groups for _ in group.rollouts]
         prompts = self.images.prompts(rows, "train", further=True)
-        texts = [self.ends.decode(one.tokens) for one in rollouts]
-        ended = [self.ends.ended(one.tokens, text) for one, text in zip(rollouts, texts, strict=True)]
+        ended = [self.ends.has_end(one, self.ends.decode(one.turn)) for one in rollouts]
         now = Generation(rows, "train", 0, "0/0", 1, len(groups[0].rollouts))
         return self.columns(now, groups, prompts, ended, aged=False)
 

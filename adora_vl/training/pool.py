@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,13 @@ from tqdm import tqdm
 from adora_vl.config.batch_plan import Shape
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import DistinctRows
+from adora_vl.data.rows import images_of
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.prompt_tokens import mismatch_named
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutAnswer, RolloutAsk, RolloutGroup, Span, groups_of
 from adora_vl.rollout.sources import Sampler
+from adora_vl.rollout.turns import Turns, play
 from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.generation import Extension, Generation
@@ -51,6 +53,20 @@ from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """A rollout that goes on."""
+
+    group: RolloutGroup
+    member: int
+    prompt: list[int]  # its tokens
+    images: list[Any]  # that the engine sees with it
+    distorted: bool  # whether they are not the trainer's
+    budget: int | None  # tokens that may come now; None: up to its end
+    longest: int  # tokens of the whole answer
+    said: int  # tokens that the policy has sampled before
+
+
 class Pool:
     """All ranks call it together."""
 
@@ -65,15 +81,18 @@ class Pool:
         phase: Callable[[str], AbstractContextManager[None]],
         dataset: Any,
         ahead: RolloutsAhead | None = None,
+        turns: Turns | None = None,
     ) -> None:
-        """`phase`: inside, the seconds count as this one's. `dataset`: whose rows are trained on."""
+        """`phase`: inside, the seconds count as this one's. `dataset`: whose rows are trained on. `turns`: how calls of
+        tools are answered, None without tools.
+        """
         self.context, self.images, self.sampler, self.judge = context, images, sampler, judge
         self.accelerator, self.config, self.log = context.accelerator, context.config, context.log
         self.row_guard, self.server_guard = guards
         self.extensions, self.phase, self.rows = extensions, phase, DistinctRows(dataset)
         self.asked: RolloutOptions = context.config.adora_rollouts
         self.shape = Shape.of(context.config)
-        self.ahead = ahead
+        self.ahead, self.turns = ahead, turns
         self.waits = self.asked.budget is not None  # whether a generation may begin more than it learns from
         self.places = self.shape.rows * self.shape.steps // self.shape.generations  # groups of one rank
         # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
@@ -268,29 +287,46 @@ class Pool:
         """The groups after their rollouts have gone on, by so many tokens or (None) to their ends. `limits`: by the
         number of the group. Those that go on come first: they would be the last to end if the engine had no place.
         """
-        open_ = [
-            (number, member)
+        began = {
+            (number, member): rollout
             for number in limits
             for member, rollout in enumerate(groups[number].rollouts)
             if not rollout.ended
-        ]
-        asked = sorted(open_, key=lambda each: not groups[each[0]].rollouts[each[1]].spans)
-        with self.phase("rollout"), self.server_guard.watching():
-            asks, altered, prompts = self._asks(generation, groups, limits, asked)
-            with mismatch_named([groups[number].row for number, _ in asked]):
+        }
+        began = dict(sorted(began.items(), key=lambda each: bool(each[1].spans), reverse=True))
+
+        def ask(going: dict[tuple[int, int], Rollout]) -> dict[tuple[int, int], Rollout]:
+            asks = [self._ask(asked[place], rollout) for place, rollout in going.items()]
+            with mismatch_named([asked[place].group.row for place in going]):
                 answers = self.sampler.sample(asks, prompts)
+            found = zip(going.items(), asks, answers, strict=True)
+            return {
+                place: self._went_on(asked[place], rollout, one, answer, generation.step)
+                for (place, rollout), one, answer in found
+            }
+
+        with self.phase("rollout"), self.server_guard.watching():
+            asked, prompts = self._asked(generation, groups, limits, began)
+            played = play(
+                began,
+                ask,
+                lambda place, rollout: self._answered(asked[place], rollout, generation.step),
+                lambda place, rollout: self._room(asked[place], rollout) > 0,
+                self._on_any_rank,
+            )
         found = {number: list(groups[number].rollouts) for number in limits}
-        for (number, member), ask, answer, other in zip(asked, asks, answers, altered, strict=True):
-            # What an engine says of a rollout on another image does not belong to the trainer's.
-            logps = (None,) * len(answer.tokens) if other else tuple(answer.logps)
-            spans = (*found[number][member].spans, Span(tuple(answer.tokens), logps, generation.step))
-            went_on = Rollout(spans, distorted=other)
-            ended = self._ended(went_on, ask, answer, self.longest(groups[number], member))
-            found[number][member] = replace(went_on, ended=ended)
+        for (number, member), rollout in played.items():
+            found[number][member] = rollout
         return [
             replace(group, rollouts=tuple(found[number])) if number in found else group
             for number, group in enumerate(groups)
         ]
+
+    def _on_any_rank(self, goes_on: bool) -> bool:
+        if self.turns is None:
+            return False
+        own = torch.tensor([goes_on], device=self.accelerator.device)
+        return bool(self.accelerator.gather(own).any())
 
     def _coming(self, generation: Generation, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """The groups with what was asked for them a generation ago."""
@@ -300,33 +336,63 @@ class Pool:
         rest = iter([Rollout((Span(tuple(one.tokens), tuple(one.logps), step),), "stop") for one in answers])
         return [replace(group, rollouts=tuple(next(rest) for _ in group.rollouts)) for group in groups]
 
-    def _asks(
+    def _asked(
         self,
         generation: Generation,
         groups: list[RolloutGroup],
         limits: dict[int, int | None],
-        asked: list[tuple[int, int]],
-    ) -> tuple[list[RolloutAsk], list[bool], PromptBatch | None]:
-        """What is asked for these rollouts, each the number of its group and in it; whether each sees other images than
-        the trainer; and their prompts.
-        """
-        if not asked:
-            return [], [], None
-        rows = [groups[number].row for number, _ in asked]
+        began: Mapping[tuple[int, int], Rollout],
+    ) -> tuple[dict[tuple[int, int], _Asked], PromptBatch | None]:
+        """What is asked for these rollouts, each by the number of its group and in it; and their prompts."""
+        if not began:
+            return {}, None
+        rows = [groups[number].row for number, _ in began]
         prompts = self.images.prompts(rows, generation.mode, further=generation.attempt > 0)
-        self._read = [groups[number].problem for number, _ in asked], prompts
-        others = self._other_images(generation, groups, prompts, asked)
-        seeded, grouped, asks = self.config.own("seeded_rollouts"), self.config.own("group_requests"), []
-        for place, (number, member) in enumerate(asked):
-            group, shown = groups[number], others[place] or (prompts.images or [None] * len(asked))[place]
-            had = group.rollouts[member].tokens
-            alone = had or not grouped
-            seed = group.seed(self.config.seed, member) if seeded else None
-            left, budget = self.longest(group, member) - len(had), limits[number]
-            limit = left if budget is None else min(left, budget)
-            together = (group.problem, member) if alone else group.problem
-            asks.append(RolloutAsk([*prompts.ids[place], *had], list(shown or ()), together, seed, limit))
-        return asks, [other is not None for other in others], prompts
+        self._read = [groups[number].problem for number, _ in began], prompts
+        others = self._other_images(generation, groups, prompts, [*began])
+        asked = {}
+        for place, (number, member) in enumerate(began):
+            group, own = groups[number], (prompts.images or [None] * len(began))[place]
+            longest, said = self.longest(group, member), len(began[number, member].said)
+            shown, other = list(others[place] or own or ()), others[place] is not None
+            limits_ = limits[number], longest, said
+            asked[number, member] = _Asked(group, member, prompts.ids[place], shown, other, *limits_)
+        return asked, prompts
+
+    def _room(self, asked: _Asked, rollout: Rollout) -> int:
+        """How many tokens it may sample now."""
+        left = asked.longest - len(rollout.tokens)
+        if asked.budget is not None:
+            left = min(left, asked.budget - len(rollout.said) + asked.said)
+        if self.turns is not None and self.turns.tokens is not None:
+            left = min(left, self.turns.tokens - len(rollout.turn))
+        return left
+
+    def _ask(self, asked: _Asked, rollout: Rollout) -> RolloutAsk:
+        group, member, had = asked.group, asked.member, rollout.tokens
+        seed = group.seed(self.config.seed, member, rollout) if self.config.own("seeded_rollouts") else None
+        together = (group.problem, member) if had or not self.config.own("group_requests") else group.problem
+        images = [*asked.images, *(picture.image for picture in rollout.pictures)]
+        return RolloutAsk([*asked.prompt, *had], images, together, seed, self._room(asked, rollout))
+
+    def _went_on(self, asked: _Asked, rollout: Rollout, ask: RolloutAsk, answer: RolloutAnswer, step: int) -> Rollout:
+        """The rollout with what was sampled for it by the weights of this step."""
+        # What an engine says of a rollout on another image does not belong to the trainer's.
+        logps = (None,) * len(answer.tokens) if asked.distorted else tuple(answer.logps)
+        spans = (*rollout.spans, Span(tuple(answer.tokens), logps, step))
+        went_on = replace(rollout, spans=spans, distorted=asked.distorted)
+        return replace(went_on, ended=self._ended(went_on, ask, answer, asked.longest))
+
+    def _answered(self, asked: _Asked, rollout: Rollout, step: int) -> Rollout:
+        """The rollout, whose turn has ended, with what tools say to it."""
+        if self.turns is None:
+            return rollout
+        turn, ends, problem = rollout.turn, self.judge.ends, asked.group.problem
+        if not ends.ended(turn, ends.decode(turn)):  # it may have been stopped in a loop
+            return rollout
+        seed = f"{self.config.seed}/{problem.where}/{problem.place}/{asked.group.first_member + asked.member}"
+        images, prompt = images_of(asked.group.row), len(asked.prompt)
+        return self.turns(rollout, images, prompt=prompt, longest=asked.longest, step=step, seed=seed)
 
     def _other_images(
         self,
@@ -354,11 +420,12 @@ class Pool:
         reason = answer.reason
         if not reason:
             full = len(answer.tokens) >= (ask.limit or longest)
-            tokens = rollout.tokens
+            tokens = rollout.turn
             reason = "length" if full and not self.judge.ends.ended(tokens, self.judge.ends.decode(tokens)) else "stop"
         if reason != "length":
             return reason
-        return "length" if len(rollout.tokens) >= longest else ""
+        turn = None if self.turns is None else self.turns.tokens
+        return "length" if len(rollout.tokens) >= longest or (turn and len(rollout.turn) >= turn) else ""
 
     def longest(self, group: RolloutGroup, member: int) -> int:
         """The tokens at which an answer is cut off: the same for all, unless `benchmarks.long_tailed` sets it."""

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from adora_vl.checkpoint.store import load_of_rank, save_of_rank
-from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, Span
+from adora_vl.data.dataloader import kept
+from adora_vl.data.images import open_picture, png_bytes
+from adora_vl.rollout.rollouts import Call, DrawnProblem, Picture, Rollout, RolloutGroup, Span
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
@@ -41,7 +46,10 @@ class PoolState:
         """Into a checkpoint; problems by their numbers, since the data set has them."""
         drawn = [vars(problem) for problem in self.drawn]
         kept = [{**vars(one), "group": _packed(one.group)} for one in self.kept]
-        content = {"drawn": drawn, "groups": [*map(_packed, self.groups)], "kept": kept}
+        shown = [picture for group in self.groups for rollout in group.rollouts for picture in rollout.pictures]
+        images = {picture.digest: picture.image for picture in shown}
+        encoded = {digest: _bytes_of(image) for digest, image in images.items()}
+        content = {"drawn": drawn, "groups": [*map(_packed, self.groups)], "kept": kept, "images": encoded}
         save_of_rank(folder, FILES, rank, {**content, "complete": self.complete, "lengths": self.lengths})
 
     @classmethod
@@ -62,19 +70,32 @@ class PoolState:
         found = load_of_rank(checkpoint, FILES, rank) or {**first, "kept": ()}
         if before != ranks:  # what was drawn belongs to those processes; it comes again in a later epoch
             found = {**found, "drawn": ()}
-        groups = tuple(map(_unpacked, found["groups"]))
+        images = {digest: _image_in(encoded) for digest, encoded in found.get("images", {}).items()}
+        groups = tuple(_unpacked(one, images) for one in found["groups"])
         drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
-        kept = tuple(KeptGroup(**{**one, "group": _unpacked(one["group"])}) for one in found["kept"])
+        kept = tuple(KeptGroup(**{**one, "group": _unpacked(one["group"], {})}) for one in found["kept"])
         return cls(drawn, groups, found["complete"], found["lengths"], kept)
 
 
 def _packed(group: RolloutGroup) -> dict[str, Any]:
-    """As tensors: a token and its log-probability, which engines give in float32, take 8 bytes."""
-    rollouts = [
-        {**vars(rollout), "spans": [(*_tensors(span), span.step) for span in rollout.spans]}
-        for rollout in group.rollouts
-    ]
+    """As tensors: a token and its log-probability, which engines give in float32, take 8 bytes. Of pictures only their
+    digests.
+    """
+    rollouts = []
+    for rollout in group.rollouts:
+        facts = {**vars(rollout), "spans": [(*_tensors(span), span.step) for span in rollout.spans]}
+        facts["pictures"] = [(picture.digest, picture.span) for picture in rollout.pictures]
+        rollouts.append({**facts, "calls": [vars(call) for call in rollout.calls]})
     return {"problem": vars(group.problem), "began": group.began, "rollouts": rollouts}
+
+
+def _bytes_of(image: Image.Image) -> torch.Tensor:
+    return torch.frombuffer(bytearray(png_bytes(image)), dtype=torch.uint8)
+
+
+def _image_in(encoded: torch.Tensor) -> Image.Image:
+    image: Image.Image = kept(open_picture(io.BytesIO(encoded.numpy().tobytes())))
+    return image
 
 
 def _tensors(span: Span) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -84,11 +105,13 @@ def _tensors(span: Span) -> tuple[torch.Tensor, torch.Tensor | None]:
     return tokens, torch.tensor([torch.nan if logp is None else logp for logp in span.logps], dtype=torch.float32)
 
 
-def _unpacked(packed: dict[str, Any]) -> RolloutGroup:
+def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> RolloutGroup:
     rollouts = []
     for one in packed["rollouts"]:
         spans = tuple(Span(tuple(tokens.tolist()), _logps(logps), step) for tokens, logps, step in one["spans"])
-        rollouts.append(Rollout(**{**one, "spans": spans}))
+        pictures = tuple(Picture(digest, images[digest], span) for digest, span in one.get("pictures", ()))
+        calls = tuple(Call(**call) for call in one.get("calls", ()))
+        rollouts.append(Rollout(**{**one, "spans": spans, "pictures": pictures, "calls": calls}))
     return RolloutGroup(DrawnProblem(**packed["problem"]), Row(), packed["began"], tuple(rollouts))
 
 

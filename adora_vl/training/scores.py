@@ -16,6 +16,7 @@ from trl.data_utils import apply_chat_template
 from adora_vl.advantage.groups import lacking_scores, leaving, unrewarded
 from adora_vl.rewards.completion import reflective_words
 from adora_vl.rewards.safe_call import is_async
+from adora_vl.rollout.rollouts import Rollout
 from adora_vl.training.guards import RewardGuard
 from adora_vl.types import Row, StepContext
 
@@ -88,13 +89,19 @@ class Ends:
             return True
         return any(string in text and string not in self.decode(ids[:-1]) for string in self.strings)
 
+    def has_end(self, rollout: Rollout, text: str) -> bool:
+        """Whether a rollout whose last turn is this text has come to its end by itself. One whose call nobody answers,
+        or for whose answer there is no room, has not, whatever its last token is.
+        """
+        return rollout.ended not in ("calls", "room") and self.ended(rollout.turn, text)
+
 
 @dataclass(frozen=True)
 class Scores:
     """What is known of a generation after grading, of all ranks."""
 
     rewards: Rewards
-    lengths_B: Tensor  # completion tokens
+    lengths_B: Tensor  # tokens that the policy has sampled
     unended_B: Tensor  # bool: cut off (`Ends`)
     reflective_B: Tensor  # reflective words in its text
     tokens: int = 0  # of prompts and completions
@@ -189,8 +196,8 @@ class Grader:
         self, grades: Grades, prompts: Sequence[list[int]], completions: Sequence[list[int]], texts: Sequence[str],
         ended: Sequence[bool], generations: int, step: int,
     ) -> Scores:  # fmt: skip
-        """Of this rank's rollouts, (B,): their tokens, what they say, and whether they have an end. Raises `RunError`
-        where a function failed, or where no rollout has a reward.
+        """Of this rank's rollouts, (B,): their tokens, those of completions as far as the policy has sampled them; what
+        they say; and whether they have an end. Raises `RunError` where a function failed, or no rollout has a reward.
         """
         self.guard.check(step)
         failed = self.guard.failed_calls(len(texts))

@@ -4,17 +4,23 @@ doctor's table, answers of both engines of the evaluators, and a LoRA adapter.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from datasets import Dataset
+from PIL import Image, ImageDraw
 from transformers import TrainerCallback
 
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation, conversation_with_images
 from adora_vl.doctor.engine import Examination, examine
+from adora_vl.rollout import turns
 from adora_vl.rollout.agreement import difference, read_prompts, score
+from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
 from eval.inference.chat import ChatProcessor
 from eval.inference.engines import TransformersEngine, VLLMEngine
@@ -89,6 +95,30 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
     trainer.vllm_generation.sync_weights()
     gap, _, _ = examination.drift("with the adapter")
     return {"moved": moved.mean, "gap": gap.largest}
+
+
+class Draws:
+    """Tools that answer most turns, whatever they say: with a picture of a drawn size, two, or a text alone."""
+
+    def __init__(self) -> None:
+        mock.patch.object(turns, "CALL", "").start()
+
+    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool) -> Any:
+        draw = random.Random(seed)
+        if draw.random() < 0.3:
+            return None
+        parts: list[Any] = ["<tool_response>\nSee <|image_pad|>"]
+        for _ in range(draw.choice((0, 1, 1, 1, 2))):
+            size = draw.choice((28, 56, 84, 112)), draw.choice((28, 56, 84))
+            image = Image.new("RGB", size, "white")
+            ImageDraw.Draw(image).line([(draw.randrange(28), draw.randrange(28)), size], "black", width=3)
+            parts += ["\n", image]
+        call = Call("draw", seed, "", 0.0, failed=False)
+        return SimpleNamespace(parts=(*parts, "\n</tool_response>"), calls=(call,))
+
+
+# Of runs with such tools
+TURNS: dict[str, Any] = {"max_completion_length": 256, "max_tool_calling_iterations": 2}
 
 
 Look = Callable[[Any, Rows], Any]

@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
-from adora_vl.types import Batch
+from adora_vl.types import Batch, loss_mask
 from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
@@ -29,7 +29,7 @@ from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
-from tests.parity.looks import AFTER, BEFORE, WITH_ENGINE, data_set  # noqa: E402
+from tests.parity.looks import AFTER, BEFORE, TURNS, WITH_ENGINE, Draws, data_set  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     **WITH_ENGINE,
@@ -49,6 +49,8 @@ class Recorder(AdoraGRPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.gaps: list[float] = []
+        self.means: list[float] = []
+        self.turns: list[int] = []
         self.first: dict[str, Any] = {}
         self.sent: list[int] = []
         super().__init__(*args, **kwargs)
@@ -71,7 +73,11 @@ class Recorder(AdoraGRPOTrainer):
             scored_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
             if scored_BC is not None:
                 gaps_BC = (scored_BC - batch["sampling_per_token_logps"]).abs()
-                self.gaps.append(gaps_BC[batch["completion_mask"].bool()].max().item())
+                gaps = gaps_BC[loss_mask(batch).bool()]
+                self.gaps.append(gaps.max().item())
+                self.means.append(gaps.mean().item())
+                starts = batch.get("tool_mask", torch.ones(0, 2)).diff() == 1  # of a later turn
+                self.turns.append(int(starts.sum(dim=1).max()) + 1 if len(starts) else 1)
             check(batch, step, logps_BC)
 
         self.drift_guard.check_batch = checked  # type: ignore[method-assign]
@@ -91,6 +97,7 @@ class Recorder(AdoraGRPOTrainer):
                 torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
                 batch["completion_ids"].size(1),
                 **{k: batch[k] for k in ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")},
+                **({"tool_mask": batch["tool_mask"]} if self.toolbox else {}),
             )
         return logps
 
@@ -130,11 +137,14 @@ def main() -> None:
     parser.add_argument("--sabotage", default="")
     parser.add_argument("--prompt-repeats", type=int, default=1, help="of the system prompt; 9 make about 200 tokens")
     parser.add_argument("--mixed", action="store_true", help="problems with one, no, two and no images")
+    parser.add_argument("--tools", action="store_true", help="that draw pictures between the turns")
     parser.add_argument("--look", choices={**BEFORE, **AFTER}, action="append", default=[], help="at this too")
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
     sabotage(options.sabotage)
     own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
+    if options.tools:
+        Recorder.toolbox, own = Draws(), {**TURNS, **own}
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
     # Four problems that come again at every step. In prompts longer than a block of the prefix cache (128 tokens on a
     # CPU) they hit a cache which is not reset.
@@ -152,7 +162,9 @@ def main() -> None:
         if n in vision and p.shape == vision[n].shape
     )
     moved = (
-        (trainer.logps_now(trainer.first) - trainer.logps_first).abs()[trainer.first["completion_mask"].bool()].max()
+        (trainer.logps_now(trainer.first) - trainer.logps_first)
+        .abs()[loss_mask(cast("Batch", trainer.first)).bool()]
+        .max()
     )
     gaps = torch.tensor(trainer.gaps)
     gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
@@ -163,6 +175,10 @@ def main() -> None:
     if trainer.accelerator.is_main_process:
         result = {
             "gaps": gaps.tolist(),
+            "means": trainer.means,
+            "turns": trainer.turns,
+            "packed": trainer.policy_pass.packed.passes,
+            "refused": trainer.policy_pass.packed.refused,
             "moved": moved.item(),
             "vision_moved": vision_moved,
             "advantages": advantages,

@@ -40,7 +40,7 @@ from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training import micro_batches as batcher_module  # noqa: E402
 from adora_vl.training.generation import Generation  # noqa: E402
 from data_prep.synthetic.generate import generate  # noqa: E402
-from tests.parity.looks import WITH_ENGINE, Gradients, data_set  # noqa: E402
+from tests.parity.looks import TURNS, WITH_ENGINE, Draws, Gradients, data_set  # noqa: E402
 
 PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]
 # What each step has on. Sharing vision and prompts needs the references that the image cache gives.
@@ -187,8 +187,11 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(STEPS), help="the steps to take, 'off' first")
     parser.add_argument("--float32", action="store_true", help="the policy too")
     parser.add_argument("settings", nargs="*")
+    parser.add_argument("--tools", action="store_true", help="that draw pictures between the turns")
     options = parser.parse_intermixed_args()
     steps = options.only.split(",")
+    if options.tools:
+        SameAgain.toolbox = Draws()
     own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
     settings: dict[str, Any] = {
         **WITH_ENGINE,
@@ -203,6 +206,7 @@ def main() -> None:
         "weight_decay": 0.0,
         "shuffle_dataset": False,
         "adora_self_check": False,  # its images would be in the cache before the first step
+        **(TURNS if options.tools else {}),
         **own,
     }
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)

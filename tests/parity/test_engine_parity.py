@@ -55,6 +55,14 @@ def test_one_process(tmp_path, words):
     assert result["sent"] == [sum(result["tensors"].values())] * 6
 
 
+@pytest.mark.core
+def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path):
+    result = parity(tmp_path, "cpu", "--tools", "per_device_train_batch_size=16", "max_steps=3")
+    assert max(result["gaps"]) <= BOUND and max(result["means"]) <= 1e-6
+    assert result["moved"] > 0.1 and max(result["turns"]) == 3
+    assert result["packed"] > 0 and not result["refused"]
+
+
 def make_lively(weights: Path) -> None:
     """Or a fresh model says much the same whatever it is shown."""
     tensors = load_file(weights)
@@ -66,17 +74,20 @@ def make_lively(weights: Path) -> None:
 
 @pytest.fixture(scope="module")
 def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Qwen3-VL, with random weights: entropy moves them. A generation has rows with one, no and two images."""
+    """Qwen3-VL, with random weights: entropy moves them. A generation has rows with one, no and two images, and tools
+    show further ones.
+    """
     folder = tmp_path_factory.mktemp("qwen3_vl")
     build_tiny_model(folder / "model", WarmStart(steps=0), "qwen3_vl")
     words = ["per_device_train_batch_size=16", "entropy_coef=1.0", "learning_rate=0.003", "max_steps=4"]
     looks = [word for look in ("doctor", "answers", "lora") for word in ("--look", look)]
     make_lively(folder / "model" / "model.safetensors")
-    return parity(folder, "cpu", "--mixed", *looks, *words, model=folder / "model")
+    return parity(folder, "cpu", "--mixed", "--tools", *looks, *words, model=folder / "model")
 
 
 def test_another_family_with_any_number_of_images_a_row(qwen3_vl):
-    assert len(qwen3_vl["gaps"]) == 4 and max(qwen3_vl["gaps"]) <= BOUND
+    assert len(qwen3_vl["gaps"]) == 4 and max(qwen3_vl["gaps"]) <= BOUND and max(qwen3_vl["turns"]) > 1
+    assert qwen3_vl["packed"] > 0 and not qwen3_vl["refused"]
     assert qwen3_vl["moved"] > 0.1 and qwen3_vl["vision_moved"] > 0
     assert qwen3_vl["sent"] == [sum(qwen3_vl["tensors"].values())] * 4 and qwen3_vl["tensors"]["projector"] == 18
 

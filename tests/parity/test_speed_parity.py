@@ -71,6 +71,14 @@ def test_a_reference_model_is_asked_the_same(tmp_path):
     assert max(result["distances"]) <= BOUND
 
 
+def test_turns_with_pictures_of_tools(tmp_path):
+    """A prompt shared by rollouts that have seen different pictures since, and of what tools say nothing is learned."""
+    result = speed(tmp_path, "cpu", "--tools", "--only", "off,vision,prompt,no padding,all")
+    assert_equal_steps(result)
+    assert result["packed"] > 0 and not result["refused"] and result["seen_in_step"][1] < result["seen_in_step"][0]
+    assert max(result["distances"]) <= BOUND
+
+
 def test_the_work_is_really_saved(one_process):
     # 4 problems, 8 rollouts each; the image of each went through the processor once in the whole run
     assert sum(step["processed"] for step in one_process["work"]) == 4

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
@@ -13,13 +14,16 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from PIL import Image
 from transformers import TrainerState
 
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.dataloader import ROW_NUMBER, content_digest, kept
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
+    Call,
     DrawnProblem,
+    Picture,
     Rollout,
     RolloutAnswer,
     RolloutAsk,
@@ -37,6 +41,7 @@ from adora_vl.utils.seeding import rollout_seed
 from tests.support.step_context import step_context
 
 PLACES, SIZE, LONGEST = 6, 4, 400  # groups of a rank and generation, rollouts of a group, tokens
+IMAGE = 4  # the token of one
 TOKEN = 2**31 - 1  # the largest that a checkpoint takes
 
 
@@ -102,8 +107,42 @@ class Engine:
         return answers
 
 
+class TurnsEngine(Engine):
+    """What it samples at a time, a turn or a part of one, has the length that is drawn from its own seed."""
+
+    def sample(self, asks: list[RolloutAsk], prompts: Any) -> list[RolloutAnswer]:
+        self.asked.append(asks)
+        answers = []
+        for one in asks:
+            assert one.seed is not None and one.limit is not None and one.limit > 0
+            assert sum(token == IMAGE for token in one.ids) == len(one.images)
+            length, reason = min(one.limit, drawn(one.seed)), "stop" if drawn(one.seed) <= one.limit else "length"
+            answers.append(RolloutAnswer([one.seed & TOKEN] * length, [-1.0] * length, reason))  # type: ignore[arg-type]
+        return answers
+
+
+class Answered:
+    """Answers most turns with a picture, up to three of a rollout."""
+
+    tokens = None
+
+    def __call__(self, rollout: Rollout, images: Any, *, longest: int, step: int, seed: str, **_: Any) -> Rollout:
+        draw, place = random.Random(f"{seed}/{len(rollout.pictures)}"), len(rollout.spans)
+        if draw.random() < 0.3 or len(rollout.pictures) == 3:
+            return replace(rollout, ended="stop" if draw.random() < 0.7 else "calls")
+        if longest - len(rollout.tokens) < 30:
+            return replace(rollout, ended="room")
+        image = kept(Image.new("RGB", (28, 28 + draw.randrange(9))))
+        return replace(
+            rollout, ended="", spans=(*rollout.spans, Span((5, IMAGE, 6), None, step)),
+            pictures=(*rollout.pictures, Picture(image.digest, image, place)),
+        )  # fmt: skip
+
+
 class Judges:
     """Notes the groups of a generation in its batch. It grades and weighs nothing."""
+
+    ends = SimpleNamespace(ended=lambda *_: True, decode=lambda _: "")
 
     def __call__(self, generation: Generation, groups: Any, prompts: Any, *, aged: bool) -> None:
         generation.rows = [group.row for group in groups for _ in group.rollouts]
@@ -129,7 +168,9 @@ def rollouts_of(generation: Generation) -> list[list[int]]:
 class Run:
     """A training of so many optimizer steps, without a policy. `updates`: those that learn from one generation."""
 
-    def __init__(self, steps: int, accelerator: Any = None, updates: int = 1, **rollouts: Any) -> None:
+    def __init__(
+        self, steps: int, accelerator: Any = None, updates: int = 1, tools: bool = False, **rollouts: Any
+    ) -> None:
         self.engine, self.state, self.log = Engine(), TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
         self.updates = updates
         context = step_context(
@@ -144,7 +185,12 @@ class Run:
         guards: Any = SimpleNamespace(check=lambda *_: None), SimpleNamespace(watching=nullcontext)
         judge: Any = Judges()
         phase: Any = lambda _: nullcontext()  # noqa: E731
-        self.pool = Pool(context, images, self.engine, judge, guards, [], phase, rows)  # type: ignore[arg-type]
+        if tools:
+            self.engine = TurnsEngine()
+        turns: Any = Answered() if tools else None
+        self.pool = Pool(
+            context, images, self.engine, judge, guards, [], phase, rows, turns=turns,  # type: ignore[arg-type]
+        )  # fmt: skip
         self.learned: list[Generation] = []
         self.figures: list[dict[str, float]] = []
 
@@ -234,6 +280,42 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
         assert run.answers == whole.answers and run.figures == whole.figures, (updates, keys, generations)
         sampled = [[groups_in(generation) for generation in one.learned] for one in (run, whole)]
         assert sampled[0] == sampled[1], (updates, keys, generations)
+
+
+@pytest.mark.parametrize("budget", [None, 40])
+def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_path, budget):
+    """Tools are not called again for what is saved, and each part of a turn has random numbers of its own."""
+    whole = Run(12, tools=True, budget=budget).go_on()
+    run = Run(12, tools=True, budget=budget)
+    for step in (3, 7):
+        run.go_on(until=step).sampled()
+        run.pool.save(tmp_path / str(step))
+        again = resumed(run, tmp_path / str(step), step, tools=True, budget=budget)
+        again.learned, run = run.learned, again
+    run.go_on()
+    found = [[groups_in(generation) for generation in one.learned] for one in (run, whole)]
+    assert found[0] == found[1]
+    rollouts = [rollout for groups in found[1] for group in groups for rollout in group.rollouts]
+    assert {rollout.ended for rollout in rollouts} == {"stop", "calls", "length", "room"}
+    assert {len(rollout.pictures) for rollout in rollouts} == {0, 1, 2, 3}
+    seeds = [one.seed for asks in whole.engine.asked for one in asks]
+    assert len(set(seeds)) == len(seeds)
+    paused = [
+        group for generation in whole.learned for group in groups_in(generation) if group.began < generation.number
+    ]
+    assert bool(paused) is (budget is not None)
+
+
+def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_calls():
+    def part(rank: int, accelerator: Any) -> list[int]:
+        run = Run(4, accelerator, tools=True, budget=None)
+        if rank:
+            run.pool._answered = lambda asked, rollout, step: rollout  # type: ignore[method-assign]
+        run.go_on()
+        return [len(asks) for asks in run.engine.asked]
+
+    several, one = on_two(part)
+    assert len(several) == len(one) > 4 and one.count(0) == len(one) - 4 and several.count(0) == 0
 
 
 def test_when_answers_get_short_again_no_group_waits_for_long():
@@ -421,17 +503,24 @@ def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path)
     assert resumed(Run(3), tmp_path, 0).go_on().sizes[-1] == PLACES
 
 
-def test_what_others_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_path):
-    """A tool's answer is a span without log-probabilities, also after a checkpoint; it counts for no seed."""
+def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_path):
+    """A tool's answer is a span without log-probabilities, also after a checkpoint; it counts for no seed. A picture is
+    written once.
+    """
     spans = (Span((5, 6), (-0.5, None), 3), Span((9, 9, 9), None, 3), Span((7,), (-0.25,), 4))
-    group = RolloutGroup(DrawnProblem(2, "train/3/0", 1), Row(), 3, (Rollout(spans, "stop"), Rollout(spans[:2])))
+    image = kept(Image.effect_noise((40, 30), 50).convert("RGB"))
+    picture, call = Picture(image.digest, image, 1), Call("zoom", "{}", "<image>", 0.5, failed=False, span=1)
+    done = Rollout(spans, "stop", pictures=(picture,), calls=(call,))
+    group = RolloutGroup(DrawnProblem(2, "train/3/0", 1), Row(), 3, (done, replace(done, spans=spans[:2], ended="")))
     PoolState(groups=(group,)).save(tmp_path, 0)
     (again,) = PoolState.load(tmp_path, 0, 1).groups
     assert again == group and not again.complete
     whole, part = again.rollouts
+    assert whole.pictures[0].image is part.pictures[0].image and content_digest(whole.pictures[0].image) == image.digest
     assert whole.tokens == [5, 6, 9, 9, 9, 7] and whole.own == [True, True, False, False, False, True]
+    assert (whole.said, whole.turn, part.turn) == ([5, 6, 7], [7], [])
     assert whole.logps == [-0.5, None, None, None, None, -0.25] and (whole.stale(4), part.stale(3)) == (5, 0)
-    assert again.seed(7, 1) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
+    assert again.seed(7, 1, part) == rollout_seed(7, "train/3/0/segment-1", 1, 1)
 
 
 class Signals(Judges):

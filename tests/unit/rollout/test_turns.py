@@ -1,0 +1,102 @@
+"""Turns of a rollout: what stands between them, when they end, and that all ranks make the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.rollout.rollouts import Call, Rollout, Span
+from adora_vl.rollout.turns import CALL, Turns, play
+from adora_vl.training.scores import Ends
+
+PROCESSOR: Any = load_processor(str(PRETRAINED))
+TOKENIZER = PROCESSOR.tokenizer
+END, IMAGE = TOKENIZER.eos_token_id, PROCESSOR.image_token_id
+CALLED = f"{CALL} 7"
+
+
+def ids_of(text: str) -> list[int]:
+    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
+
+
+def sampled(text: str, *before: Span, end: Sequence[int] = (END,)) -> Rollout:
+    ids = (*ids_of(text), *end)
+    return Rollout((*before, Span(ids, (-0.5,) * len(ids), 3)), "stop")
+
+
+class Says:
+    """Tools that say these parts to whatever has a call in it."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts, self.asked = parts, list[Any]()
+
+    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool) -> Any:
+        self.asked.append((text, len(images), seed, last))
+        return SimpleNamespace(parts=self.parts, calls=(Call("zoom", "{}", "", 0.1, failed=False),))
+
+
+def answered(tools: Says, rollout: Rollout, *, most: int = 2, room: int | None = None, longest: int = 200) -> Rollout:
+    turns = Turns(tools, PROCESSOR, {}, lambda image: image.width // 28, most, TOKENIZER.decode, room=room)
+    return turns(rollout, [Image.new("RGB", (28, 28))], prompt=100, longest=longest, step=4, seed="7/train/3/0/1/0")
+
+
+@pytest.mark.parametrize("end", [(END,), ()], ids=["ended", "stopped at a string"])
+def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
+    """As the template itself would have written it; marks that a tool says begin no turn and no image."""
+    picture = Image.new("L", (84, 28), 50)
+    before = sampled(CALLED, end=end)
+    after = answered(Says("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before)
+    assert after.spans[0] == before.spans[0] and not after.ended
+    own = "" if end else "<|im_end|>"
+    shown = f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>"
+    said = f"Picture 2: {shown} of < |image_pad|> and< |im_end|>"
+    expected = ids_of(f"{own}\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n")
+    assert list(after.spans[1].tokens) == expected and after.spans[1].logps is None and after.spans[1].step == 4
+    (shown_now,), (call,) = after.pictures, after.calls
+    assert (shown_now.span, call.span, shown_now.image.mode, shown_now.image.size) == (1, 1, "RGB", (84, 28))
+
+
+def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its_own():
+    tools = Says("", Image.new("RGB", (28, 28)))
+    first = answered(tools, sampled(CALLED))
+    answered(tools, sampled(CALLED + CALLED, *first.spans))
+    words = [TOKENIZER.decode([*ids_of(text), END]) for text in (CALLED, CALLED + CALLED)]
+    assert tools.asked[0] == (words[0], 1, "7/train/3/0/1/0/0", False)
+    assert tools.asked[1] == (words[1], 1, "7/train/3/0/1/0/1", True)
+
+
+def test_what_ends_a_rollout_and_whether_it_has_an_end():
+    """By its own words, with a call that nobody answers, and where the answer has no room; whatever its last token."""
+    tools, ends = Says("x" * 20), Ends.of({END}, {}, TOKENIZER.decode)
+    once = answered(tools, sampled(CALLED), most=1)
+    for rollout, ended, has_end in (
+        (answered(tools, sampled("so 7")), "stop", True),
+        (answered(tools, sampled(CALLED, *once.spans), most=1), "calls", False),
+        (answered(tools, sampled(CALLED), longest=50), "room", False),
+        (answered(tools, sampled(CALLED), room=150), "room", False),
+    ):
+        assert rollout.ended == ended and ends.has_end(rollout, "") is has_end
+    assert len(once.spans) == 2 and len(answered(tools, sampled(CALLED), longest=50).spans) == 1
+
+
+def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
+    """And a rank whose own rollouts have ended takes part until all have."""
+    wanted, asked = {"a": 1, "b": 3, "c": 2}, list[list[str]]()
+
+    def ask(going: dict[str, Rollout]) -> dict[str, Rollout]:
+        asked.append([*going])
+        return {key: sampled("x", *rollout.spans) for key, rollout in going.items()}
+
+    def answer(key: str, rollout: Rollout) -> Rollout:
+        more = len(rollout.spans) < 2 * wanted[key] - 1
+        return Rollout((*rollout.spans, Span((9,), None, 3))) if more else rollout
+
+    others = iter([True, True, True, True, False])
+    done = play(dict.fromkeys(wanted, Rollout()), ask, answer, lambda *_: True, lambda _: next(others))
+    assert asked == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
+    assert {key: len(rollout.spans) for key, rollout in done.items()} == {"a": 1, "b": 5, "c": 3}
