@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import hashlib
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -30,48 +29,29 @@ _MAX_REDRAWS = 20_000  # for one new puzzle; then there are taken to be no more
 _TEST_SHARE = 0.25  # of all puzzles, by a hash of their text, so that no split has a puzzle of another
 
 
-@dataclass(frozen=True)
-class Statement:
-    """What a person says: its words, with `{0}` and `{1}` for people, and when it is true of their being knights."""
+class Statement(NamedTuple):
+    """What a person says: its words, with `{0}` and `{1}` for people, and the claim about them, as `holds` reads it."""
 
     words: str
     people: int
-    true: tuple[bool, ...]  # by knighthood of the first, or of (first, second) as 00, 01, 10, 11
+    claim: Callable[..., tuple[Any, ...]]
 
 
+KNIGHT, KNAVE = "telling-truth", "lying"
 STATEMENTS = (
-    Statement("{0} is a knight", 1, (False, True)),
-    Statement("{0} is a knave", 1, (True, False)),
-    Statement("{0} and {1} are both knights", 2, (False, False, False, True)),
-    Statement("{0} and {1} are both knaves", 2, (True, False, False, False)),
-    Statement("{0} is a knight or {1} is a knave", 2, (True, False, True, True)),
-    Statement("{0} and {1} are of the same kind", 2, (True, False, False, True)),
-    Statement("exactly one of {0} and {1} is a knight", 2, (False, True, True, False)),
-    Statement("if {0} is a knight, then {1} is a knave", 2, (True, True, True, False)),
+    Statement("{0} is a knight", 1, lambda one: (KNIGHT, one)),
+    Statement("{0} is a knave", 1, lambda one: (KNAVE, one)),
+    Statement("{0} and {1} are both knights", 2, lambda one, other: ("and", (KNIGHT, one), (KNIGHT, other))),
+    Statement("{0} and {1} are both knaves", 2, lambda one, other: ("and", (KNAVE, one), (KNAVE, other))),
+    Statement("{0} is a knight or {1} is a knave", 2, lambda one, other: ("or", (KNIGHT, one), (KNAVE, other))),
+    Statement("{0} and {1} are of the same kind", 2, lambda one, other: ("<=>", (KNIGHT, one), (KNIGHT, other))),
+    Statement("exactly one of {0} and {1} is a knight", 2, lambda one, other: ("<=>", (KNIGHT, one), (KNAVE, other))),
+    Statement("if {0} is a knight, then {1} is a knave", 2, lambda one, other: ("->", (KNIGHT, one), (KNAVE, other))),
 )
-Said = tuple[int, Statement, tuple[int, ...]]  # speaker, statement, whom it is about
 
 
-def is_true(said: Said, assignment: int) -> bool:
-    """Whether a statement holds where bit i of `assignment` says that person i is a knight."""
-    _, statement, about = said
-    index = 0
-    for person in about:
-        index = 2 * index + (assignment >> person & 1)
-    return statement.true[index]
-
-
-def solutions(people: int, everything_said: tuple[Said, ...]) -> list[int]:
-    """Every assignment in which knights, and they alone, say what is true."""
-
-    def fits(assignment: int) -> bool:
-        return all(is_true(said, assignment) == bool(assignment >> said[0] & 1) for said in everything_said)
-
-    return list(filter(fits, range(2**people)))
-
-
-def _draw(people: int, rng: random.Random) -> tuple[tuple[Said, ...], int]:
-    """One statement a person, drawn anew until one assignment fits."""
+def _draw(people: int, rng: random.Random) -> tuple[list[tuple[Statement, list[int]]], tuple[bool, ...]]:
+    """One statement a person, with whom it is about, drawn anew until there is one solution."""
     while True:
         said = []
         for speaker in range(people):
@@ -79,28 +59,15 @@ def _draw(people: int, rng: random.Random) -> tuple[tuple[Said, ...], int]:
             others = [person for person in range(people) if person != speaker]
             if statement.people > len(others):  # of two people, a statement about two is about the speaker too
                 others.append(speaker)
-            said.append((speaker, statement, tuple(rng.sample(others, statement.people))))
-        found = solutions(people, tuple(said))
+            said.append((statement, rng.sample(others, statement.people)))
+        found = fitting(tuple(statement.claim(*about) for statement, about in said))
         if len(found) == 1:
-            return tuple(said), found[0]
+            return said, found[0]
 
 
-def assignment_text(names: tuple[str, ...], assignment: int) -> str:
+def roles_text(names: Sequence[str], is_knight: Sequence[bool]) -> str:
     """`Ada is a knight, Ben is a knave`: the form of the gold and of an answer."""
-    return ", ".join(f"{name} is a {ROLES[assignment >> person & 1]}" for person, name in enumerate(names))
-
-
-def _row(names: tuple[str, ...], said: tuple[Said, ...], solution: int, row_id: str, split: str) -> Row:
-    lines = []
-    for speaker, statement, about in said:
-        lines.append(f"{names[speaker]} says: {statement.words.format(*(names[person] for person in about))}.")
-    gold = assignment_text(names, solution)
-    rng = random.Random(f"{row_id}/slip")
-    wrong = solution ^ rng.randrange(1, 2 ** len(names))
-    people = f"{', '.join(names[:-1])} and {names[-1]}"
-    problem = QUESTION.format(people=people, statements=" ".join(lines), example=example_answer(names))
-    slip = f"\\boxed{{{assignment_text(names, wrong)}}}"
-    return puzzle_row(row_id, problem, gold, people=len(names), split=split, slip=slip)
+    return ", ".join(f"{name} is a {ROLES[kind]}" for name, kind in zip(names, is_knight, strict=True))
 
 
 def example_answer(names: Sequence[str]) -> str:
@@ -110,7 +77,7 @@ def example_answer(names: Sequence[str]) -> str:
 
 
 def puzzle_row(row_id: str, problem: str, gold: str, *, people: int, split: str, slip: str = "") -> Row:
-    """A puzzle as a row: no images, and its roles (`assignment_text`) as the answer. `slip`: a wrong one, in a box."""
+    """A puzzle as a row: no images, and its roles (`roles_text`) as the answer. `slip`: a wrong one, in a box."""
     meta = {"goal": "knights and knaves", "shapes": [], "family": f"{people} people", "kind": "", "slip": slip}
     return {
         "id": row_id, "images": [], "problem": problem, "answer": gold, "answer_raw": gold, "choices": None,
@@ -133,13 +100,20 @@ def generate(rows: int, *, split: str = "train", seed: int = 0, people: tuple[in
         count = fewest + len(seen) % (most - fewest + 1)
         names = tuple(rng.sample(NAMES, count))
         said, solution = _draw(count, rng)
-        row = _row(names, said, solution, f"knights/{seed}/{split}/{len(seen)}", split)
-        digest = hashlib.sha256(row["problem"].encode()).hexdigest()
+        lines = (statement.words.format(*(names[person] for person in about)) for statement, about in said)
+        statements = " ".join(f"{name} says: {line}." for name, line in zip(names, lines, strict=True))
+        people_met = f"{', '.join(names[:-1])} and {names[-1]}"
+        problem = QUESTION.format(people=people_met, statements=statements, example=example_answer(names))
+        digest = hashlib.sha256(problem.encode()).hexdigest()
         in_test = int(digest[:8], 16) < _TEST_SHARE * 2**32
         if in_test == (split == "test") and digest not in seen:
+            row_id = f"knights/{seed}/{split}/{len(seen)}"
+            turned = random.Random(f"{row_id}/slip").randrange(1, 2**count)
+            wrong = [kind != bool(turned >> person & 1) for person, kind in enumerate(solution)]
+            slip = f"\\boxed{{{roles_text(names, wrong)}}}"
             seen.add(digest)
             redraws = 0
-            yield row
+            yield puzzle_row(row_id, problem, roles_text(names, solution), people=count, split=split, slip=slip)
         elif (redraws := redraws + 1) == _MAX_REDRAWS:
             raise UserError(
                 f"rows: {rows} of split {split!r} are more than the {len(seen)} different puzzles that were found; "
@@ -159,10 +133,8 @@ def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
     Raises `ValueError` for a claim of another form.
     """
     match claim:
-        case ("telling-truth", int(person)) if person in range(len(is_knight)):
-            return is_knight[person]
-        case ("lying", int(person)) if person in range(len(is_knight)):
-            return not is_knight[person]
+        case (("telling-truth" | "lying") as role, int(person)) if person in range(len(is_knight)):
+            return is_knight[person] == (role == KNIGHT)
         case ("not", inner):
             return not holds(inner, is_knight)
         case ("and", *parts) if parts:
@@ -234,6 +206,5 @@ def _row_of_record(record: Mapping[str, Any], place: str, question: str) -> Row:
             raise ValueError("solution is not the only one that fits the statements")
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"input: {place}: {in_one_line(error)}; leave the row out") from error
-    gold = ", ".join(f"{name} is a {ROLES[kind]}" for name, kind in zip(names, solution, strict=True))
     asked = f" {BOX.format(example=example_answer(names))}" if question == "box" else ""
-    return puzzle_row("", record["quiz"].strip() + asked, gold, people=len(names), split=split)
+    return puzzle_row("", record["quiz"].strip() + asked, roles_text(names, solution), people=len(names), split=split)
