@@ -134,7 +134,7 @@ def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
     """
     match claim:
         case (("telling-truth" | "lying") as role, int(person)) if person in range(len(is_knight)):
-            return is_knight[person] == (role == KNIGHT)
+            return bool(is_knight[person] == (role == KNIGHT))
         case ("not", inner):
             return not holds(inner, is_knight)
         case ("and", *parts) if parts:

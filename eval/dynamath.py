@@ -100,10 +100,6 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     return OwnFigures({"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warning)
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
-    return {"rules": "official"}
-
-
 _NEEDED = ("id", "question", "answer", "answer_type", "subject", "level")
 _ON_THE_HUB = {"ground_truth": "answer", "knowledge_level": "level"}
 
@@ -122,8 +118,8 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 
 BENCHMARK = Benchmark(
-    "dynamath", "all", load, grade, _rules, None, add_revision_option, check, ("data_revision",), id_column="id",
-    summary=_summary, item=extraction_item,
+    "dynamath", "all", load, grade, lambda options: {"rules": "official"}, None, add_revision_option, check,
+    ("data_revision",), id_column="id", summary=_summary, item=extraction_item,
 )  # fmt: skip
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

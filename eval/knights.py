@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from argparse import Namespace
-from typing import Any
 
 from adora_vl.utils.cli import imports
 
@@ -33,10 +32,6 @@ def _by_people(family: str) -> dict[str, list[str]]:
     return {"people": [family], "half": ["2 to 5 people (ID)" if int(number) <= 5 else "6 to 8 people (OOD)"]}
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
-    return {"rules": "everyone's kind"}
-
-
 def _check(row: Prediction) -> str | None:
     """What is wrong with a row, or None."""
     if not roles_in(row["answer"]):
@@ -44,6 +39,6 @@ def _check(row: Prediction) -> str | None:
     return None
 
 
-BENCHMARK = Benchmark("knights", "test", load, grade, _rules, check=_check)
+BENCHMARK = Benchmark("knights", "test", load, grade, lambda options: {"rules": "everyone's kind"}, check=_check)
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -56,27 +55,12 @@ def check(row: Prediction) -> str | None:
     return fault
 
 
-def _question_of(row: Prediction) -> Question:
-    return Question("text", row["question"], (), row["response"])
-
-
-def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
-    """The rows, each with its `Extraction` under the key `read`."""
-    if options.extraction == "rules":
-        return [{**row, "read": by_rules(row["response"])} for row in rows]
-    return with_extractions(rows, _question_of, options)
-
-
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     """Right if the letters are those of the reference answer, all of them and no other."""
     read: Extraction = row["read"]
     named = letters_of(read.text)
     groups = {"skill": row["skill"]}
     return RowGrade(verdict(named == letters_of(row["answer"])), ", ".join(named), read.how, groups, read)
-
-
-def _rules(options: Namespace) -> dict[str, Any]:
-    return {"rules": "official", **extraction_rules(options)}
 
 
 _NEEDED = ("id", "question", "answer", "skill")
@@ -88,8 +72,12 @@ load = partial(
     id_column="id", pictures="images",
 )  # fmt: skip
 BENCHMARK = Benchmark(
-    "logicvista", "test", load, grade, _rules, add_extraction_options, add_revision_option, check, ("data_revision",),
-    id_column="id", prepare=_prepare,
+    "logicvista", "test", load, grade, lambda options: {"rules": "official", **extraction_rules(options)},
+    add_extraction_options, add_revision_option, check, ("data_revision",), id_column="id",
+    prepare=partial(
+        with_extractions, question_of=lambda row: Question("text", row["question"], (), row["response"]),
+        rules=lambda row: by_rules(row["response"]),
+    ),
 )  # fmt: skip
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

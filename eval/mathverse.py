@@ -123,10 +123,8 @@ def _asked(row: Prediction) -> str:
 
 def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
     """The rows, each with its `Extraction` under the key `read`, and with a judge its word under the key `same`."""
-    if options.extraction == "rules":
-        return [{**row, "read": by_rules(row)} for row in rows]
     judge = judge_of(options) if options.extraction == "judge" else None
-    read = with_extractions(rows, question_of, options, judge)
+    read = with_extractions(rows, options, question_of, by_rules, judge)
     if judge is None:
         return read
     words = reports([_asks_whether_same(row) if _is_left_to_judge(row) else None for row in read], judge, _one_or_zero)
@@ -177,18 +175,16 @@ def by_rules(row: Prediction) -> Extraction:
         said = re.split(r"\.(?:\s|$)", line)[0]
         if re.search(r"\w", said):
             return Extraction(said.strip(), "stated")
-    if "\n" not in response.strip() and len(_words(response)) <= _BARE_WORDS:
+    words = re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[a-z]+", "", response))
+    if "\n" not in response.strip() and len(words) <= _BARE_WORDS:
         return Extraction(response.strip(), "whole")
     return extract_number(response, _asked(row))
 
 
-def _words(response: str) -> list[str]:
-    return re.findall(r"[A-Za-z]{2,}", re.sub(r"\\[a-z]+", "", response))
-
-
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     """The verdict on a row."""
-    extraction, groups = row["read"], _groups(row)
+    groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
+    extraction, groups = row["read"], groups | metadata_groups(row, ("subject", "subfield"))
     answer = "" if extraction.text is None else str(extraction.text)
     same: Extraction | None = row.get("same")
     if same is not None:
@@ -208,11 +204,6 @@ def _letter(answer: str, choices: Sequence[str]) -> str:
     """The letter that an extraction names, by itself or by the text of its option."""
     found = re.fullmatch(r"\W*([A-H])\W*", answer)
     return found[1] if found else str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
-
-
-def _groups(row: Prediction) -> dict[str, list[str]]:
-    groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
-    return groups | metadata_groups(row, ("subject", "subfield"))
 
 
 _OURS = "ours, in place of the official judge"

@@ -6,6 +6,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from adora_vl.utils.cli import imports
@@ -27,11 +28,10 @@ with imports():
         Graded,
         OwnFigures,
         Prediction,
-        Problem,
         Published,
         RowGrade,
     )
-    from eval.scoring.judge import Question, add_extraction_options, extraction_rules, with_extractions
+    from eval.scoring.judge import Question, add_extraction_options, by_rules, extraction_rules, with_extractions
     from eval.scoring.number import extract_number
     from eval.scoring.score import extraction_item, verdict
 
@@ -208,14 +208,10 @@ def check(row: Prediction) -> str | None:
 
 def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
     """The rows, each with its `Extraction` under the key `read`. Raises `UserError`."""
-    if options.rules == "official":
-        if options.extraction != "rules":
-            raise UserError(f"extraction: {options.extraction} needs --rules strict; official has its own extraction")
-        return [{**row, "read": Extraction(official_answer(row["response"]), "official")} for row in rows]
-    made = with_extractions(rows, question_of, options)
-    if options.extraction != "rules":
-        return made
-    return [{**row, "read": _unboxed(row, row["read"])} for row in made]
+    official = options.rules == "official"
+    if official and options.extraction != "rules":
+        raise UserError(f"extraction: {options.extraction} needs --rules strict; official has its own extraction")
+    return with_extractions(rows, options, question_of, _official if official else _by_our_rules)
 
 
 def question_of(row: Prediction) -> Question:
@@ -223,10 +219,14 @@ def question_of(row: Prediction) -> Question:
     return Question("choice" if row["options"] else "text", row["question"], row["options"], row["response"])
 
 
-def _unboxed(row: Prediction, read: Extraction) -> Extraction:
+def _official(row: Prediction) -> Extraction:
+    return Extraction(official_answer(row["response"]), "official")
+
+
+def _by_our_rules(row: Prediction) -> Extraction:
     """Of a free-form answer without a box the number that it states, in place of the whole response."""
     if row["options"] or last_boxed(row["response"]) is not None:
-        return read
+        return by_rules(question_of(row))
     return extract_number(row["response"], row["question"])
 
 
@@ -252,18 +252,16 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 
 
 def _rules(options: Namespace) -> dict[str, Any]:
-    if options.rules == "official":
-        return {"rules": options.rules}
-    return {"rules": options.rules, **extraction_rules(options)}
+    return {"rules": options.rules, **(extraction_rules(options) if options.rules != "official" else {})}
 
 
 _NEEDED = ("id", "question", "options", "answer", "level", "subject")
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
-    """The problems of a split, and a hash of the data."""
-    images = ("decoded_image", "image")
-    return load_problems(options, _NEEDED, images, prompt=build_query, check=check, id_column="id")
+load = partial(
+    load_problems, needed=_NEEDED, image_columns=("decoded_image", "image"), prompt=build_query, check=check,
+    id_column="id",
+)  # fmt: skip
 
 
 def _score_options(parser: ArgumentParser) -> None:

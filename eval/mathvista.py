@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from adora_vl.utils.cli import imports
@@ -15,7 +16,7 @@ with imports():
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
     from eval.inference.predictions import wrong_fields
-    from eval.records import Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
+    from eval.records import Benchmark, Extraction, Graded, OwnFigures, Prediction, Published, RowGrade
     from eval.scoring.judge import Kind, Question, add_extraction_options, extraction_rules, with_extractions
     from eval.scoring.score import by_problem, counted, metadata_groups, verdict
 
@@ -197,24 +198,15 @@ def question_of(row: Prediction) -> Question:
     return Question(kind, row["question"], row["choices"] or (), row["response"])
 
 
-def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
-    """The rows, each with its `Extraction` under the key `read`."""
-    return with_extractions(rows, question_of, options)
-
-
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     """The verdict on a row by `options.rules`."""
     extraction: Extraction = row["read"]
     hit = Hit(False, None)
     if str(extraction.text or "").strip() or not options.ignore_empty_extractions:
         hit = judge_extraction(row, extraction.text, options.rules)
-    return RowGrade(verdict(hit.correct), hit.prediction, extraction.how, _groups(row), extraction)
-
-
-def _groups(row: Prediction) -> dict[str, list[str]]:
-    """The groups of a row: the fields of MathVista's metadata, each with its values."""
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
-    return groups | metadata_groups(row, METADATA_GROUPS)
+    groups |= metadata_groups(row, METADATA_GROUPS)
+    return RowGrade(verdict(hit.correct), hit.prediction, extraction.how, groups, extraction)
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
@@ -247,15 +239,11 @@ _NEEDED = ("pid", "question", "question_type", "answer_type", "precision", "choi
 _KEPT = (*_NEEDED[1:4], "precision", "unit", "choices", "answer", "metadata")
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
-    """The problems of a split (testmini), and a hash of the data."""
-    images = ("decoded_image", "image")
-    return load_problems(options, _NEEDED, images, prompt=_prompt, kept=_KEPT, check=check)
-
-
-def _prompt(row: dict[str, Any]) -> str:
-    """`query` is the official prompt where the data has it."""
-    return row.get("query") or build_query(row)
+# `query` is the official prompt where the data has it.
+load = partial(
+    load_problems, needed=_NEEDED, image_columns=("decoded_image", "image"),
+    prompt=lambda row: row.get("query") or build_query(row), kept=_KEPT, check=check,
+)  # fmt: skip
 
 
 def _score_options(parser: ArgumentParser) -> None:
@@ -264,13 +252,6 @@ def _score_options(parser: ArgumentParser) -> None:
     add("--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold")
     what = "an empty extraction is wrong, not the nearest choice"
     add("--ignore-empty-extractions", action=BooleanOptionalAction, default=False, help=what)
-
-
-def _caution(score: Mapping[str, Any]) -> str | None:
-    """Why a score is not comparable with the published rows, or None."""
-    if score["rules"].get("rules") == "vlmevalkit":
-        return None
-    return "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
 
 
 _PUBLISHED = Published(
@@ -283,11 +264,15 @@ _PUBLISHED = Published(
         "GRPO": {"all": 70.2, "ID": 71.6, "OOD": 69.1},
         "ADORA": {"all": 73.5, "ID": 76.1, "OOD": 71.4},
     },
-    _caution,
+    lambda score: (
+        None
+        if score["rules"].get("rules") == "vlmevalkit"
+        else "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
+    ),
 )
 BENCHMARK = Benchmark(
     "mathvista", "testmini", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
-    prepare=_prepare, summary=_summary, item=_item, published=_PUBLISHED,
+    prepare=partial(with_extractions, question_of=question_of), summary=_summary, item=_item, published=_PUBLISHED,
 )  # fmt: skip
 if __name__ == "__main__":
     sys.exit(main(BENCHMARK))

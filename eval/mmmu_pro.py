@@ -7,7 +7,6 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import Any
 
 from adora_vl.utils.cli import imports
 
@@ -18,7 +17,7 @@ with imports():
     from eval.inference.predictions import wrong_fields
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.choice import extract_choice
-    from eval.scoring.score import extraction_item, verdict
+    from eval.scoring.score import extraction_item, rule_set, verdict
 
 RULE_SETS = ("official", "letter")
 _LAST_LINE = (
@@ -114,12 +113,8 @@ def _score_options(parser: ArgumentParser) -> None:
     parser.add_argument("--rules", choices=RULE_SETS, default="official", help="letter: ours, for any form of answer")
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
-    return {"rules": options.rules}
-
-
 BENCHMARK = Benchmark(
-    "mmmu_pro", "test", load, grade, _rules, _score_options, _data_options, check, ("data_revision", "query"),
+    "mmmu_pro", "test", load, grade, rule_set, _score_options, _data_options, check, ("data_revision", "query"),
     id_column="id", summary=_summary, item=extraction_item,
 )  # fmt: skip
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ with imports():
     from eval.inference.predictions import key, read_predictions, wrong_fields
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import by_problem, extraction_item, grade_row, verdict
+    from eval.scoring.score import by_problem, extraction_item, grade_row, rule_set, verdict
     from eval.scoring.statistics import bootstrap
     from eval.scoring.table import percent
 
@@ -151,10 +151,6 @@ def _score_options(parser: ArgumentParser) -> None:
     add("--text-only", type=optional(path), metavar="FILE.jsonl", help="predictions of the language backbone")
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
-    return {"rules": options.rules}
-
-
 _PUBLISHED = Published(
     "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     {
@@ -163,7 +159,7 @@ _PUBLISHED = Published(
     },
 )  # fmt: skip
 BENCHMARK = Benchmark(
-    "mmstar", "val", load, grade, _rules, _score_options, _data_options, check, ("data_revision", "no_image"),
+    "mmstar", "val", load, grade, rule_set, _score_options, _data_options, check, ("data_revision", "no_image"),
     id_column="index", summary=_summary, item=extraction_item, published=_PUBLISHED,
 )  # fmt: skip
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from adora_vl.utils.cli import imports
@@ -16,9 +17,9 @@ with imports():
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
     from eval.inference.predictions import wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
+    from eval.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import by_problem, counted, mean_with_interval, verdict
+    from eval.scoring.score import by_problem, counted, mean_with_interval, rule_set, verdict
     from eval.scoring.table import percent
 
 RULE_SETS = ("official", "letter")
@@ -68,17 +69,11 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     else:
         plain = _TEMPLATE.sub(lambda match: match[1] or match[2] or match[3] or "", row["response"])
         letter, how = extract_choice(plain, lettered_options(row["option"], _OPTION) or [""] * 5)
-    steps, step = _key(row)
+    steps, _, step = row["key"].partition("steps_")  # `3steps_2`; `3steps_multi` is the whole
     groups = {"steps": [_STEPS[steps]]} if step == "multi" else {
         "steps": ["one step"], "concept": [row["knowledge concept"]]
     }  # fmt: skip
     return RowGrade(verdict(letter == row["answer"]), letter, how, groups)
-
-
-def _key(row: Prediction) -> tuple[str, str]:
-    """How many steps the problem of a row has, and which of them this is, or `multi`."""
-    steps, _, step = row["key"].partition("steps_")
-    return steps, step
 
 
 def diagnosis(steps: Sequence[bool], whole: bool, *, strict: bool) -> str:
@@ -138,9 +133,10 @@ def _diagnosis(right: dict[str, bool], *, strict: bool) -> str:
 _NEEDED = ("question number", "ID", "key", "knowledge concept", "question", "option", "answer")
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
-    """The problems of a split (testmini): every step of a composite problem, and the whole; and a hash of the data."""
-    return load_problems(options, _NEEDED, ("image_path",), prompt=prompt, check=check, id_column=_NEEDED[0])
+# Every step of a composite problem, and the whole.
+load = partial(
+    load_problems, needed=_NEEDED, image_columns=("image_path",), prompt=prompt, check=check, id_column=_NEEDED[0]
+)
 
 
 def _score_options(parser: ArgumentParser) -> None:
@@ -148,12 +144,8 @@ def _score_options(parser: ArgumentParser) -> None:
     add("--rules", choices=RULE_SETS, default="letter", help="official is made for answers in the official form")
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
-    return {"rules": options.rules}
-
-
 BENCHMARK = Benchmark(
-    "wemath", "testmini", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
+    "wemath", "testmini", load, grade, rule_set, _score_options, add_revision_option, check, ("data_revision",),
     id_column="question number", summary=_summary,
 )  # fmt: skip
 if __name__ == "__main__":

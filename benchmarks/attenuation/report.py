@@ -8,13 +8,13 @@ import statistics
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 from adora_vl.utils.files import replace_file
 from benchmarks.attenuation.task import REWARDS
-from eval.scoring.statistics import half_width, sign_flips
+from eval.scoring.statistics import half_width
 
 ARMS = {
     "grpo": "GRPO",
@@ -27,6 +27,16 @@ ARMS = {
     "yoked_rate": "scaled rate, yoked",
 }
 Run = dict[str, Any]
+
+
+def sign_flips(differences: Sequence[float]) -> float:
+    """The exact two-sided p of the sign-flip test: the share of all 2^n ways to give the n paired differences a sign
+    whose sum is as far from 0 as that of the signs they have.
+    """
+    size = abs(sum(differences)) * (1 - 1e-12)  # what differs by rounding counts as equal
+    flips = product(*((one, -one) for one in differences))
+    far = [abs(sum(flipped)) >= size for flipped in flips]
+    return sum(far) / len(far)
 
 
 def end(key: str) -> Callable[[Run], float | None]:

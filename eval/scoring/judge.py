@@ -39,20 +39,18 @@ class Question(NamedTuple):
 
 
 def with_extractions(
-    rows: Sequence[Prediction],
-    question_of: Callable[[Prediction], Question],
-    options: Namespace,
-    judge: ChatClient | None = None,
-) -> list[Prediction]:
+    rows: Sequence[Prediction], options: Namespace, question_of: Callable[[Prediction], Question],
+    rules: Callable[[Prediction], Extraction] | None = None, judge: ChatClient | None = None,
+) -> list[Prediction]:  # fmt: skip
     """The rows, each with its `Extraction`, made in the way that `--extraction` names, under the key `read`.
 
-    `judge`: None: the one that `options` name. Raises `UserError`.
+    `rules`: None: `by_rules`. `judge`: None: the one that `options` name. Raises `UserError`.
     """
     if options.extraction == "judge":
         asked = [None if row.get("finish_reason") in NOT_ASKED else question_of(row) for row in rows]
         found = judged(asked, judge or judge_of(options))
     elif options.extraction == "rules":
-        found = [by_rules(question_of(row)) for row in rows]
+        found = [rules(row) if rules else by_rules(question_of(row)) for row in rows]
     else:
         lacking = [row["pid"] for row in rows if "extraction" not in row]
         if lacking:

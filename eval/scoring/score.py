@@ -82,7 +82,10 @@ def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, 
     result = {
         "benchmark": benchmark.name,
         **aggregate(graded),
-        **{key: {name: _as_cell(value) for name, value in named.items()} for key, named in own.figures.items()},
+        **{
+            key: {name: {"accuracy": one} if isinstance(one, int | float) else one for name, one in named.items()}
+            for key, named in own.figures.items()
+        },
         **answers(rows, graded),
         **own.notes,
         "rules": benchmark.rules(options) | ({"file": benchmark.file} if benchmark.file else {}),
@@ -103,6 +106,11 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Grad
     return Graded(row["pid"], grade, row.get("n_tokens"), row.get("sample", 0))
 
 
+def rule_set(options: Namespace) -> dict[str, Any]:
+    """The rules of a score whose benchmark has nothing but `--rules`."""
+    return {"rules": options.rules}
+
+
 def verdict(right: bool) -> str:
     """The verdict on an answer that could be judged."""
     return CORRECT if right else WRONG
@@ -110,10 +118,10 @@ def verdict(right: bool) -> str:
 
 def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
     """The cells of a benchmark's own figures in a score, by key and name; also of a score file that was read."""
-    found = {
-        key: {name: value for name, value in figures.items() if _is_cell(value)}
-        for key, figures in score.items()
-        if isinstance(figures, dict)
+    parts = {key: figures.items() for key, figures in score.items() if isinstance(figures, dict)}
+    found: dict[str, dict[str, Any]] = {
+        key: {name: one for name, one in part if isinstance(one, dict) and isinstance(one.get("accuracy"), int | float)}
+        for key, part in parts.items()
     }
     return {key: cells for key, cells in found.items() if cells}
 
@@ -125,14 +133,6 @@ def missing_answers(score: Mapping[str, Any]) -> str | None:
     if not answers or not asked or answers >= asked:
         return None
     return f"the score of a part: {answers} of {asked} answers are there; run `infer` again for the others"
-
-
-def _is_cell(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("accuracy"), int | float)
-
-
-def _as_cell(value: Cell | float | str | None) -> Cell | str | None:
-    return {"accuracy": value} if isinstance(value, int | float) else value
 
 
 def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import product
 from math import comb, sqrt
 from statistics import fmean, stdev, variance
 
@@ -88,16 +87,6 @@ def pass_at(k: int, samples: int, correct: int) -> float:
     The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), section 2.1; `k` is at most `samples`.
     """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
-
-
-def sign_flips(differences: Sequence[float]) -> float:
-    """The exact two-sided p of the sign-flip test: the share of all 2^n ways to give the n paired differences a sign
-    whose sum is as far from 0 as that of the signs they have.
-    """
-    size = abs(sum(differences)) * (1 - 1e-12)  # what differs by rounding counts as equal
-    flips = product(*((one, -one) for one in differences))
-    far = [abs(sum(flipped)) >= size for flipped in flips]
-    return sum(far) / len(far)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:

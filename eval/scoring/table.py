@@ -30,7 +30,9 @@ def table(scored: Scored) -> str:
     lines += [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {_cell(cell)}" for key, value, cell in rows]
     if hidden:
         lines.append(f"in the score file only: {', '.join(hidden)}")
-    lines += ["", *_samples(score), *own.lines, *_answers(score), *_warnings(score, own)]
+    figures = {name: figure for name, figure in score.get("samples", {}).items() if "@" in name}
+    samples = [f"{name}: {percent(figure['value'], figure['interval_95'])}" for name, figure in figures.items()]
+    lines += ["", *samples, *own.lines, *_answers(score), *_warnings(score, own)]
     return "\n".join(lines)
 
 
@@ -69,12 +71,6 @@ def _cell(cell: Cell) -> str:
         return shown
     low, high = cell["wilson_95"]
     return f"{shown}  (95 %: {100 * low:.1f} to {100 * high:.1f})"
-
-
-def _samples(score: Score) -> list[str]:
-    """A line for each avg@k and pass@k."""
-    figures = {name: figure for name, figure in score.get("samples", {}).items() if "@" in name}
-    return [f"{name}: {percent(figure['value'], figure['interval_95'])}" for name, figure in figures.items()]
 
 
 def percent(value: float, interval: list[float]) -> str:

@@ -14,6 +14,7 @@ import pytest
 from adora_vl import evaluation
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
+from benchmarks.attenuation.report import sign_flips
 from data_prep.cli import main as data_prep
 from eval import command
 from eval.command import score_file
@@ -26,7 +27,7 @@ from eval.inference.runner import Ask, answer
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.records import Graded, RowGrade
 from eval.scoring.score import aggregate, grade_row, verdict
-from eval.scoring.statistics import bootstrap, mcnemar, pass_at, sign_flips, wilson
+from eval.scoring.statistics import bootstrap, mcnemar, pass_at, wilson
 from eval.scoring.table import table
 from tests.conftest import Case
 from tests.support.benchmark_data import mathvista_rows, write_geometry3k, write_lines, write_mathvista
