@@ -30,11 +30,10 @@ from PIL import Image
 
 from adora_vl.utils.launch import prepare_engine_environment
 from benchmarks.attenuation.__main__ import commit
-from benchmarks.attenuation.report import end, interval
+from benchmarks.attenuation.report import end, interval, sign_flips
 from benchmarks.attenuation.start import fingerprint
 from data_prep.synthetic.drawing import OVERSAMPLING, Canvas, Point
 from data_prep.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
-from eval.scoring.statistics import sign_flips
 
 REPOSITORY = Path(__file__).parents[1]
 PLAN, RUNS = (Path(__file__).with_suffix(suffix) for suffix in (".yaml", ".jsonl"))
