@@ -1,4 +1,4 @@
-"""The evaluators during training: every `eval_steps`, on the trainer's own engine, figures into the log."""
+"""The evaluators during training: every `eval_steps`, by whoever samples for the trainer, figures into the log."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.data.prompts import asks_for_answer_tags
+from adora_vl.rollout.rollouts import RolloutAsk
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.openai_client import Reply
 from eval.benchmark import for_data, named
 from eval.inference.views import VIEWS, shown_as
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.data.prompt_lengths import OverlongPrompts, Size
     from adora_vl.rollout.agreement import HasEngine
+    from eval.inference.chat import ChatProcessor
+    from eval.inference.requests import AnswerRequest, Unanswerable
     from eval.records import Benchmark, Problem
 
 
@@ -128,8 +132,37 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     return [Task(replace(benchmark, name=f"{benchmark.name}_{view}"), shown_as(told, view)) for view in VIEWS]
 
 
+class SamplerEngine:
+    """Answers as the engines of the evaluators do, greedily, by whoever samples for the trainer."""
+
+    batch_size = 256
+
+    def __init__(self, trainer: HasEngine, chat: ChatProcessor) -> None:
+        self.trainer, self.chat, self.asked = trainer, chat, 0
+
+    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
+        from eval.inference.engines import answered
+
+        return answered(self.chat, requests, self.sampled)
+
+    def sampled(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
+        """All ranks call it together."""
+        trainer, limit = self.trainer, self.trainer.args.max_completion_length
+        self.asked += 1
+        asks = []
+        for number, request in enumerate(requests):
+            ids = self.chat.encode([(request.messages, request.images)])["input_ids"][0].tolist()
+            asks.append(RolloutAsk(ids, request.images, number))
+        replies, answers = [], trainer.sampler.sample(asks, settings=trainer.vllm_generation.greedy)
+        for ask, answer in zip(asks, answers, strict=True):
+            ended = answer.reason == "stop" or (not answer.reason and answer.tokens[-1] in trainer.eos_token_ids)
+            reason = "stop" if ended or (len(answer.tokens) < limit and not answer.reason) else "length"
+            replies.append(Reply(self.chat.decode(answer.tokens), len(answer.tokens), reason, len(ask.ids)))
+        return replies
+
+
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Each rank answers its share with its own engine; rank 0 scores and logs with the step's other figures.
+    """Each rank asks for its share; rank 0 scores and logs with the step's other figures.
 
     Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one without.
     """
@@ -149,8 +182,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         from eval.in_training import figures
 
         accelerator = self.trainer.accelerator
-        with self.trainer.vllm_generation.current_llm() as llm:
-            answered = [self._answer(task, llm) for task in self.plan.tasks]
+        with self.trainer.server_guard.watching(), self.trainer.sampler.awake():
+            answered = [self._answer(task) for task in self.plan.tasks]
         tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt)
         for task, rows in zip(self.plan.tasks, answered, strict=True):
             everyone = gather_object(rows)
@@ -159,17 +192,21 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
                 self._log(task.benchmark.name, step, values, len(everyone))
         accelerator.wait_for_everyone()
 
-    def _answer(self, task: Task, llm: Any) -> list[dict[str, Any]]:
+    def _answer(self, task: Task) -> list[dict[str, Any]]:
         from eval.in_training import answer_all
         from eval.inference.chat import ChatProcessor
-        from eval.inference.engines import VLLMEngine
 
         args, accelerator = self.trainer.args, self.trainer.accelerator
         revision = dict(args.model_init_kwargs or {}).get("revision")
         chat = ChatProcessor(self.trainer.model.name_or_path, args.min_pixels, args.max_pixels, revision)
-        engine = VLLMEngine(chat, llm, max_tokens=args.max_completion_length, temperature=0.0, batch_size=256)
+        engine, rows = SamplerEngine(self.trainer, chat), list[dict[str, Any]]()
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
-        return answer_all(share, engine, self.system_prompt)
+        for start in range(0, -(-len(task.problems) // accelerator.num_processes), engine.batch_size):
+            asked = engine.asked
+            rows += answer_all(share[start : start + engine.batch_size], engine, self.system_prompt)
+            if engine.asked == asked:  # nothing of this rank's can be asked, but the others ask
+                engine.sampled([])
+        return rows
 
     def _log(self, name: str, step: int, values: dict[str, float], total: int) -> None:
         # an entry of its own, as Transformers' evaluations have; TRL's log would average the training's figures so far

@@ -52,7 +52,7 @@ from adora_vl.record import metrics, trackers
 from adora_vl.record.card import CardWriter, model_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.record.recorder import GenerationLog, KeepRecord, Recorder
-from adora_vl.rollout.agreement import DriftProbe, SelfCheck, drift_probe, measured_drift
+from adora_vl.rollout.agreement import SelfCheck, drift_measured
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.importance import ImportanceRatio
@@ -61,14 +61,13 @@ from adora_vl.rollout.prompt_tokens import (
     never_sample,
     never_sampled_ids,
 )
-from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler
+from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead, ServersNow
 from adora_vl.rollout.turns import Tools, Turns
 from adora_vl.rollout.weight_sync import refuse_unmergeable
 from adora_vl.start.checked import Asked, Checked, ModelSource
 from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.start.road import walk
 from adora_vl.training.advantages import AdvantageComputer
-from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.collate import collated
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard, errors_with_step
@@ -76,6 +75,7 @@ from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import DeepSpeedSteps, ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
+from adora_vl.training.pool_ahead import PoolAhead
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import Batch, Row, StepContext
@@ -178,11 +178,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.extensions = extensions(context, self.images, has_dropout=has_dropout(self.model))
         self.sampler: Sampler = PolicyNow(self._turn)
         if self.use_vllm:
-            engine = self.sampler = EngineNow(context, self.images, self.vllm_generation)
-        ahead = None
-        if args.adora_rollouts.ahead:
-            drift = partial(drift_probe, self), self._check_drift
-            ahead = RolloutsAhead(context, engine, self.images, self._rows_after, *drift)
+            servers = ServersAhead if args.adora_rollouts.ahead else ServersNow
+            who = servers if self.vllm_mode == "server" else EngineNow
+            self.sampler = who(context, self.images, self.vllm_generation)
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
@@ -195,9 +193,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             context, self.images, self.processing_class, ends, rewards, grader, columns, self._score, self.advantages,
             self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores, tools=self.toolbox is not None,
         )  # fmt: skip
-        self.pool = Pool(
+        drift = partial(drift_measured, self, self.drift_guard.check)
+        ahead = partial(PoolAhead, next_rows=self._rows_after, drift=drift)
+        self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
             context, self.images, self.sampler, judge, (self.row_guard, self.server_guard), self.extensions,
-            self.clock.phase, self.train_dataset, ahead, self._turns(),
+            self.clock.phase, self.train_dataset, self._turns(),
         )  # fmt: skip
         self._generation: Generation | None = None  # the one that is being learned from
         self._collecting: Generation | None = None  # the one that is being sampled and graded
@@ -402,14 +402,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                     batch["ref_per_token_logps"] = scored(self.model)
                 freeze(policy, args.adora_freeze)  # PEFT has made all of the adapter trainable again
 
-    def _rows_after(self, numbers: list[int]) -> list[Row]:
-        """Of the generation after the one with rows of these numbers."""
-        return cast("list[Row]", self._distinct_rows.rows_after(numbers, self._row_order))
-
-    def _check_drift(self, probe: DriftProbe, answers: Any, step: int) -> None:
-        """Of the present weights, on short rollouts of some of the rows."""
-        with self.images.vision.unshared():  # a rank may have an image among them where another one has none
-            measured_drift(self, self.drift_guard.check, probe, answers, step)
+    def _rows_after(self, numbers: list[int], generations: int) -> list[Row]:
+        """Of the generation so many after the one with rows of these numbers."""
+        return cast("list[Row]", self._distinct_rows.rows_after(numbers, self._row_order, generations))
 
     @property
     def _step_key(self) -> str:
@@ -603,5 +598,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Shut a colocated engine down while its process groups still exist. Nothing can be sampled after this."""
         self.prefetch.finish()
         self.run.folder.release()
+        if isinstance(self.sampler, ServersAhead):
+            self.sampler.close()
         if self.use_vllm and self.vllm_mode == "colocate":
             self.vllm_generation.llm.llm_engine.engine_core.shutdown()

@@ -29,8 +29,8 @@ def seconds_of_a_step(folder: Path, ahead: int, waiting: float, steps: int) -> f
     keys = {
         "config": "configs/train/smoke_cpu.yaml", "output_dir": folder, "use_vllm": "true", "vllm_mode": "server",
         "vllm_server_base_url": server.url, "adora_weight_transfer": "file", "adora_rollouts.ahead": ahead,
-        "adora_max_drift": "null", "max_steps": steps, "save_strategy": "no", "logging_steps": 1,
-        "adora_synthetic_rows": 64, "max_completion_length": TOKENS, "entropy_coef": 1.0,
+        "adora_max_drift": "null", "adora_self_check": "false", "max_steps": steps, "save_strategy": "no",
+        "logging_steps": 1, "adora_synthetic_rows": 64, "max_completion_length": TOKENS, "entropy_coef": 1.0,
     }  # fmt: skip
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     try:

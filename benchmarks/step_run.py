@@ -91,7 +91,7 @@ class Recorded:
     def sync_weights(self) -> None:
         pass
 
-    def sample(self, asks: list[RolloutAsk]) -> list[RolloutAnswer]:
+    def sample(self, asks: list[RolloutAsk], _: Any = None) -> list[RolloutAnswer]:
         generator = torch.Generator().manual_seed(17)
         answers = []
         for place in range(len(asks)):

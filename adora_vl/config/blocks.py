@@ -38,10 +38,10 @@ class RolloutOptions:
         "auto: the length that nine of ten of the last answers had at most, where the longest are much longer. Null: "
         "all are sampled to their ends.",
     )
-    ahead: Annotated[int, Field(ge=0, le=1)] = key(
+    ahead: Annotated[int, Field(ge=0, le=4)] = key(
         0,
-        "1: vLLM servers that get weights by files sample the next generation while the policy learns from the "
-        "present one, with weights of a generation before. 0: one after the other.",
+        "vLLM servers that get weights by files sample so many generations ahead, while the policy learns: each by the "
+        "weights of so many generations before. 0: one after the other.",
     )
     staleness: Annotated[int, Field(ge=1)] = key(
         4, "With a budget, answers begun so many generations ago are sampled to their end."

@@ -63,11 +63,10 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
     strategy, steps = spelled(config.eval_strategy), config.eval_steps
     if strategy == "no":
         return
-    colocated = config.use_vllm and config.vllm_mode == "colocate" and config.vllm_tensor_parallel_size == 1
     refuse(
         (strategy != "steps", f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no"),
-        (not colocated, "eval_strategy: steps needs use_vllm: true, vllm_mode: colocate and vllm_tensor_parallel_size: "
-         "1; else set it to no and evaluate checkpoints with `python -m eval.geometry3k`"),
+        (not config.use_vllm, "eval_strategy: steps needs use_vllm: true; else set it to no and evaluate checkpoints "
+         "with `python -m eval.geometry3k`"),
         (not steps or steps != int(steps),  # null: logging_steps
          f"eval_steps: {steps} must be a whole number of optimizer steps"),
     )  # fmt: skip
@@ -181,7 +180,7 @@ def check_async(config: Any) -> None:
     by_file = config.use_vllm and config.vllm_mode == "server" and config.adora_weight_transfer != "nccl"
     uncorrected = not config.vllm_importance_sampling_correction
     _refuse_beside(
-        "adora_rollouts.ahead: 1",
+        f"adora_rollouts.ahead: {config.adora_rollouts.ahead}",
         (not by_file, "another engine than vllm_mode: server with adora_weight_transfer: file"),
         (uncorrected, "vllm_importance_sampling_correction: false"),
         (config.adora_rollouts.budget is not None, f"adora_rollouts.budget: {config.adora_rollouts.budget}"),

@@ -87,10 +87,10 @@ class DistinctRows(Dataset[dict[str, Any]]):
             row = self._ahead[index] = self._read(index)
         return row
 
-    def rows_after(self, numbers: Sequence[int], order: Order) -> list[Any]:
-        """The rows that take the places of these in the next generation, read now. Empty where that is not known."""
+    def rows_after(self, numbers: Sequence[int], order: Order, generations: int = 1) -> list[Any]:
+        """The rows that take the places of these so many generations later, read now. Empty where that is not known."""
         distinct = list(dict.fromkeys(numbers))
-        after = dict(zip(distinct, order.following(distinct, order.epoch), strict=False))
+        after = dict(zip(distinct, order.following(distinct, order.epoch, generations), strict=False))
         return [dict(self.read_ahead(after[number])) for number in numbers] if after else []
 
     def forget_ahead(self, but: Collection[int] = ()) -> None:
@@ -116,7 +116,7 @@ class Order(Protocol):
 
     epoch: int
 
-    def following(self, rows: Sequence[int], epoch: int) -> list[int]: ...
+    def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]: ...
 
 
 class NoPrefetch:
@@ -197,8 +197,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         """Called by `transformers.Trainer` before each epoch."""
         self.epoch = epoch
 
-    def following(self, rows: Sequence[int], epoch: int) -> list[int]:
-        """The rows that take the places of `rows` in the next generation, which may be the first of the next epoch.
+    def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
+        """The rows that take the places of `rows` so many generations later, which may be in another epoch.
 
         `rows`: one process's distinct rows of a generation of this epoch. No random state is used or changed, and no
         position of a loader. Empty where the rows are not of one generation of this epoch.
@@ -209,8 +209,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
             places = [order.index(row, first, first + size) - first for row in rows]
         except (IndexError, ValueError):
             return []
-        after = order[first + size : first + 2 * size] or self._order(epoch + 1)[:size]
-        return [after[place] for place in places]
+        epochs, after = divmod(first + generations * size, len(order))
+        return [self._order(epoch + epochs)[after + place] for place in places]
 
     def _order(self, epoch: int) -> list[int]:
         """The distinct rows of an epoch in their order, whole generations only."""

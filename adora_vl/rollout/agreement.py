@@ -19,6 +19,7 @@ from trl.trainer.utils import pad
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.data.prompt_lengths import served_length
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import evaluating
 from adora_vl.models.precision import HasModels, dtype_name
@@ -27,7 +28,6 @@ from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, asks_of
-from adora_vl.rollout.servers import GroupRequest
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
 from adora_vl.utils.seeding import kept_random_state
@@ -66,6 +66,9 @@ class HasEngine(HasModels, Protocol):
     use_vllm: bool
     vllm_mode: str
     vllm_generation: AdoraVLLMGeneration
+    sampler: Any
+    server_guard: Any
+    eos_token_ids: Sequence[int]
     _tokenizer: PreTrainedTokenizerBase
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]: ...
@@ -112,13 +115,14 @@ def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
 
 
 def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any) -> Rollouts:
-    """Rollouts of at most `tokens` tokens from the engine as it is, each with a seed of its own. `further`: vLLM's
-    parameters, beside those of the run.
+    """Rollouts of at most `tokens` tokens, each with a seed of its own. `further`: vLLM's parameters, beside those of
+    the run.
 
     Raises `PromptMismatchError` where the engine reads another prompt.
     """
     with kept_random_state():
-        return _rollouts(trainer, trainer.vllm_generation.sample(_asks(trainer, prompts, where, tokens), **further))
+        settings = {**trainer.vllm_generation.sampling, **further}
+        return _rollouts(trainer, trainer.sampler.sample(_asks(trainer, prompts, where, tokens), settings=settings))
 
 
 def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[RolloutAsk]:
@@ -226,7 +230,10 @@ def head(prompts: Prompts, rows: int) -> Prompts:
 def room(trainer: HasEngine, prompts: Prompts, tokens: int) -> int:
     """How many tokens fit before each prompt, with `tokens` to be sampled after it; up to `POSITION` in all."""
     model = trainer.model.config.get_text_config().max_position_embeddings
-    engine = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+    if trainer.vllm_mode == "server":
+        engine = served_length(trainer.args) or model
+    else:
+        engine = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
     return int(min(POSITION, min(model, engine) - tokens) - max(map(len, prompts.ids)))
 
 
@@ -242,31 +249,22 @@ def moved_back(trainer: HasEngine, prompts: Prompts, by: int) -> Prompts:
     return replace(prompts, ids=ids, fields=fields)
 
 
-@dataclass(frozen=True)
-class DriftProbe:
-    """Prompts whose short rollouts say how far the policy is from servers that have its present weights."""
-
-    prompts: Prompts
-    requests: list[GroupRequest]  # on the first rank
-
-
-def drift_probe(trainer: HasEngine, rows: Sequence[Any], step: int) -> DriftProbe:
-    """Of the first of these rows. Draws nothing of the run's."""
-    prompts = read_prompts(trainer, rows[:CHECK_ROWS])
-    asks = _asks(trainer, prompts, f"drift/{step}", CHECK_TOKENS)
-    return DriftProbe(prompts, trainer.vllm_generation.requests(asks))
-
-
-def measured_drift(
-    trainer: HasEngine, check: Callable[[Tensor, Tensor, Tensor, int], None], probe: DriftProbe,
-    answers: Sequence[RolloutAnswer], step: int,
-) -> None:  # fmt: skip
-    """Score what the servers sampled for this rank's prompts, and `check` it: the policy's log-probabilities, the
-    engine's, and the mask, (B, C), at this step.
+def drift_measured(
+    trainer: HasEngine, check: Callable[[Tensor, Tensor, Tensor, int], None], rows: Sequence[Any], step: int
+) -> Callable[[], None]:
+    """Ask servers that have the present weights for short rollouts of the first of these rows. Returns what scores them
+    and has them checked: the policy's log-probabilities, the engine's, the mask, (B, C), and the step.
     """
-    rollouts = _rollouts(trainer, answers)
-    with evaluating(trainer.model):
-        check(score(trainer, probe.prompts, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
+    prompts = read_prompts(trainer, rows[:CHECK_ROWS])
+    ticket = trainer.sampler.begin(_asks(trainer, prompts, f"drift/{step}", CHECK_TOKENS))
+
+    def judged() -> None:
+        rollouts = _rollouts(trainer, trainer.sampler.join(ticket))
+        # a rank may have an image among them where another one has none
+        with trainer.images.vision.unshared(), evaluating(trainer.model):
+            check(score(trainer, prompts, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
+
+    return judged
 
 
 class OtherRankError(RolloutError):
@@ -276,7 +274,7 @@ class OtherRankError(RolloutError):
 def check_read_prompts(prompts: Prompts, rollouts: Rollouts, image_token_id: int | None) -> Check:
     """The ids that the engine has read, token by token."""
     for name, ours, theirs in zip(prompts.names, prompts.ids, rollouts.prompt_ids, strict=True):
-        if ours != theirs:
+        if theirs and ours != theirs:  # one that read another prompt is no server of the run
             counts = [ids.count(image_token_id) if image_token_id is not None else 0 for ids in (ours, theirs)]
             detail = (
                 f"{name}: the engine reads {len(theirs)} tokens ({counts[1]} of images), the trainer {len(ours)} "
@@ -336,7 +334,7 @@ class EngineProbe:
 
     def cold(self) -> list[Check]:
         """Prompts and log-probabilities with the weights as they are."""
-        self.trainer.vllm_generation.sync_weights()
+        self.trainer.sampler.give_weights(anew=True)
         try:
             drift, rollouts, _ = self.drift("cold")
         except OtherRankError as error:
@@ -373,9 +371,8 @@ def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
 
 
 class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Refuses to train where engine and trainer disagree. Changes nothing of the run: no random state, no figure.
-
-    Colocated vLLM only: rollouts of `transformers` are the policy's own, and the drift of step 1 guards a server.
+    """Refuses to train where vLLM, here or on servers, and trainer disagree. Changes nothing of the run: no random
+    state, no figure. Rollouts of `transformers` are the policy's own.
     """
 
     def __init__(self, trainer: HasEngine) -> None:
@@ -384,7 +381,7 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The model is wrapped and a checkpoint is loaded by now; raises `RolloutError` on all ranks alike."""
         trainer = self.trainer
-        if not trainer.use_vllm or trainer.vllm_mode != "colocate":
+        if not trainer.use_vllm:
             return
         rows = own_rows(trainer, CHECK_ROWS)
         if gather_object(unreadable_rows(rows)):  # the step that draws the row says so, on all ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from adora_vl.rollout.engine_settings import (
 from adora_vl.rollout.prompt_tokens import check_prompts, never_sampled_ids
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.rollout.served import Served
-from adora_vl.rollout.servers import Client, GroupRequest, Servers, connect
+from adora_vl.rollout.servers import Client, Servers, connect
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.rollout.weight_sync import (
     ADAPTER_NAME,
@@ -246,12 +246,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         reset_caches(self.llm)
 
     @contextmanager
-    def weights_written(self) -> Iterator[None]:
-        """Inside, a sync by file finds the policy's weights written already, while the servers still sampled."""
+    def weights_written(self, *, everything: bool) -> Iterator[Path]:
+        """Inside, the policy's present weights are in this folder: `everything`, or what can change."""
         with ExitStack() as until:
-            with self._timed("sync"):
-                until.enter_context(self.served.weights_written(self._for_servers))
-            yield
+            with self._timed("sync"), engine_call("the weight sync"):
+                folder = until.enter_context(self.served.weights_written(self._for_servers(everything)))
+            self._engine_is_complete = True
+            yield folder
 
     def _for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
         self.bytes_sent = 0
@@ -262,21 +263,6 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         for name, tensor in tensors:
             self.bytes_sent += tensor.nbytes
             yield name, tensor
-
-    @contextmanager
-    def current_llm(self) -> Iterator[Any]:
-        """Yields the colocated `vllm.LLM` with the policy's present weights. All ranks call it together.
-
-        TRL syncs the weights again before the next rollouts, as after every step.
-        """
-        self.sync_weights()
-        if self.enable_sleep_mode:
-            self.llm.wake_up(tags=["kv_cache"])
-        try:
-            yield self.llm
-        finally:
-            if self.enable_sleep_mode:
-                self.put_to_sleep()
 
     @property
     def model_runner(self) -> str | None:
@@ -323,23 +309,17 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 )
         return placed
 
-    def sample(self, asks: Sequence[RolloutAsk], **further: Any) -> list[RolloutAnswer]:
-        """What is sampled now, by the weights of the last sync. The ranks of a divided engine call it together, and so
-        do all ranks of a run with servers; each may ask for a number of its own.
-
-        A server is asked by expanded ids and the features that it has made for them, a colocated engine by one token
-        per image. `further`: vLLM's parameters, beside those of the run.
+    def sample(self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any] | None = None) -> list[RolloutAnswer]:
+        """What the colocated engine samples now, by the weights of the last sync. The ranks of a divided engine call it
+        together; each may ask for a number of its own. `settings`: vLLM's parameters, by default those of the run.
 
         Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise, and `EngineError`
         where the engine fails.
         """
-        if self.mode == "server":
-            with engine_call("generate"):
-                return self.served.sample(self.requests(asks, **further), len(asks))
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()  # sleep has discarded them
         with engine_call("generate"):
-            answers = self._sampled(asks, {**self._settings(), **further})
+            answers = self._sampled(asks, dict(self.sampling if settings is None else settings))
         if self.image_token_id is not None:
             check_prompts([ask.ids for ask in asks], [answer.read for answer in answers], self.image_token_id)
         return answers
@@ -362,9 +342,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self._llm_weights_sleeping = not self.llm.stays_awake
         return answers[first : first + len(asks)]
 
-    def _sampling(self) -> dict[str, Any]:
-        """What the keys of the run say of sampling, as stock TRL puts it together."""
-        return {
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """vLLM's parameters of the run, as stock TRL puts them together from its keys."""
+        settings = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -372,20 +353,16 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             "min_p": self.min_p or 0.0,
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
+            **self.generation_kwargs,
         }
-
-    def _settings(self) -> dict[str, Any]:
-        """vLLM's parameters of the run."""
-        settings = {**self._sampling(), **self.generation_kwargs}
         if self.structured_outputs_regex is not None:
             settings["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return settings
 
-    def requests(self, asks: Sequence[RolloutAsk], **further: Any) -> list[GroupRequest]:
-        """What all ranks ask of servers, on the first rank; nothing elsewhere. `further`: as in `sample`."""
-        sampling = {
-            **self._sampling(),
-            "structured_outputs_regex": self.structured_outputs_regex,
-            "generation_kwargs": {**self.generation_kwargs, **further},
-        }
-        return self.served.gathered(asks, sampling)
+    @property
+    def greedy(self) -> dict[str, Any]:
+        """vLLM's parameters of an evaluation: the likeliest tokens, whatever the run says of its rollouts."""
+        tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
+        made: dict[str, Any] = {"temperature": 0.0, "logprobs": 0, "max_tokens": self.max_completion_length}
+        made["logit_bias"] = dict.fromkeys(never_sampled_ids(tokenizer), -100.0)
+        return made | ({"detokenize": False} if self.mode == "colocate" else {})

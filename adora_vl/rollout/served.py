@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,26 +28,17 @@ class Served:
     place: PlaceFeatures
     servers: Servers | None  # of the first rank alone
     files: WeightFiles | None = None  # of the first rank alone, where weights travel by file
-    _written: list[Path] | None = None  # inside of `weights_written`; the folder, on the first rank
 
     @contextmanager
-    def weights_written(self, tensors: Callable[[bool], Tensors]) -> Iterator[None]:
-        """Inside, `give_weights` has the servers read what is written now: the writing of a large model takes seconds,
-        in which they may still sample. Where one of them needs more, it is written again.
-        """
+    def weights_written(self, tensors: Tensors) -> Iterator[Path]:
+        """Inside, the tensors are in the folder of this name."""
         with ExitStack() as until:
-            found: list[Path] = []
 
-            def write(_: Servers) -> None:
+            def write(_: Servers) -> Path:
                 assert self.files is not None
-                found.append(until.enter_context(self.files.written(tensors(False))))
+                return until.enter_context(self.files.written(tensors))
 
-            self.first_rank(write, others=lambda: _go_through(tensors(False)))
-            self._written = found
-            try:
-                yield
-            finally:
-                self._written = None
+            yield self.first_rank(write, others=lambda: _go_through(tensors))
 
     def give_weights(self, tensors: Callable[[bool], Tensors]) -> None:
         """Have all servers read the policy's weights from a file.
@@ -56,35 +47,23 @@ class Served:
         server has not got that sync: at the first one, and where a server was started again.
         """
         everything = bool(self.first_rank(lambda servers: servers.find()))
-        written = self._written
-        if written is not None and not everything:
-            self.first_rank(lambda servers: servers.read_weights(written[0]))
-            return
+        with self.weights_written(tensors(everything)) as folder:
+            self.first_rank(lambda servers: servers.read_weights(folder))
 
-        def write_and_read(servers: Servers) -> None:
-            assert self.files is not None
-            with self.files.written(tensors(everything)) as folder:
-                servers.read_weights(folder)
-
-        self.first_rank(write_and_read, others=lambda: _go_through(tensors(everything)))
-
-    def gathered(self, asks: Sequence[RolloutAsk], sampling: dict[str, Any]) -> list[GroupRequest]:
-        """What all ranks ask for as requests, on the first rank; nothing elsewhere. `sampling`: arguments of
-        `VLLMClient.generate`.
-        """
+    def gathered(self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any]) -> list[GroupRequest]:
+        """What all ranks ask for as requests, on the first rank; nothing elsewhere. `settings`: vLLM's parameters."""
         everyone = gather_object(list(asks))
         if not self.accelerator.is_main_process:
             return []
         requests = []
         for ask, *more in plan_requests(everyone):
-            one = {**sampling, "n": 1 + len(more), "max_tokens": ask.limit or sampling["max_tokens"]}
-            if ask.seed is not None:
-                one["generation_kwargs"] = {**sampling["generation_kwargs"], "seed": ask.seed}
-            requests.append(GroupRequest(ask.ids, ask.images, one))
+            own = {"seed": ask.seed, "max_tokens": ask.limit}
+            own = {name: value for name, value in own.items() if value is not None}
+            requests.append(GroupRequest(ask.ids, ask.images, 1 + len(more), {**settings, **own}))
         return requests
 
     def sample(self, requests: list[GroupRequest], asks: int) -> list[RolloutAnswer]:
-        """RolloutAsk now. Returns the answers to this rank's `asks`."""
+        """Ask now. Returns the answers to this rank's `asks`."""
         return self.shared(self.first_rank(lambda servers: servers.sample(requests, self.place)), asks)
 
     def shared(self, answers: list[Sampled], asks: int) -> list[RolloutAnswer]:

@@ -50,13 +50,17 @@ class UnusableServerError(SpokenError, RuntimeError):
     """A server does not do what it is asked for; others may."""
 
 
+_STARTED_AGAIN = UnusableServerError("it was started again, and gets all weights with the next ones")
+
+
 @dataclass(frozen=True)
 class GroupRequest:
     """One prompt, and how it is sampled."""
 
     prompt_ids: list[int]  # with the image tokens expanded
     images: list[Any]
-    sampling: dict[str, Any]  # arguments of `VLLMClient.generate`; `n` is the number of rollouts
+    rollouts: int
+    settings: dict[str, Any]  # vLLM's parameters
 
 
 @dataclass(frozen=True)
@@ -136,14 +140,14 @@ class Server:
         try:
             if ask.images:
                 features = [place(self.client.image_features([ask.images])[0], ask.prompt_ids)]
-            given = self.client.generate([ask.prompt_ids], features, **ask.sampling)
+            given = self.client.generate([ask.prompt_ids], features, ask.rollouts, generation_kwargs=ask.settings)
         except requests.ReadTimeout as error:
             raise UnusableServerError(f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout") from error
         tokens, logps = given["completion_ids"], given["logprobs"]
         lengths, scored = [len(row) for row in tokens], [len(row) for row in logps or ()]
-        if len(lengths) != ask.sampling["n"] or not all(lengths) or scored != lengths:
+        if len(lengths) != ask.rollouts or not all(lengths) or scored != lengths:
             gave = f"{lengths} tokens, {scored} of them scored"
-            raise UnusableServerError(f"asked for {ask.sampling['n']} rollouts it gave {gave}")
+            raise UnusableServerError(f"asked for {ask.rollouts} rollouts it gave {gave}")
         if given["prompt_ids"] != [ask.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
         return Sampled(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]))
@@ -187,8 +191,9 @@ class Servers:
         self.living = list(self._all)
         self._patience_s, self._logprobs_mode = patience_s, logprobs_mode
 
-    def find(self) -> bool:
-        """See which servers are there, for a sync. Returns whether one of them has not the weights of the last one.
+    def find(self, *, in_part: bool = False) -> bool:
+        """See which servers are there, for a sync. Returns whether one of them has not the weights of the last one;
+        where only a part of the weights is written (`in_part`), it is left out until the next sync.
 
         Raises `NoServerError` where none answers in time.
         """
@@ -205,6 +210,10 @@ class Servers:
                 new = [server for server in self.living if server.synced_life != server.life]
                 for server in new:
                     self._compare_modes(server)
+                    if in_part:
+                        self._leave_out(server, _STARTED_AGAIN)
+                if not self.living:
+                    raise NoServerError(_none_left(_STARTED_AGAIN))
                 return bool(new)
             if time.monotonic() >= end:
                 raise NoServerError(_none_left(next(filter(None, problems.values()))))

@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
 
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
+from adora_vl.rollout.servers import Sampled, Servers
 from adora_vl.types import StepContext
+from adora_vl.utils.errors import engine_call
+
+Settings = Mapping[str, Any]  # of vLLM's `SamplingParams`
+
+
+@dataclass(eq=False)
+class Ticket:
+    """For what was asked of servers, to be sampled by the weights of a step."""
+
+    step: int  # optimizer steps that had been made
+    asks: int  # of this rank
+    found: Future[list[Sampled]] | None = None  # on the first rank
+    answers: list[RolloutAnswer] | None = None  # of this rank, once they are there
 
 
 class Sampler(Protocol):
@@ -18,8 +39,15 @@ class Sampler(Protocol):
 
     scores: bool  # whether its answers have log-probabilities
 
-    def sample(self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None) -> list[RolloutAnswer]:
-        """Sampled now, by the policy's present weights. `prompts`: of the asks, None where there are none."""
+    def sample(
+        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
+    ) -> list[RolloutAnswer]:
+        """Sampled now, by the policy's present weights. `prompts`: of the asks, None where there are none. `settings`:
+        in place of the run's.
+        """
+
+    def join(self, ticket: Ticket) -> list[RolloutAnswer]:
+        """What was asked for before, by those whom that can be."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Inside, an engine does not sleep between two calls."""
@@ -34,33 +62,149 @@ class PolicyNow:
         """`turn`: samples a rollout of each prompt."""
         self._turn = turn
 
-    def sample(self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None) -> list[RolloutAnswer]:
-        assert prompts is not None
+    def sample(
+        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
+    ) -> list[RolloutAnswer]:
+        assert prompts is not None and settings is None
         return [RolloutAnswer(tokens, [None] * len(tokens), "stop") for tokens in self._turn(prompts)]
+
+    def join(self, ticket: Ticket) -> list[RolloutAnswer]:
+        raise NotImplementedError
 
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
 class EngineNow:
-    """vLLM samples, after it has got the policy's weights."""
+    """vLLM samples in the trainer's processes, after it has got the policy's weights."""
 
     scores = True
 
     def __init__(self, context: StepContext, images: DistinctImages, engine: AdoraVLLMGeneration) -> None:
-        self.engine, self.state = engine, context.state
-        self.synced = -1  # optimizer steps of the weights that the engine has
+        self.engine, self.context = engine, context
+        self.synced = -1  # optimizer steps of the weights that were given last
         engine.take_images_from(images.cache)
 
-    def give_weights(self) -> None:
-        """The policy's weights to the engine, unless it has them."""
-        if self.state().global_step != self.synced:
-            self.engine.sync_weights()
-            self.synced = self.state().global_step
+    def give_weights(self, *, anew: bool = False) -> None:
+        """The policy's weights to the engine, unless it has them. `anew`: they are no longer those of this step."""
+        if anew or self.context.state().global_step != self.synced:
+            self._give()
+            self.synced = self.context.state().global_step
 
-    def sample(self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None) -> list[RolloutAnswer]:
+    def _give(self) -> None:
+        self.engine.sync_weights()
+
+    def sample(
+        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
+    ) -> list[RolloutAnswer]:
         self.give_weights()
-        return self.engine.sample(asks)
+        return self.engine.sample(asks, settings)
+
+    def join(self, ticket: Ticket) -> list[RolloutAnswer]:
+        raise NotImplementedError
 
     def awake(self) -> AbstractContextManager[None]:
         return self.engine.staying_awake()
+
+
+class ServersNow(EngineNow):
+    """Servers sample, after all of them have got the policy's weights."""
+
+    def sample(
+        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
+    ) -> list[RolloutAnswer]:
+        self.give_weights()
+        with engine_call("generate"):
+            return self.engine.served.sample(self._requests(asks, settings), len(asks))
+
+    def _requests(self, asks: Sequence[RolloutAsk], settings: Settings | None) -> Any:
+        """What all ranks ask for, on the first one."""
+        return self.engine.served.gathered(asks, self.engine.sampling if settings is None else settings)
+
+
+class ServersAhead(ServersNow):
+    """Servers that are asked before the rollouts are needed. What they get, weights and asks, stands in a queue, and is
+    done in its order on a thread of the first rank that does HTTP alone, so that no collective of the policy's meets
+    another: which weights sample what does not depend on the clock. Weights wait as files.
+    """
+
+    def __init__(self, context: StepContext, images: DistinctImages, engine: AdoraVLLMGeneration) -> None:
+        super().__init__(context, images, engine)
+        self.ahead = context.config.adora_rollouts.ahead  # generations
+        self._queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
+        self._files: dict[Path, ExitStack] = {}  # of weights that are not read yet
+        self._partly_new = False  # whether a server was started again, and has no weights
+        self._thread: threading.Thread | None = None
+        self._seconds = {"trainer": 0.0, "servers": 0.0}
+
+    def _give(self) -> None:
+        everything = self.synced < 0 or self.engine.served.first_rank(lambda _: self._partly_new)
+        with ExitStack() as until:
+            folder = until.enter_context(self.engine.weights_written(everything=everything))
+            if self.engine.served.servers is not None:
+                self._files[folder] = until.pop_all()
+                self._put(partial(self._read, folder=folder, everything=everything))
+
+    def _read(self, servers: Servers, folder: Path, everything: bool) -> None:
+        try:
+            self._partly_new = servers.find(in_part=not everything) and not everything
+            servers.read_weights(folder)
+        finally:
+            self._files.pop(folder, ExitStack()).close()
+
+    def begin(self, asks: Sequence[RolloutAsk], settings: Settings | None = None) -> Ticket:
+        """Ask the servers, once they have done what they were asked before."""
+        requests, place = self._requests(asks, settings), self.engine.served.place
+        return Ticket(self.synced, len(asks), self._put(lambda servers: servers.sample(requests, place)))
+
+    def join(self, ticket: Ticket) -> list[RolloutAnswer]:
+        """Wait for the answers; at once where they are there. Raises what asking raised, on all ranks."""
+        if ticket.answers is None:
+            began = time.perf_counter()
+            with engine_call("generate"):
+                found = self.engine.served.first_rank(lambda _: ticket.found.result() if ticket.found else [])
+            ticket.answers, ticket.found = self.engine.served.shared(found, ticket.asks), None
+            self._seconds["trainer"] += time.perf_counter() - began
+        return ticket.answers
+
+    def sample(
+        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
+    ) -> list[RolloutAnswer]:
+        self.give_weights()
+        return self.join(self.begin(asks, settings))
+
+    def waited(self) -> dict[str, float]:
+        """Seconds since the last call for which the trainer waited for servers, and on the first rank they for it."""
+        found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return found
+
+    def close(self) -> None:
+        """Remove the weights that nobody has read."""
+        for folder in list(self._files):
+            self._files.pop(folder, ExitStack()).close()
+
+    def _put(self, do: Callable[[Servers], Any]) -> Future[Any] | None:
+        """Into the queue, on the first rank. What follows an item that has failed fails as it has."""
+        servers = self.engine.served.servers
+        if servers is None:
+            return None
+        future = Future[Any]()
+        self._queue.put((partial(do, servers), future))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="rollouts-ahead", daemon=True)
+            self._thread.start()
+        return future
+
+    def _work(self) -> None:
+        problem: BaseException | None = None
+        while True:
+            began = time.perf_counter()
+            do, future = self._queue.get()
+            self._seconds["servers"] += time.perf_counter() - began
+            try:
+                if problem is not None:
+                    raise problem
+                future.set_result(do())
+            except BaseException as error:
+                problem = error
+                future.set_exception(error)

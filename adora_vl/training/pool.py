@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +31,8 @@ from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.prompt_tokens import mismatch_named
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutAnswer, RolloutAsk, RolloutGroup, Span, groups_of
-from adora_vl.rollout.sources import Sampler
+from adora_vl.rollout.sources import Sampler, Ticket
 from adora_vl.rollout.turns import Turns, play
-from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.training.guards import RowGuard, ServerGuard
@@ -50,7 +49,7 @@ from adora_vl.training.policies import (
 from adora_vl.training.pool_state import PoolState
 from adora_vl.training.replay import Replay
 from adora_vl.types import Row, StepContext
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import RolloutError, UserError
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,6 @@ class Pool:
         extensions: Sequence[Extension],
         phase: Callable[[str], AbstractContextManager[None]],
         dataset: Any,
-        ahead: RolloutsAhead | None = None,
         turns: Turns | None = None,
     ) -> None:
         """`phase`: inside, the seconds count as this one's. `dataset`: whose rows are trained on. `turns`: how calls of
@@ -92,13 +90,14 @@ class Pool:
         self.extensions, self.phase, self.rows = extensions, phase, DistinctRows(dataset)
         self.asked: RolloutOptions = context.config.adora_rollouts
         self.shape = Shape.of(context.config)
-        self.ahead, self.turns = ahead, turns
+        self.turns = turns
         self.waits = self.asked.budget is not None  # whether a generation may begin more than it learns from
         self.places = self.shape.rows * self.shape.steps // self.shape.generations  # groups of one rank
         # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
         chunks, unit = self.shape.steps // self.shape.chunk, self.shape.unit
         self.least = math.ceil(max(self.places / 2, chunks * unit / self.shape.generations))
         self.replay = Replay(context, judge.again, images.banks.more) if self.asked.replay else None
+        self.aged = self.waits  # whether rollouts may be older than their generation
         self.state, self._before = PoolState(), PoolState()  # now, and before the generations of the present step
         self._sampled_at = -1  # the optimizer steps that had been made then
         self._read: tuple[list[DrawnProblem], PromptBatch] | None = None  # the prompts that were asked last
@@ -116,19 +115,18 @@ class Pool:
             self.judge(generation, groups, self._prompts(groups), aged=False)
             return
         self._note(generation)
-        if (self.waits or self.replay is not None) and any(group.problem.number < 0 for group in drawn):
+        if (self.aged or self.replay is not None) and any(group.problem.number < 0 for group in drawn):
             raise UserError(
                 "adora_rollouts: these rows do not say their numbers, by which problems that wait are read again (a "
                 "streamed data set, or a loader of your own); load the data set whole, or set budget, ahead and replay "
                 "off"
             )
-        begun, not_begun = self._begun(generation, drawn)
-        groups, budget = [*self.state.groups, *begun], self._budget()
-        groups = self._coming(generation, groups) if self.ahead else self._go_on(generation, groups, budget)
+        budget = self._budget()
+        groups = self._go_on(generation, drawn, budget)
         learned, groups, fewest = self._rounds(generation, groups, budget)
-        self.state = replace(self.state, groups=tuple(groups), drawn=not_begun, complete=fewest)
-        if self.waits:
-            self._log_waiting(generation, budget)
+        self.state = replace(self.state, groups=tuple(groups), complete=fewest)
+        if self.aged:
+            self._log_ages(generation, budget)
         fresh = {}
         if self.replay is not None:
             if "old_per_token_logps" not in generation.batch:
@@ -146,7 +144,7 @@ class Pool:
         """What was there before the first generation of an optimizer step: there a run goes on that has stopped within
         them.
         """
-        if self._sampled_at < 0 and self.state.groups:
+        if self._sampled_at < 0 and self.waits:
             self._say_what_is_lost(generation)
         if generation.step != self._sampled_at:
             self._before, self._sampled_at = self.state, generation.step
@@ -162,23 +160,21 @@ class Pool:
         ends, have no more than it left.
         """
         given: int | str | None = self.asked.budget
-        parts = self.asked.staleness + 1
+        parts = math.ceil(self.asked.staleness / self.asked.ahead) if self.asked.ahead else self.asked.staleness + 1
         least = math.ceil(self.config.max_completion_length / parts)
         return given if isinstance(given, int) else automatic_budget(self.state.lengths, least)
 
-    def _begun(
-        self, generation: Generation, drawn: list[RolloutGroup]
-    ) -> tuple[list[RolloutGroup], tuple[DrawnProblem, ...]]:
-        """The groups that begin now, and the problems that do not."""
+    def _begun(self, generation: Generation, drawn: list[RolloutGroup], waiting: int) -> list[RolloutGroup]:
+        """The groups that begin now; the problems that do not stay drawn. `waiting`: groups that have begun."""
         if not self.waits:
-            return drawn, ()
+            return drawn
         known = {group.problem: group.row for group in drawn}
         problems = [*self.state.drawn, *known]
-        left = self._left(generation)
-        count = how_many_begin(len(self.state.groups), self.state.complete, self.places, left)
+        count = how_many_begin(waiting, self.state.complete, self.places, self._left(generation))
         empty = (Rollout(),) * generation.group_size
         begun = [RolloutGroup(one, known.get(one, Row()), generation.number, empty) for one in problems[:count]]
-        return self._with_rows(begun), tuple(problems[count:])
+        self.state = replace(self.state, drawn=tuple(problems[count:]))
+        return self._with_rows(begun)
 
     def _with_rows(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """The groups, with problems from the data set where they have none."""
@@ -186,8 +182,9 @@ class Pool:
         rows: Iterator[Any] = iter(self.rows.__getitems__(lacking))
         return [group if group.row else replace(group, row=next(rows)) for group in groups]
 
-    def _go_on(self, generation: Generation, groups: list[RolloutGroup], budget: int | None) -> list[RolloutGroup]:
-        """The groups after their rollouts have gone on, by the budget or to their ends."""
+    def _go_on(self, generation: Generation, drawn: list[RolloutGroup], budget: int | None) -> list[RolloutGroup]:
+        """The groups of a generation after their rollouts have gone on, by the budget or to their ends."""
+        groups = [*self.state.groups, *self._begun(generation, drawn, len(self.state.groups))]
         limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
         if budget is None:
             return self._sampled(generation, groups, limits)
@@ -198,12 +195,15 @@ class Pool:
             if generation.number - group.began < self.asked.staleness:
                 limits[place] = budget
         with self.sampler.awake():
-            groups = self._sampled(generation, groups, limits)
-            short = needed - sum(group.complete for group in groups)
-            if short > 0:  # as where a training begins: the oldest go on to their ends at once
-                behind = [number for number, group in enumerate(groups) if not group.complete][:short]
-                groups = self._sampled(generation, groups, dict.fromkeys(behind))
-        return groups
+            return self._completed(generation, self._sampled(generation, groups, limits), needed)
+
+    def _completed(self, generation: Generation, groups: list[RolloutGroup], needed: int) -> list[RolloutGroup]:
+        """So many are complete: as where a training begins, the oldest go on to their ends at once."""
+        short = needed - sum(group.complete for group in groups)
+        if not any(gather_object([short > 0])):
+            return groups
+        behind = [number for number, group in enumerate(groups) if not group.complete][: max(0, short)]
+        return self._sampled(generation, groups, dict.fromkeys(behind))
 
     def _rounds(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None
@@ -271,7 +271,7 @@ class Pool:
         graded = [groups[number] for number in complete[:count]]
         kept = [group for number, group in enumerate(groups) if number not in complete[:count]]
         if count:
-            self.judge(generation, graded, self._prompts(graded), aged=self.waits or self.ahead is not None)
+            self.judge(generation, graded, self._prompts(graded), aged=self.aged)
         return graded, kept, fewest - count
 
     @staticmethod
@@ -282,26 +282,27 @@ class Pool:
     # ------------------------------------------------------------------------------------------ sampling
 
     def _sampled(
-        self, generation: Generation, groups: list[RolloutGroup], limits: dict[int, int | None]
+        self,
+        generation: Generation,
+        groups: list[RolloutGroup],
+        limits: dict[int, int | None],
+        ticket: Ticket | None = None,
     ) -> list[RolloutGroup]:
         """The groups after their rollouts have gone on, by so many tokens or (None) to their ends. `limits`: by the
-        number of the group. Those that go on come first: they would be the last to end if the engine had no place.
+        number of the group. `ticket`: for these rollouts, where they were asked for before.
         """
-        began = {
-            (number, member): rollout
-            for number in limits
-            for member, rollout in enumerate(groups[number].rollouts)
-            if not rollout.ended
-        }
-        began = dict(sorted(began.items(), key=lambda each: bool(each[1].spans), reverse=True))
+        began, tickets = open_rollouts(groups, limits), [] if ticket is None else [ticket]
 
         def ask(going: dict[tuple[int, int], Rollout]) -> dict[tuple[int, int], Rollout]:
-            asks = [self._ask(asked[place], rollout) for place, rollout in going.items()]
+            asks, step = [self._ask(asked[place], rollout) for place, rollout in going.items()], generation.step
             with mismatch_named([asked[place].group.row for place in going]):
-                answers = self.sampler.sample(asks, prompts)
+                if tickets:
+                    step, answers = tickets[0].step, self.sampler.join(tickets.pop())
+                else:
+                    answers = self.sampler.sample(asks, prompts)
             found = zip(going.items(), asks, answers, strict=True)
             return {
-                place: self._went_on(asked[place], rollout, one, answer, generation.step)
+                place: self._went_on(asked[place], rollout, one, answer, step)
                 for (place, rollout), one, answer in found
             }
 
@@ -327,14 +328,6 @@ class Pool:
             return False
         own = torch.tensor([goes_on], device=self.accelerator.device)
         return bool(self.accelerator.gather(own).any())
-
-    def _coming(self, generation: Generation, groups: list[RolloutGroup]) -> list[RolloutGroup]:
-        """The groups with what was asked for them a generation ago."""
-        assert self.ahead is not None
-        with self.phase("rollout"), self.server_guard.watching():
-            answers, step = self.ahead(generation, groups)
-        rest = iter([Rollout((Span(tuple(one.tokens), tuple(one.logps), step),), "stop") for one in answers])
-        return [replace(group, rollouts=tuple(next(rest) for _ in group.rollouts)) for group in groups]
 
     def _asked(
         self,
@@ -441,7 +434,8 @@ class Pool:
 
     def _say_what_is_lost(self, generation: Generation) -> None:
         """Of a run that goes on with fewer steps than it had begun groups for. Said once, by the first rank."""
-        waiting, room = len(self.state.groups), self._left(generation) * self.places
+        waiting = len(self.state.groups) + sum(len(one.groups) for one in self.state.coming)
+        room = self._left(generation) * self.places
         if waiting > room and self.accelerator.is_main_process:
             tqdm.write(
                 f"max_steps: {self.context.state().max_steps} ends the run before {waiting - room} of the {waiting} "
@@ -450,15 +444,18 @@ class Pool:
                 file=sys.stderr,
             )
 
-    def _log_waiting(self, generation: Generation, budget: int | None) -> None:
+    def _log_ages(self, generation: Generation, budget: int | None) -> None:
         ages_B = generation.batch["age"]
-        unfinished = sum(not rollout.ended for group in self.state.groups for rollout in group.rollouts)
+        waiting = [*self.state.groups, *(group for one in self.state.coming for group in one.groups)]
+        begun = [rollout for group in waiting if group.rollouts[0].spans for rollout in group.rollouts]
+        unfinished = sum(not rollout.ended for rollout in begun)
         own = torch.stack([ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished)])
         sums_R3 = self.accelerator.gather(own[None])
         self.log("adora/staleness", sums_R3[:, 0].sum().item() / (len(ages_B) * len(sums_R3)))
         self.log("adora/staleness_max", sums_R3[:, 1].max().item())
-        self.log("adora/unfinished", sums_R3[:, 2].sum().item())
-        self.log("adora/rollout_budget", budget or self.config.max_completion_length)
+        if self.waits:
+            self.log("adora/unfinished", sums_R3[:, 2].sum().item())
+            self.log("adora/rollout_budget", budget or self.config.max_completion_length)
 
     # ------------------------------------------------------------------------------------------ a checkpoint
 
@@ -470,19 +467,31 @@ class Pool:
         """Write what waits on this rank. Where nothing was learned from the last generations, they are sampled again,
         so what waited before them is written.
         """
-        if self.ahead is not None:
-            self.ahead.save(folder)
-        if self.waits or self.replay is not None:
-            now = self._before if self.context.state().global_step == self._sampled_at else self.state
-            now.save(folder, self.accelerator.process_index)
+        if not self.aged and self.replay is None:
+            return
+        now = self._before if self.context.state().global_step == self._sampled_at else self.state
+        there = 0
+        with suppress(RolloutError, UserError):  # raised on all ranks: servers that have failed are asked again
+            for one in now.coming:
+                self.sampler.join(one.ticket)
+                there += 1
+        replace(now, coming=now.coming[:there]).save(folder, self.accelerator.process_index)
 
     def load(self, checkpoint: Path) -> None:
         """Read what `save` wrote; the problems are read from the data set.
 
         Raises `UserError` where another number of processes wrote it.
         """
-        if self.ahead is not None:
-            self.ahead.load(checkpoint)
         found = PoolState.load(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
         kept = found.kept[-self.asked.replay :] if self.asked.replay else ()
-        self.state = replace(found, groups=tuple(self._with_rows(found.groups)), kept=kept)
+        coming = [replace(one, groups=tuple(self._with_rows(one.groups))) for one in found.coming]
+        groups = tuple(self._with_rows(found.groups))
+        self.state = replace(found, groups=groups, coming=tuple(coming), kept=kept)
+
+
+def open_rollouts(groups: Sequence[RolloutGroup], limits: Iterable[int]) -> dict[tuple[int, int], Rollout]:
+    """Those that have not ended, by the number of the group and in it. Those that go on come first: they would be the
+    last to end if an engine had no place.
+    """
+    found = {(n, member): one for n in limits for member, one in enumerate(groups[n].rollouts) if not one.ended}
+    return dict(sorted(found.items(), key=lambda each: not each[1].spans))

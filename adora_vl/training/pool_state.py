@@ -15,7 +15,8 @@ from PIL import Image
 from adora_vl.checkpoint.store import load_of_rank, save_of_rank
 from adora_vl.data.dataloader import kept
 from adora_vl.data.images import open_picture, png_bytes
-from adora_vl.rollout.rollouts import Call, DrawnProblem, Picture, Rollout, RolloutGroup, Span
+from adora_vl.rollout.rollouts import Call, DrawnProblem, Picture, Rollout, RolloutAnswer, RolloutGroup, Span
+from adora_vl.rollout.sources import Ticket
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
@@ -33,6 +34,30 @@ class KeptGroup:
 
 
 @dataclass(frozen=True)
+class ComingGeneration:
+    """One that servers were asked for before it is needed."""
+
+    where: str  # its name
+    numbers: tuple[int, ...]  # of the rows that the data loader draws for it
+    groups: tuple[RolloutGroup, ...]  # without what was asked for
+    limits: dict[int, int | None]  # tokens that were asked for, by the number of the group
+    ticket: Ticket  # for the rollouts that have not ended
+
+    def packed(self) -> dict[str, Any]:
+        spans = [Span(tuple(one.tokens), tuple(one.logps), self.ticket.step) for one in self.ticket.answers or ()]
+        answers = [_tensors(span) for span in spans]
+        return {**vars(self), "groups": [*map(_packed, self.groups)], "ticket": (self.ticket.step, answers)}
+
+    @classmethod
+    def unpacked(cls, packed: dict[str, Any], images: Mapping[str, Image.Image]) -> ComingGeneration:
+        step, found = packed["ticket"]
+        answers = [RolloutAnswer(tokens.tolist(), list(_logps(logps) or ())) for tokens, logps in found]
+        groups = tuple(_unpacked(one, images) for one in packed["groups"])
+        ticket = Ticket(step, len(answers), answers=answers)
+        return cls(**{**packed, "groups": groups, "ticket": ticket})
+
+
+@dataclass(frozen=True)
 class PoolState:
     """Of one rank; replaced, and never changed in place."""
 
@@ -41,16 +66,24 @@ class PoolState:
     complete: int = 0  # how many of `groups` are, on the rank with the fewest
     lengths: tuple[tuple[int, ...], ...] = ()  # tokens of the answers of the last generations, of all ranks
     kept: tuple[KeptGroup, ...] = ()  # for replay, the oldest first
+    coming: tuple[ComingGeneration, ...] = ()  # from the next one on
 
     def save(self, folder: Path, rank: int) -> None:
         """Into a checkpoint; problems by their numbers, since the data set has them."""
         drawn = [vars(problem) for problem in self.drawn]
         kept = [{**vars(one), "group": _packed(one.group)} for one in self.kept]
-        shown = [picture for group in self.groups for rollout in group.rollouts for picture in rollout.pictures]
+        groups = [*self.groups, *(group for one in self.coming for group in one.groups)]
+        shown = [picture for group in groups for rollout in group.rollouts for picture in rollout.pictures]
         images = {picture.digest: picture.image for picture in shown}
         encoded = {digest: _bytes_of(image) for digest, image in images.items()}
-        content = {"drawn": drawn, "groups": [*map(_packed, self.groups)], "kept": kept, "images": encoded}
-        save_of_rank(folder, FILES, rank, {**content, "complete": self.complete, "lengths": self.lengths})
+        content: dict[str, Any] = {
+            "drawn": drawn,
+            "groups": [*map(_packed, self.groups)],
+            "kept": kept,
+            "images": encoded,
+        }
+        content |= {"complete": self.complete, "lengths": self.lengths}
+        save_of_rank(folder, FILES, rank, {**content, "coming": [one.packed() for one in self.coming]})
 
     @classmethod
     def load(cls, checkpoint: Path, rank: int, ranks: int) -> PoolState:
@@ -62,19 +95,22 @@ class PoolState:
         if first is None:
             return cls()
         before = len(list(checkpoint.glob(f"{FILES}-*.pt")))
-        if first["groups"] and before != ranks:
+        asked = [group for one in first.get("coming", ()) for group in one["groups"]]
+        paused = first["groups"] or any(one["spans"] for group in asked for one in group["rollouts"])
+        if paused and before != ranks:
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollouts.budget) of "
                 f"{before} processes, now {ranks}; start as many as before"
             )
         found = load_of_rank(checkpoint, FILES, rank) or {**first, "kept": ()}
-        if before != ranks:  # what was drawn belongs to those processes; it comes again in a later epoch
-            found = {**found, "drawn": ()}
+        if before != ranks:  # what was drawn and asked for belongs to those processes; it comes again in a later epoch
+            found = {**found, "drawn": (), "coming": ()}
         images = {digest: _image_in(encoded) for digest, encoded in found.get("images", {}).items()}
         groups = tuple(_unpacked(one, images) for one in found["groups"])
         drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
         kept = tuple(KeptGroup(**{**one, "group": _unpacked(one["group"], {})}) for one in found["kept"])
-        return cls(drawn, groups, found["complete"], found["lengths"], kept)
+        coming = tuple(ComingGeneration.unpacked(one, images) for one in found.get("coming", ()))
+        return cls(drawn, groups, found["complete"], found["lengths"], kept, coming)
 
 
 def _packed(group: RolloutGroup) -> dict[str, Any]:

@@ -138,7 +138,7 @@ class RecordedAnswers:
         lengths = [self.lengths[place % len(self.lengths)] for place in range(len(prompts))]
         return [[*torch.randint(20, 600, (n - 1,), generator=drawn).tolist(), self.stop] for n in lengths]
 
-    def sample(self, asks: Sequence[RolloutAsk]) -> list[RolloutAnswer]:
+    def sample(self, asks: Sequence[RolloutAsk], _: Any = None) -> list[RolloutAnswer]:
         return [RolloutAnswer(row, [LOGP] * len(row)) for row in self._answers([ask.ids for ask in asks])]
 
     def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:

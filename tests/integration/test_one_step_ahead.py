@@ -15,10 +15,9 @@ import pytest
 
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, read_metrics
-from adora_vl.rollout.servers import Servers
+from adora_vl.rollout.sources import ServersAhead
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.train import main
-from adora_vl.training.ahead import RolloutsAhead
 from adora_vl.training.guards import DriftGuard
 from adora_vl.utils.errors import RolloutError
 from benchmarks.stand_in_server import GENERATE, StandIn
@@ -39,8 +38,9 @@ def server() -> Iterator[StandIn]:
 def words(folder: Any, server: StandIn, **changed: Any) -> list[str]:
     return arguments(folder, **{
         "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url, "vllm_server_timeout": 0.1,
-        "adora_weight_transfer": "file", "adora_rollouts.ahead": 1, "adora_max_drift": "null", "entropy_coef": 1.0,
-        "max_steps": 4, "save_steps": 1, "adora_synthetic_rows": 12, **changed,
+        "adora_weight_transfer": "file", "adora_rollouts.ahead": 1, "adora_max_drift": "null",
+        "adora_self_check": "false", "entropy_coef": 1.0, "max_steps": 4, "save_steps": 1, "adora_synthetic_rows": 12,
+        **changed,
     })  # fmt: skip
 
 
@@ -64,8 +64,8 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
 
 
 def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkeypatch):
-    """Weights are written and the next prompts read before the rollouts are joined; servers that are free get the
-    answers whose drift is measured and the next generation at once, and the drift is scored while they sample.
+    """Weights are written, and the next prompts read and asked for, before the rollouts are joined; the drift is scored
+    while servers sample.
     """
     done: list[str] = []
 
@@ -79,17 +79,26 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         monkeypatch.setattr(owner, method, run)
 
     noted(WeightFiles, "written", "written")
-    noted(RolloutsAhead, "_requests", "read")
-    noted(RolloutsAhead, "_joined", "joined")
-    noted(Servers, "read_weights", "synced")
-    noted(RolloutsAhead, "_ask", "asked")
+    noted(ServersAhead, "begin", "asked")
+    noted(ServersAhead, "join", "joined")
     noted(DriftGuard, "check", "scored")
-    assert main(words(tmp_path, server, max_steps=3, adora_max_drift=99)) == 0
-    first = ["written", "synced", "read", "asked", "read", "joined", "asked"]
-    assert done[: len(first)] == first
-    later = [name for name in done[len(first) :] if name != "scored"]
-    assert " ".join(later) == "read written joined synced asked joined written joined synced asked joined"
-    assert " ".join(done).count("synced asked joined scored") == 2
+    assert main(words(tmp_path, server, max_steps=3, adora_max_drift=99, save_strategy="no")) == 0
+    unscored = " ".join(name for name in done if name != "scored")
+    assert unscored == "written asked asked joined written asked asked joined joined written asked joined joined"
+    assert " ".join(done).count("joined joined scored") == 2
+
+
+def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_and_the_same_each_time(tmp_path, server):
+    keys: dict[str, Any] = {"adora_rollouts": "{ahead: 2}", "max_steps": 5}
+    assert main(words(tmp_path / "one", server, **keys)) == 0
+    assert _with_each_weights(server, 32) == [12, 4, 4, 0, 0]
+    assert [step["adora/staleness"] for step in steps(tmp_path / "one")] == [0, 1, 2, 2, 2]
+    server.asked.clear()
+    server.seconds_per_token = 0.01
+    assert main(words(tmp_path / "two", server, **keys)) == 0
+    expected = (tmp_path / "one" / "model.safetensors").read_bytes()
+    assert (tmp_path / "two" / "model.safetensors").read_bytes() == expected
+    _goes_on_after_a_kill(tmp_path / "one", tmp_path / "killed", server, after=2, **keys)
 
 
 def _length(body: dict[str, Any]) -> int:
@@ -170,17 +179,22 @@ def fails(completions, trainer_state, **kwargs):
 """
 
 
-def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
-    """What its checkpoint has was sampled by weights that are gone."""
-    assert main(words(tmp_path / "whole", server)) == 0
-    expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
-    killed = shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    for step in (3, 4):
-        shutil.rmtree(killed / f"checkpoint-{step}")
+def _goes_on_after_a_kill(whole: Path, killed: Path, server: StandIn, *, after: int, **keys: Any) -> None:
+    """What the checkpoint has was sampled by weights that are gone."""
+    shutil.copytree(whole, killed)
+    for folder in killed.glob("checkpoint-*"):
+        if int(folder.name.split("-")[1]) > after:
+            shutil.rmtree(folder)
     (killed / "model.safetensors").unlink()
     server.start_again()
     server.asked.clear()
-    assert main(words(killed, server)) == 0
-    assert (killed / "model.safetensors").read_bytes() == expected
-    assert [step["adora/staleness"] for step in steps(killed)] == [0, 1, 1, 1]
+    assert main(words(killed, server, **keys)) == 0
+    assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
+    ages = [[step["adora/staleness"] for step in steps(folder)] for folder in (whole, killed)]
+    assert ages[0] == ages[1]
+
+
+def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
+    assert main(words(tmp_path / "whole", server)) == 0
+    _goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
     assert _with_each_weights(server, 32) == [4, 0], "of generations 3 and 4 the first was in the checkpoint"

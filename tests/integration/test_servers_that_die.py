@@ -26,7 +26,7 @@ def words(folder, servers, **changed):
     return arguments(folder, **{
         "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": ",".join(one.url for one in servers),
         "adora_weight_transfer": "file", "vllm_server_timeout": 0.1, "adora_max_drift": "null", "entropy_coef": 1.0,
-        "max_steps": 4, "save_steps": 4, **changed,
+        "max_steps": 4, "save_steps": 4, "adora_self_check": "false", **changed,
     })  # fmt: skip
 
 

@@ -18,16 +18,16 @@ from transformers import TrainerCallback
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation, conversation_with_images
 from adora_vl.doctor.engine import Examination, examine
+from adora_vl.evaluation import SamplerEngine
 from adora_vl.rollout import turns
 from adora_vl.rollout.agreement import difference, read_prompts, score
 from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
 from eval.inference.chat import ChatProcessor
-from eval.inference.engines import TransformersEngine, VLLMEngine
+from eval.inference.engines import TransformersEngine
 from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 
 Rows = Sequence[dict[str, Any]]
-TOKENS = 8  # of an answer
 WITH_ENGINE: dict[str, Any] = {
     "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "use_vllm": True, "vllm_mode": "colocate",
     "vllm_gpu_memory_utilization": 0.25, "vllm_max_model_length": 512, "max_completion_length": 24, "logging_steps": 1,
@@ -67,13 +67,10 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     requests = [
         AnswerRequest(conversation_with_images(row["problem"], len(row["images"])), list(row["images"])) for row in rows
     ]
-    other = TransformersEngine(AnswerEngineSettings(folder, "transformers", max_tokens=TOKENS))
-    with trainer.vllm_generation.current_llm() as llm:
-        engine = VLLMEngine(ChatProcessor(folder), llm, max_tokens=TOKENS, temperature=0.0, batch_size=len(requests))
-        return {
-            "vllm": list(map(vars, engine.generate(requests))),
-            "transformers": list(map(vars, other.generate(requests))),
-        }
+    longest = trainer.args.max_completion_length
+    other = TransformersEngine(AnswerEngineSettings(folder, "transformers", max_tokens=longest))
+    engine = SamplerEngine(trainer, ChatProcessor(folder))
+    return {name: list(map(vars, one.generate(requests))) for name, one in (("vllm", engine), ("transformers", other))}
 
 
 def lora(trainer: Any, rows: Rows) -> dict[str, float]:

@@ -145,7 +145,7 @@ def test_a_generation_is_trls(tmp_path, case):
     answers = [RolloutAnswer(*each) for each in zip(completions, logps, strict=True)]
     if engine:
         trainer.use_vllm = True
-        found: Any = SimpleNamespace(sample=lambda _: answers, sync_weights=lambda: None, bytes_sent=0)
+        found: Any = SimpleNamespace(sample=lambda *_: answers, sync_weights=lambda: None, bytes_sent=0)
         found.take_images_from = lambda _: None
         trainer.vllm_generation = found
         trainer.pool.sampler = EngineNow(trainer.context, trainer.images, found)

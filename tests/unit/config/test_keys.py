@@ -41,7 +41,7 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_image_cache_mb": ([-1, 0.5], [0], "a whole number of at least 0"),
     "adora_rollouts.refill": ([-1, 1.5], [0, 3], "a whole number of at least 0"),
     "adora_rollouts.budget": ([0, 1.5], [1, "250", None], "a whole number of at least 1 or auto or null"),
-    "adora_rollouts.ahead": ([-1, 2, 0.5], [0, 1], "a whole number of at least 0 and at most 1"),
+    "adora_rollouts.ahead": ([-1, 5, 0.5], [0, 4], "a whole number of at least 0 and at most 4"),
     "adora_rollouts.staleness": ([0, 1.5], [1], "a whole number of at least 1"),
     "adora_record_every": ([-1, 0.5], [0, 2], "a whole number of at least 0"),
     "adora_record_gb": ([0, -1], [0.5], "a number above 0"),

@@ -56,8 +56,8 @@ class InOrder:
 
     epoch = 0
 
-    def following(self, rows: Any, epoch: int) -> list[int]:
-        return [row + 2 for row in rows]
+    def following(self, rows: Any, epoch: int, generations: int = 1) -> list[int]:
+        return [row + 2 * generations for row in rows]
 
 
 class Patient(ImagePrefetch):

@@ -237,7 +237,6 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
 
     monkeypatch.setattr(Trainer, "log", log)
     monkeypatch.setattr("eval.inference.chat.ChatProcessor", lambda *given: None)
-    monkeypatch.setattr("eval.inference.engines.VLLMEngine", lambda *given, **more: None)
     monkeypatch.setattr(
         "eval.in_training.answer_all",
         lambda problems, engine, prompt: [row for row in rows if row["pid"] in [one.pid for one in problems]],
@@ -246,7 +245,8 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     args = Namespace(model_init_kwargs=None, min_pixels=None, max_pixels=None, max_completion_length=8)
     trainer: Any = Namespace(
         accelerator=first, args=args, model=Namespace(name_or_path="x"), control=Namespace(should_log=True),
-        vllm_generation=Namespace(current_llm=nullcontext),
+        sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []), server_guard=Namespace(watching=nullcontext),
+        vllm_generation=Namespace(greedy={}),
     )  # fmt: skip
     plan = evaluation.EvaluationPlan(
         [evaluation.Task(named("geometry3k"), asked)], every=2, at_start=False, prompt=None

@@ -202,7 +202,7 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
     had, prompt = [[5], [5, 6], [5] * 12, [], []], [START, IMAGE, IMAGE, END, 1]
     numbers = zip(had, [10, 11, 12, 1, 1], [21, 22, 23, 31, 32], [3, 3, 3, 4, 4], strict=True)
     asks = [RolloutAsk([*prompt, *begun], [], group, seed, limit) for begun, group, seed, limit in numbers]
-    answers = engine.sample(asks, temperature=0.5)
+    answers = engine.sample(asks, {**engine.sampling, "temperature": 0.5})
     assert [one["prompt_token_ids"] for one, _ in seen] == [[START, IMAGE, END, 1, *begun] for begun in had[:4]]
     assert [(p.n, p.max_tokens, p.seed) for _, p in seen] == [(1, 3, 21), (1, 3, 22), (1, 3, 23), (2, 4, 31)]
     assert all(p.temperature == 0.5 and p.stop_token_ids == [7] for _, p in seen), "the run's settings and further ones"

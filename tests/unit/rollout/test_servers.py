@@ -19,9 +19,11 @@ from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import TrainerState
 
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.prompt_lengths import served_length
 from adora_vl.models.families import freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -29,9 +31,11 @@ from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import RolloutAsk, asks_of
 from adora_vl.rollout.served import Served
 from adora_vl.rollout.servers import Servers, connect
+from adora_vl.rollout.sources import ServersAhead
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
 from benchmarks.stand_in_server import GENERATE, StandIn
+from tests.support.step_context import step_context
 
 IMAGE = 290
 SAMPLING: dict[str, Any] = {
@@ -75,6 +79,10 @@ def rows(groups: int, *, grouped: bool = True) -> list[RolloutAsk]:
     return asks_of(prompts, images, seed=(3, "train/0"), first=0, generations=2, grouped=grouped)
 
 
+def sampled(engine: Any, asks: list[RolloutAsk]) -> Any:
+    return engine.served.sample(engine.served.gathered(asks, engine.sampling), len(asks))
+
+
 def requests(server: StandIn) -> list[dict[str, Any]]:
     return [body.get("sampling_params", body) for path, body in server.asked if path in GENERATE]
 
@@ -82,13 +90,13 @@ def requests(server: StandIn) -> list[dict[str, Any]]:
 def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, tmp_path):
     engine = engine_of(stand_ins, tmp_path / "w")
     asks = rows(5)
-    found = engine.sample(asks)
+    found = sampled(engine, asks)
     assert [len(requests(one)) for one in stand_ins] == [3, 2]
     assert {sent["n"] for one in stand_ins for sent in requests(one)} == {2}
     assert len({tuple(one.tokens) for one in found}) == 10 and all(len(one.logps) == 8 for one in found)
-    alone = engine_of(stand_ins[:1], tmp_path / "w").sample(asks)
+    alone = sampled(engine_of(stand_ins[:1], tmp_path / "w"), asks)
     assert alone == found, "whoever is asked, the seeds decide"
-    assert engine.sample(rows(5, grouped=False)) == found and {one["n"] for one in requests(stand_ins[0])[-5:]} == {1}
+    assert sampled(engine, rows(5, grouped=False)) == found and {one["n"] for one in requests(stand_ins[0])[-5:]} == {1}
 
 
 def spoilers() -> dict[str, Any]:
@@ -106,7 +114,7 @@ def spoilers() -> dict[str, Any]:
 
 def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(stand_ins, tmp_path, capsys, subtests):
     asks = rows(5)
-    expected = engine_of(stand_ins, tmp_path / "w").sample(asks)
+    expected = sampled(engine_of(stand_ins, tmp_path / "w"), asks)
     for name, spoil in {"dead": None, **spoilers()}.items():
         with subtests.test(name):
             engine = engine_of(stand_ins, tmp_path / "w")
@@ -114,7 +122,7 @@ def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(s
                 stand_ins[1].dead = True
             else:
                 stand_ins[1].spoil = spoil
-            assert engine.sample(asks) == expected
+            assert sampled(engine, asks) == expected
             said = capsys.readouterr().out.strip().splitlines()
             assert len(said) == 1 and said[0].startswith(
                 f"Server {stand_ins[1].url} is left out (1 of 2 servers go on)"
@@ -135,12 +143,12 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(stand_in
         with subtests.test(when):
             engine = engine_of(stand_ins, tmp_path / "w", nn_model())
             engine.sync_weights()
-            expected, asked = engine.sample(asks), len(requests(other))
+            expected, asked = sampled(engine, asks), len(requests(other))
             if when == "while it samples":
                 stand_ins[1].spoil = meanwhile
             else:
                 before()
-            assert engine.sample(asks) == expected
+            assert sampled(engine, asks) == expected
             assert len(requests(other)) - asked == 5, "the groups of both, since the other has other weights"
             said = capsys.readouterr().out
             assert said.count("is left out (1 of 2 servers go on)") == 1 and "it was started again" in said
@@ -151,14 +159,14 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(stand_in
     alone.sync_weights()
     before()
     with pytest.raises(NoServerError, match="no vLLM server is left; the last one: .*it was started again"):
-        alone.sample(asks)
+        sampled(alone, asks)
 
 
 def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch):
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     for one in stand_ins:
         one.dead = True
-    for ask in (lambda: engine.sample(rows(2)), engine.sync_weights):
+    for ask in (lambda: sampled(engine, rows(2)), engine.sync_weights):
         with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
             ask()
     other = Served(Accelerator(cpu=True), engine._place_features, None)  # another rank, which is told
@@ -198,35 +206,48 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
     assert stand_ins[1].weights == [everything] and "is back." in capsys.readouterr().out
 
 
-def test_weights_that_were_written_while_the_servers_sampled_are_read_and_not_written_again(
-    stand_ins, tmp_path, monkeypatch
-):
-    """Unless one of them was started again in the meantime: it needs everything. Nothing stays behind."""
+def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(stand_ins, tmp_path, monkeypatch, capsys):
+    """Weights wait as files. A server that was started again is left out until all of them are written."""
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    engine.sync_weights()
-    whole, written = stand_ins[0].weights[0], list[bool]()
-    writes = WeightFiles.written
+    state, gate = TrainerState(), Event()
+    context: Any = step_context(state=state, adora_rollouts=RolloutOptions(ahead=2))
+    ahead = ServersAhead(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
+    asks, sample = rows(2), Servers.sample
 
-    def noted(*given: Any) -> Any:
-        written.append(True)
-        return writes(*given)
+    def slowly(*given: Any) -> Any:
+        assert gate.wait(60)
+        return sample(*given)
 
-    monkeypatch.setattr(WeightFiles, "written", noted)
-    for case, again, count in (("as they were", False, 1), ("one started again", True, 2)):
-        with engine.weights_written():
-            assert len(written) == 1 and all(len(one.weights) == 1 for one in stand_ins), case
-            if again:
-                stand_ins[1].start_again()
-            engine.sync_weights()
-        assert len(written) == count and not (tmp_path / "w").exists(), case
-        part, last = stand_ins[0].weights[-1], stand_ins[1].weights[-1]
-        assert (part == whole, last == whole) == (again, again), case
-        for one in stand_ins:
-            del one.weights[1:]
-        written.clear()
-        stand_ins[1].weights = stand_ins[1].weights or [whole]
-    with pytest.raises(NoServerError), engine.weights_written():
-        raise NoServerError("while they sampled")
+    monkeypatch.setattr(Servers, "sample", slowly)
+    tickets = []
+    for state.global_step in range(3):
+        ahead.give_weights()
+        ahead.give_weights()
+        tickets.append(ahead.begin(asks))
+    assert len(ahead._files) >= 2 and len(stand_ins[0].weights) <= 1, "they sample by the first ones"
+    stand_ins[1].start_again()
+    gate.set()
+    found = [ahead.join(ticket) for ticket in tickets]
+    assert found[0] == found[1] == found[2] == ahead.join(tickets[2]) and [one.step for one in tickets] == [0, 1, 2]
+    assert not ahead._files and not (tmp_path / "w").exists() and set(ahead.waited()) == {"trainer", "servers"}
+    everything = stand_ins[0].weights[0]
+    assert stand_ins[1].weights == [] and len(stand_ins[0].weights[1]) < len(everything)
+    state.global_step = 3
+    assert ahead.sample(asks) == found[0] and stand_ins[1].weights == [everything]
+    assert "gets all weights with the next ones" in (said := capsys.readouterr().out) and "is back." in said
+    for one in stand_ins:
+        one.dead = True
+    state.global_step = 4
+    ahead.give_weights()
+    with pytest.raises(NoServerError):
+        ahead.join(ahead.begin(asks))
+    for one in stand_ins:
+        one.dead = False
+    state.global_step = 5
+    ahead.give_weights()
+    with pytest.raises(NoServerError):  # it would have been sampled by weights that never came
+        ahead.join(ahead.begin(asks))
+    ahead.close()
     assert not (tmp_path / "w").exists()
 
 
@@ -322,7 +343,7 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(stand_
     monkeypatch.setattr("adora_vl.rollout.servers._AT_A_TIME", 1)
     asks = rows(9)
     engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
-    expected = engine.sample(asks)
+    expected = sampled(engine, asks)
     woken, heard = Event(), []
 
     def hang(path: str, body: dict[str, Any]) -> None:
@@ -330,7 +351,7 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(stand_
         woken.wait(60)
 
     stand_ins[1].answered = hang
-    assert engine.sample(asks) == expected
+    assert sampled(engine, asks) == expected
     woken.set()
     assert len(heard) <= 2, "one for each thread: the deadline passes once, and a request that hangs is not repeated"
     said = capsys.readouterr().out
@@ -415,5 +436,5 @@ def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path)
     engine = engine_of(stand_ins, tmp_path / "w")
     stand_ins[0].answered = lambda path, body: None
     with pytest.raises(RolloutError, match="refuses what it is asked: Request failed: 404"):
-        engine.sample(rows(1))
+        sampled(engine, rows(1))
     assert len(engine.served.servers.living) == 2

@@ -1,0 +1,129 @@
+"""The pool where servers sample generations ahead: while the policy learns, by weights that are as many behind.
+
+    generation n:  weights n go into the servers' queue, then what measures their drift | the prompts of n + k follow,
+                   and are asked for | the rollouts of n, by weights n - k, are joined | grade and learn
+
+The ratio to the engine corrects for the older weights; the old log-probabilities are the policy's own. Since all of
+these rollouts are stale, the drift is measured on short ones of their own, by the present weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from adora_vl.data.loading import unreadable_rows
+from adora_vl.rollout.rollouts import RolloutGroup, groups_of
+from adora_vl.rollout.sources import ServersAhead
+from adora_vl.training.generation import Generation
+from adora_vl.training.policies import groups_to_complete
+from adora_vl.training.pool import Pool, open_rollouts
+from adora_vl.training.pool_state import ComingGeneration
+from adora_vl.types import Row
+
+
+class PoolAhead(Pool):
+    """All ranks call it together."""
+
+    def __init__(
+        self, *given: Any, next_rows: Callable[[list[int], int], list[Row]],
+        drift: Callable[[list[Row], int], Callable[[], None]], **more: Any,
+    ) -> None:  # fmt: skip
+        """`next_rows`: of the generation so many after the one with rows of these numbers. `drift`: asks for what says
+        how far the policy is from servers that have its present weights, and returns what judges it.
+        """
+        super().__init__(*given, **more)
+        assert isinstance(self.sampler, ServersAhead)
+        self.servers, self.next_rows, self.drift, self.aged = self.sampler, next_rows, drift, True
+
+    def _go_on(self, now: Generation, drawn: list[RolloutGroup], budget: int | None) -> list[RolloutGroup]:
+        """The groups of a generation that was asked for before. Meanwhile the servers get the present weights, and what
+        they are to sample next.
+        """
+        servers = self.servers
+        expected = self.state.coming[0] if self.state.coming else None
+        fits = expected is not None and (expected.where, expected.numbers) == (now.where, _numbers(drawn))
+        if not all(gather_object([fits])):  # where a run begins, or goes on with other rows
+            self.state, expected = replace(self.state, coming=()), None
+        judge_drift = None
+        with self.phase("rollout"), self.server_guard.watching():
+            servers.give_weights()
+            if expected is not None and expected.ticket.step != now.step:
+                judge_drift = self.drift(now.rows[:: now.group_size], now.step)
+            self._ask_ahead(now, drawn, 1 if self.waits else servers.ahead + 1, budget)
+        asked = self.state.coming[0]
+        groups = self._sampled(now, list(asked.groups), asked.limits, asked.ticket)
+        if self.waits:
+            groups = sorted([*self.state.groups, *groups], key=lambda group: group.began)
+            left, last = self._left(now), self._left(now) <= servers.ahead  # then what is paused does not come back
+            needed = groups_to_complete(len(groups) + self._flying, self.places, left, self.least)
+            groups = self._completed(now, groups, len(groups) if last else min(len(groups), needed))
+        with self.phase("rollout"), self.server_guard.watching():
+            if self.waits:
+                groups = self._ask_ahead(now, drawn, servers.ahead + 1, budget, groups)
+            if judge_drift is not None:
+                judge_drift()
+        self.state = replace(self.state, coming=self.state.coming[1:])
+        for name, seconds in servers.waited().items():
+            self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
+        return groups
+
+    def _ask_ahead(
+        self, now: Generation, drawn: list[RolloutGroup], count: int,
+        budget: int | None, present: Sequence[RolloutGroup] = (),
+    ) -> list[RolloutGroup]:  # fmt: skip
+        """Ask for generations until `count` are coming, with the present one. They take along those groups that are
+        `present` and have not ended; returns the others.
+        """
+        rest, going = list(present), [group for group in present if not group.complete]
+        while len(self.state.coming) < count:
+            later = self._later(now, distance := len(self.state.coming))
+            rows = None if later is None else self._rows_after(now, drawn, distance)
+            if later is None or rows is None:
+                break
+            fresh = groups_of(rows, later.where, now.number, self.accelerator.process_index * len(rows), now.group_size)
+            numbers = _numbers(fresh)
+            groups = [*going, *self._begun(now, fresh, len(rest) + self._flying)]
+            rest, going = [group for group in rest if group not in going], []
+            limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
+            if budget is not None:
+                late = [later.number - group.began >= self.asked.staleness for group in groups]
+                limits = {place: None if old else budget for place, old in enumerate(late)}
+            going_on = open_rollouts(groups, limits)
+            asked, _ = self._asked(later, groups, limits, going_on)
+            ticket = self.servers.begin([self._ask(asked[place], rollout) for place, rollout in going_on.items()])
+            coming = ComingGeneration(later.where, numbers, tuple(groups), limits, ticket)
+            self.state = replace(self.state, coming=(*self.state.coming, coming))
+        return rest
+
+    @property
+    def _flying(self) -> int:
+        """Groups that servers were asked for beside those of the present generation."""
+        return sum(len(one.groups) for one in self.state.coming[1:])
+
+    def _later(self, now: Generation, distance: int) -> Generation | None:
+        """The generation so many after this one; None after the last."""
+        if distance >= self._left(now):
+            return None
+        position = now.step * self.shape.accumulated + now.micro + distance * self.shape.cycle
+        step, micro = divmod(position, self.shape.accumulated)
+        return replace(now, step=step, key=f"{step}/{micro}", number=now.number + distance)
+
+    def _rows_after(self, now: Generation, drawn: list[RolloutGroup], distance: int) -> list[Row] | None:
+        """Of the generation so many after this one. None where one cannot be read: the step that draws it says so."""
+        if not distance:
+            return now.rows
+        rows: list[Row] = []
+        with suppress(Exception):
+            rows = self.next_rows(list(_numbers(drawn)), distance)
+        readable = bool(rows) and not unreadable_rows(rows)
+        return rows if all(gather_object([readable])) else None
+
+
+def _numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
+    """Of the rows, one of each rollout, in the data set."""
+    return tuple(group.problem.number for group in groups for _ in group.rollouts)
