@@ -103,10 +103,6 @@ def row_count(path: Path) -> int:
         return int(pq.read_metadata(path).num_rows)
 
 
-def _schema(path: Path) -> Any:
-    return pq.read_schema(path) if format_of(path) == ".parquet" else _stored(path).data.schema
-
-
 def _stored(path: Path) -> Any:
     """A data set on the disk, in Arrow's format."""
     from datasets import Dataset, load_from_disk
@@ -119,7 +115,8 @@ def _stored(path: Path) -> Any:
 
 def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
     """A Parquet or Arrow file, and its features."""
-    schema, features = _schema(path), {}
+    schema = pq.read_schema(path) if format_of(path) == ".parquet" else _stored(path).data.schema
+    features: Mapping[str, Any] = {}
     if b"huggingface" in (schema.metadata or {}):
         from datasets import Features
 
@@ -140,22 +137,16 @@ def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
 
 
 def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRecord]:
+    """The rows of a batch; one by one where they cannot be read as a whole."""
     for batch in batches:
         try:
             rows: Iterable[dict[str, Any] | BadRecord] = batch.to_pylist()
-        except (UnicodeDecodeError, pa.ArrowException, ValueError, OverflowError):
-            rows = _one_by_one(batch)
-        yield from rows
-
-
-def _one_by_one(batch: Any) -> Iterator[dict[str, Any] | BadRecord]:
-    """The rows of a batch that cannot be read as a whole."""
-    for index in range(batch.num_rows):
-        try:
-            (record,) = batch.slice(index, 1).to_pylist()
-            yield record
         except (UnicodeDecodeError, pa.ArrowException, ValueError, OverflowError) as error:
-            yield BadRecord("field_type", f"a value cannot be read ({in_one_line(error):.200})", "write it anew in")
+            wrong = f"a value cannot be read ({in_one_line(error):.200})"
+            rows = [BadRecord("field_type", wrong, "write it anew in")]
+            if batch.num_rows > 1:
+                rows = _rows_of(batch.slice(index, 1) for index in range(batch.num_rows))
+        yield from rows
 
 
 def _csv(path: Path, columns: Columns) -> Table:

@@ -13,8 +13,6 @@ from adora_vl.data.dataset import MANIFEST_NAME, read_manifest
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import is_partial, recover_folder, replacing_folder, unwritable, written_to
 
-# The keys of a manifest that identify a dataset: where they are equal, the same command makes it again.
-_IDENTITY = ("source", "input", "revision", "arguments")
 _DECIDES_NO_ROW = "allow_quarantined"  # people are told to raise it, and the rows stay the same
 
 
@@ -47,39 +45,25 @@ def complete_or_absent(
 
 def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool) -> None:
     refuse_foreign(output)
-    if not overwrite:
-        assert description is not None, "without it no dataset is the same"
-        refuse_another(output, description)
-
-
-def refuse_another(output: Path, description: Mapping[str, Any]) -> None:
-    """Raise `UserError` where `output` is a prepared dataset with another `description`."""
     manifest = read_manifest(output)
-    if manifest is None:
+    if overwrite or manifest is None:
         return
+    assert description is not None, "without it no dataset is the same"
     here, new = (_identity(found) for found in (manifest, json.loads(json.dumps(description))))
-    differing = next((key for key in _IDENTITY if here[key] != new[key]), None)
-    if differing:
+    at = next((at for at in (*new, *here) if here.get(at) != new.get(at)), None)
+    if at is not None:
+        difference = f"{at[-1]} {here.get(at)!r:.60}, this one {new.get(at)!r:.60}"
         raise UserError(
-            f"output: {str(output)!r} holds another prepared dataset ({_difference(differing, here, new)}); "
-            "choose another folder, or replace it with --overwrite"
+            f"output: {str(output)!r} holds another prepared dataset ({difference}); choose another folder, or replace "
+            "it with --overwrite"
         )
 
 
-def _identity(description: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: description.get(key) for key in _IDENTITY}
-    if isinstance(found["arguments"], dict):
-        found["arguments"] = {key: value for key, value in found["arguments"].items() if key != _DECIDES_NO_ROW}
-    return found
-
-
-def _difference(key: str, here: dict[str, Any], new: dict[str, Any]) -> str:
-    """The first difference of two descriptions, in a few words."""
-    old, now = here[key], new[key]
-    if key == "arguments" and isinstance(old, dict):
-        key = next(name for name in (*now, *old) if now.get(name) != old.get(name))
-        old, now = old.get(key), now.get(key)
-    return f"{key} {old!r:.60}, this one {now!r:.60}"
+def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """What identifies a dataset: where it is equal, the same command makes it again."""
+    arguments = {key: one for key, one in (description.get("arguments") or {}).items() if key != _DECIDES_NO_ROW}
+    found = {(key,): description.get(key) for key in ("source", "input", "revision")}
+    return found | {("arguments", key): value for key, value in arguments.items()}
 
 
 def refuse_foreign(output: Path) -> None:

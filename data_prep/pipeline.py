@@ -309,5 +309,5 @@ def _publish(report: Path, quarantine: Quarantine, description: Mapping[str, Any
     if previous is not None and previous["counts"]:
         raise UserError(f"output: {str(report)!r} holds a dataset, where the refused rows should go; move it away")
     with complete_or_absent(report) as folder:
-        quarantine.copy_to(folder)
+        quarantine.move_to(folder)
         write_manifest(folder, description, {}, quarantine.summary())

@@ -68,14 +68,11 @@ class Quarantine:
         last = f"all of them are in {report / QUARANTINE_NAME}; {remedy if kept else 'no row is left to use'}"
         raise MistakesError([f"input: {self.broken} of {rows} rows {over}", *firsts, last])
 
-    def copy_to(self, folder: Path) -> None:
-        """Copy everything into another folder, for a preparation that ends without output."""
-        for name in (QUARANTINE_NAME, "quarantine"):
-            path = self._folder / name
-            if path.is_dir():
-                shutil.copytree(path, folder / name)
-            elif path.exists():
-                shutil.copyfile(path, folder / name)
+    def move_to(self, folder: Path) -> None:
+        """Move everything into another folder, for a preparation that ends without output."""
+        for path in (self._folder / QUARANTINE_NAME, self._folder / "quarantine"):
+            if path.exists():
+                shutil.move(path, folder / path.name)
 
     def _kept(self, original: bytes) -> str:
         ending = next((end for sign, end in _SIGNATURES.items() if original.startswith(sign)), "bin")

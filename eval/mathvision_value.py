@@ -115,8 +115,9 @@ class _Reader:
         for opening in _CLOSING:
             if self._peek(opening):
                 return self._group(opening)
-        if self._peek("e"):
-            return self._power_of_e()
+        if self._taken("e"):
+            self._expect("^")
+            return _exp(self._exponent())
         name = self._command()
         if name in (r"\frac", r"\binom"):
             self._taken(name)
@@ -158,11 +159,6 @@ class _Reader:
     def _argument(self) -> Number:
         """In brackets, or the factors that follow up to the next function or sum."""
         return self._group("(") if self._peek("(") else self._product(functions=False)
-
-    def _power_of_e(self) -> Number:
-        self._expect("e")
-        self._expect("^")
-        return _exp(self._exponent())
 
     def _atom(self) -> Number:
         number = _NUMBER.match(self.text, self.place)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
 
 from adora_vl.models.families import FAMILIES
+from adora_vl.models.load import PRETRAINED
 
 VOCABULARY = 600
 END_OF_TEXT, END_OF_TURN = "<|endoftext|>", "<|im_end|>"
@@ -21,28 +22,7 @@ SPECIAL_TOKENS = (
 MAX_PIXELS = 448 * 448
 
 # The behaviour of Qwen2.5-VL's template for text and images, in our own words (no tools, no videos, no image ids).
-CHAT_TEMPLATE = """\
-{%- if messages[0]['role'] != 'system' -%}
-{{ '<|im_start|>system\\nYou are a helpful assistant.<|im_end|>\\n' }}
-{%- endif -%}
-{%- for message in messages -%}
-{{ '<|im_start|>' + message['role'] + '\\n' }}
-{%- if message['content'] is string -%}
-{{ message['content'] }}
-{%- else -%}
-{%- for part in message['content'] -%}
-{%- if part['type'] == 'image' or 'image' in part -%}
-{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
-{%- elif 'text' in part -%}
-{{ part['text'] }}
-{%- endif -%}
-{%- endfor -%}
-{%- endif -%}
-{{ '<|im_end|>\\n' }}
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-{{ '<|im_start|>assistant\\n' }}
-{%- endif -%}"""
+CHAT_TEMPLATE = (PRETRAINED / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:

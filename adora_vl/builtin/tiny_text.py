@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import check_place, fit, fresh_text_model, save_built
-from adora_vl.builtin.tiny_vl import language_settings
+from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
 from adora_vl.data.prompts import conversation
 from data_prep.knights import generate
 
@@ -45,20 +44,16 @@ def build_text_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
 def _warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, plan: TextStart) -> float:
     """Train in place on a teacher's answers. Returns the mean loss of the last 50 steps."""
     rng = random.Random(plan.seed)
-    examples = []
+    prompts: list[Tensor] = []
+    answers: list[Tensor] = []
     for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
         asked = conversation(row["problem"], None)
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-        ids, told = (tokenizer(text)["input_ids"] for text in (prompt, row["meta"]["solution"] + END_OF_TURN))
-        examples.append((torch.tensor(ids + told), torch.tensor([-100] * len(ids) + told)))
+        for ids, text in ((prompts, prompt), (answers, row["meta"]["solution"] + END_OF_TURN)):
+            ids.append(torch.tensor(tokenizer(text)["input_ids"]))
 
     def loss_of(step: int) -> Tensor:
-        picked = rng.sample(examples, plan.batch_size)
-        ids_BT = pad_sequence([ids for ids, _ in picked], batch_first=True, padding_value=tokenizer.pad_token_id)
-        labels_BT = pad_sequence([labels for _, labels in picked], batch_first=True, padding_value=-100)
-        mask_BT = pad_sequence([torch.ones_like(ids) for ids, _ in picked], batch_first=True)
-        loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
-        return loss
+        return answer_loss(model, Encoded(prompts), answers, rng.sample(range(len(prompts)), plan.batch_size))
 
     return fit(model, loss_of, plan.steps, plan.learning_rate)
 

@@ -113,11 +113,14 @@ SLIPS = {"isosceles": 0.7, "polygon": 0.35, "right_triangle": 0.7, "crossing": 0
 
 @dataclass(frozen=True)
 class Encoded:
-    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids (rows, 3)."""
+    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids (rows, 3).
+
+    Of texts alone there are no pixels.
+    """
 
     prompts: list[Tensor]
-    pixels: Tensor
-    grids: Tensor
+    pixels: Tensor | None = None
+    grids: Tensor | None = None
 
 
 def encode(processor: Any, rows: list[Row], system_prompt: str) -> Encoded:
@@ -146,14 +149,15 @@ def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -
     pad = model.config.get_text_config().pad_token_id
     sequences = [torch.cat([data.prompts[i], answers[i]]) for i in picks]
     labels = [torch.cat([torch.full_like(data.prompts[i], -100), answers[i]]) for i in picks]
-    ids_BT = pad_sequence(sequences, batch_first=True, padding_value=pad)
+    inputs = {"input_ids": pad_sequence(sequences, batch_first=True, padding_value=pad)}
+    if data.pixels is not None and data.grids is not None:
+        inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
+        inputs["pixel_values"] = data.pixels[picks].flatten(0, 1).float()
+        inputs["image_grid_thw"] = data.grids[picks]
     output = model(
-        input_ids=ids_BT,
+        **inputs,
         attention_mask=pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True),
         labels=pad_sequence(labels, batch_first=True, padding_value=-100),
-        mm_token_type_ids=(ids_BT == model.config.image_token_id).int(),
-        pixel_values=data.pixels[picks].flatten(0, 1).float(),
-        image_grid_thw=data.grids[picks],
     )
     loss: Tensor = output.loss
     return loss

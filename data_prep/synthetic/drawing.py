@@ -83,55 +83,63 @@ class ClutteredError(Exception):
 
 
 class Sketch:
-    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the picture."""
+    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the picture.
 
-    def __init__(self, rng: random.Random, size: int, style: Style, points: dict[str, Point]) -> None:
+    `lines`: `AB` is a segment and `ABCA` a closed triangle. `letters`: the points whose names stand beside them, away
+    from the middle of the figure. `circle`: its centre, and a point on it.
+    """
+
+    def __init__(
+        self, rng: random.Random, size: int, style: Style, points: dict[str, Point], *lines: str, letters: str = "",
+        circle: str = "",
+    ) -> None:  # fmt: skip
         self._canvas = Canvas(size, style, FONT_SCALE)
         self._at = _fitted(points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5)
         xs, ys = zip(*self._at.values(), strict=True)
         self._centre = (sum(xs) / len(xs), sum(ys) / len(ys))
         self._font = FONT_SCALE * font_pixels(size) / size
         self._boxes: list[tuple[float, float, float, float]] = []  # of the labels so far: left, top, right, bottom
+        if circle:
+            centre, through = (self._at[letter] for letter in circle)
+            self._canvas.circle(centre, math.dist(centre, through))
+            self._canvas.dot(centre)
+        self.lines(*lines)
+        self.letters(letters)
 
     def lines(self, *paths: str) -> None:
-        """`AB`: a segment; `ABCA`: a closed triangle."""
         for path in paths:
             self._canvas.line(*[self._at[letter] for letter in path])
 
-    def circle(self, centre: str, through: str) -> None:
-        self._canvas.circle(self._at[centre], math.dist(self._at[centre], self._at[through]))
-        self._canvas.dot(self._at[centre])
-
-    def letters(self, *names: str) -> None:
-        """Each name beside its point, away from the middle of the figure."""
+    def letters(self, names: str) -> None:
         for name in names:
-            away = _unit(self._centre, self._at[name])
-            self._label(name, _moved(self._at[name], away, 0.07))
+            self._label(name, _moved(self._at[name], _unit(self._centre, self._at[name]), 0.07))
 
     def centre_letter(self, name: str, towards: str) -> None:
         """A name beside a point in the middle, to the right of the way to another point."""
         x, y = _unit(self._at[name], self._at[towards])
         self._label(name, _moved(self._at[name], (-y, x), 0.07))
 
-    def side(self, ends: str, text: str) -> None:
-        """A value beside the middle of a segment, on the side that is away from the middle of the figure."""
-        (x, y), (u, v) = self._at[ends[0]], self._at[ends[1]]
-        middle = ((x + u) / 2, (y + v) / 2)
-        length = math.dist((x, y), (u, v))
-        normal = (-(v - y) / length, (u - x) / length)
-        outward = (middle[0] - self._centre[0]) * normal[0] + (middle[1] - self._centre[1]) * normal[1]
-        reach = (0.05 + 0.008 * len(text)) * (1 if outward >= 0 else -1)
-        self._label(text, _moved(middle, normal, reach))
+    def sides(self, **values: object) -> None:
+        """Each value beside the middle of its segment, on the side that is away from the middle of the figure."""
+        for ends, value in values.items():
+            (x, y), (u, v) = self._at[ends[0]], self._at[ends[1]]
+            middle = ((x + u) / 2, (y + v) / 2)
+            length = math.dist((x, y), (u, v))
+            normal = (-(v - y) / length, (u - x) / length)
+            outward = (middle[0] - self._centre[0]) * normal[0] + (middle[1] - self._centre[1]) * normal[1]
+            reach = (0.05 + 0.008 * len(str(value))) * (1 if outward >= 0 else -1)
+            self._label(str(value), _moved(middle, normal, reach))
 
-    def angle(self, path: str, text: str, reach: float = 0.15) -> None:
-        """A value in the angle `ABC` at B, on its bisector."""
-        a, b, c = (self._at[letter] for letter in path)
-        one, other = _unit(b, a), _unit(b, c)
-        x, y = one[0] + other[0], one[1] + other[1]
-        length = math.hypot(x, y)
-        opening = math.acos(max(-1.0, min(1.0, one[0] * other[0] + one[1] * other[1])))
-        reach = max(reach, 0.035 / math.sin(opening / 2))  # a narrow angle has room only farther out
-        self._label(text, _moved(b, (x / length, y / length), reach))
+    def angles(self, reach: float = 0.15, **texts: str) -> None:
+        """Each text in its angle, `ABC` at B, on its bisector."""
+        for path, text in texts.items():
+            a, b, c = (self._at[letter] for letter in path)
+            one, other = _unit(b, a), _unit(b, c)
+            x, y = one[0] + other[0], one[1] + other[1]
+            length = math.hypot(x, y)
+            opening = math.acos(max(-1.0, min(1.0, one[0] * other[0] + one[1] * other[1])))
+            far = max(reach, 0.035 / math.sin(opening / 2))  # a narrow angle has room only farther out
+            self._label(text, _moved(b, (x / length, y / length), far))
 
     def right_angle(self, path: str) -> None:
         """The small square in the angle `ABC` at B."""

@@ -206,18 +206,15 @@ def right_triangle_side(rng: random.Random, size: int, level: int = 1, style: St
     square = a * a + b * b
     c = _root(square)
     flat = max(0.35, min(2.8, b / a))  # a longer one is drawn out of scale, else its labels lie on each other
-    sketch = Sketch(rng, size, style, {"A": (0.0, 1.0), "B": (flat, 0.0), "C": (0.0, 0.0)})
-    sketch.lines("ABCA")
-    sketch.letters("A", "B", "C")
+    corners = {"A": (0.0, 1.0), "B": (flat, 0.0), "C": (0.0, 0.0)}
+    sketch = Sketch(rng, size, style, corners, "ABCA", letters="ABC")
     sketch.right_angle("ACB")
     if level == 1 and rng.random() < 0.5:  # a leg; the hypotenuse is a whole number
         hypotenuse = math.isqrt(square)
-        sketch.side("AC", str(a))
-        sketch.side("AB", str(hypotenuse))
+        sketch.sides(AC=a, AB=hypotenuse)
         working = f"A C = {a}, A B = {hypotenuse}. {hypotenuse}^2 - {a}^2 = {b * b}"
         return _length(sketch.picture(), "Find B C.", str(b), working, str(hypotenuse - a))
-    sketch.side("AC", str(a))
-    sketch.side("BC", str(b))
+    sketch.sides(AC=a, BC=b)
     working = f"A C = {a}, B C = {b}. {a}^2 + {b}^2 = {square}"
     return _length(sketch.picture(), "Find A B.", c, working, str(a + b))
 
@@ -226,14 +223,14 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
     """The hypotenuse and one angle are drawn; `x` stands at the leg opposite of it or beside it."""
     degrees, hypotenuse = rng.choice([30, 45, 60]), 2 * rng.randrange(2, 30)
     turn = math.radians(degrees)
-    sketch = Sketch(rng, size, style, {"A": (0.0, math.sin(turn)), "B": (math.cos(turn), 0.0), "C": (0.0, 0.0)})
+    corners = {"A": (0.0, math.sin(turn)), "B": (math.cos(turn), 0.0), "C": (0.0, 0.0)}
+    sketch = Sketch(rng, size, style, corners, "ABCA")
     opposite = rng.random() < 0.5
-    sketch.lines("ABCA")
-    sketch.letters("A", "B", "C")
+    sketch.letters("ABC")
     sketch.right_angle("ACB")
-    sketch.side("AB", str(hypotenuse))
-    sketch.angle("ABC", f"{degrees}°")
-    sketch.side("AC" if opposite else "BC", "x")
+    sketch.sides(AB=hypotenuse)
+    sketch.angles(ABC=f"{degrees}°")
+    sketch.sides(**{"AC" if opposite else "BC": "x"})
     angle = degrees if opposite else 90 - degrees
     half = hypotenuse // 2
     answer = {30: f"{half}", 45: f"{half} \\sqrt {{ 2 }}", 60: f"{half} \\sqrt {{ 3 }}"}[angle]
@@ -245,20 +242,16 @@ def triangle_angle(rng: random.Random, size: int, level: int = 1, style: Style =
     """Two angles of a triangle are drawn, the third is asked; level 3: all three, two of them with an x."""
     a, b = rng.randrange(30, 80, (10, 1, 1)[level - 1]), rng.randrange(30, 80, (10, 1, 1)[level - 1])
     c = 180 - a - b
-    sketch = Sketch(rng, size, style, _triangle(a, b))
-    sketch.lines("ABCA")
-    sketch.letters("A", "B", "C")
+    sketch = Sketch(rng, size, style, _triangle(a, b), "ABCA", letters="ABC")
     if level < 3:
-        sketch.angle("BAC", f"{a}°")
-        sketch.angle("ABC", f"{b}°")
+        sketch.angles(BAC=f"{a}°", ABC=f"{b}°")
         picture, working = sketch.picture(), f"180 - {a} - {b}"
         return _angle(picture, "Find m \\angle C.", str(c), working, str(a + b), ("Triangle",))
     x = rng.randrange(5, 21)
     first, second = rng.randrange(1, a // x + 1), rng.randrange(1, b // x + 1)
-    sketch.angle("BAC", _expression(first, a - first * x))
-    sketch.angle("ABC", _expression(second, b - second * x))
-    sketch.angle("BCA", f"{c}°")
-    working = f"({_expression(first, a - first * x)}) + ({_expression(second, b - second * x)}) + {c} = 180"
+    one, other = _expression(first, a - first * x), _expression(second, b - second * x)
+    sketch.angles(BAC=one, ABC=other, BCA=f"{c}°")
+    working = f"({one}) + ({other}) + {c} = 180"
     return _angle(sketch.picture(), "Find x.", str(x), working, str(180 - c), ("Triangle",))
 
 
@@ -269,26 +262,23 @@ def inscribed_arc(rng: random.Random, size: int, level: int = 1, style: Style = 
     at = {"A": start, "C": start + math.radians(2 * inscribed), "B": start + third}
     points: dict[str, Point] = {name: (math.cos(angle), math.sin(angle)) for name, angle in at.items()}
     frame: dict[str, Point] = {f"_{i}": p for i, p in enumerate(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0)))}
-    sketch = Sketch(rng, size, style, {**points, "O": (0.0, 0.0), **frame})
-    sketch.circle("O", "A")
-    sketch.lines("ABC")
-    sketch.letters("A", "B", "C")
+    sketch = Sketch(rng, size, style, {**points, "O": (0.0, 0.0), **frame}, "ABC", letters="ABC", circle="OA")
     sketch.centre_letter("O", "B")
     question = "In \\odot O, find m \\widehat{A C}."
     if level == 1:
-        sketch.angle("ABC", f"{inscribed}°", 0.22)
+        sketch.angles(0.22, ABC=f"{inscribed}°")
         working = f"2 * {inscribed}"
         return _angle(sketch.picture(), question, str(2 * inscribed), working, str(inscribed), ("Circle",))
     sketch.lines("AOC")
     if level == 2:
-        sketch.angle("AOC", f"{2 * inscribed}°", 0.12)
+        sketch.angles(0.12, AOC=f"{2 * inscribed}°")
         question, working = "In \\odot O, find m \\angle A B C.", f"{2 * inscribed} / 2"
         return _angle(sketch.picture(), question, str(inscribed), working, str(2 * inscribed), ("Circle",))
     x = rng.randrange(3, 13)
     factor = rng.randrange(1, inscribed // x + 1)
     text = _expression(factor, inscribed - factor * x)
-    sketch.angle("ABC", text, 0.22)
-    sketch.angle("AOC", f"{2 * inscribed}°", 0.12)
+    sketch.angles(0.22, ABC=text)
+    sketch.angles(0.12, AOC=f"{2 * inscribed}°")
     working = f"2 ({text}) = {2 * inscribed}"
     return _angle(sketch.picture(), "Find x.", str(x), working, str(inscribed), ("Circle",))
 
@@ -304,22 +294,18 @@ def parallel_segment(rng: random.Random, size: int, level: int = 1, style: Style
     slope = rng.uniform(0.7, 1.2)
     points = {"A": (0.0, 0.0), "C": (0.6, slope), "D": (1.3, 0.0)}
     points |= {"B": (0.6 * share, slope * share), "E": (1.3 * share, 0.0)}
-    sketch = Sketch(rng, size, style, points)
-    sketch.lines("ACDA", "BE")
-    sketch.letters("A", "B", "C", "D", "E")
+    sketch = Sketch(rng, size, style, points, "ACDA", "BE", letters="ABCDE")
     answer, parallel = ratio(bc.numerator, bc.denominator), "\\overline{B E} \\parallel \\overline{C D}"
     working = f"A B / A E = {ab} / {ae}, E D = {ed}"
     if level == 1:
         question = f"If {parallel}, A D = {ae + ed}, A B = {ab}, and A E = {ae}, find B C."
         return _length(sketch.picture(), question, answer, working, str(ab), ("Triangle", "Line"))
-    sketch.side("AB", str(ab))
-    sketch.side("AE", str(ae))
+    sketch.sides(AB=ab, AE=ae)
     if level == 2:
-        sketch.side("ED", str(ed))
+        sketch.sides(ED=ed)
         return _length(sketch.picture(), f"If {parallel}, find B C.", answer, working, str(ed), ("Triangle", "Line"))
     x = rng.randrange(2, 12)
-    sketch.side("ED", f"{ed}")
-    sketch.side("BC", _expression(1, int(bc) - x) if bc.denominator == 1 else "x")
+    sketch.sides(ED=ed, BC=_expression(1, int(bc) - x) if bc.denominator == 1 else "x")
     answer = str(x) if bc.denominator == 1 else answer
     return _length(sketch.picture(), f"If {parallel}, find x.", answer, working, str(ed), ("Triangle", "Line"))
 
@@ -331,14 +317,11 @@ def parallelogram_side(rng: random.Random, size: int, level: int = 1, style: Sty
     other = rng.randrange(1, factor) if level == 3 else 0
     lean, height = rng.uniform(0.2, 0.5), rng.uniform(0.6, 0.9)
     corners = {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
-    sketch = Sketch(rng, size, style, corners)
-    sketch.lines("ABCDA")
-    sketch.letters("A", "B", "C", "D")
+    sketch = Sketch(rng, size, style, corners, "ABCDA", letters="ABCD")
     value = factor * x + (added if level > 1 else 0)
     left = _expression(factor, added if level > 1 else 0)
     right = _expression(other, value - other * x) if other else str(value)
-    sketch.side("AB", left)
-    sketch.side("CD", right)
+    sketch.sides(AB=left, CD=right)
     question = "Find x so that the quadrilateral is a parallelogram."
     return _length(sketch.picture(), question, str(x), f"{left} = {right}", str(value), ("Parallelogram",))
 
