@@ -61,6 +61,7 @@ class Recorder(AdoraGRPOTrainer):
             self.first = {**output, "pixel_values": self.pixels(output["pixel_values"])}
             self.logps_first = self.logps_now(self.first)
         self.last_advantages = output["advantages"]
+        self.own_lengths = loss_mask(cast("Batch", output)).sum(dim=1)
         if self.use_vllm:
             self.sent.append(self.vllm_generation.tensors_sent)
         return output
@@ -170,6 +171,7 @@ def main() -> None:
     gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
     moved = trainer.accelerator.gather(moved[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
+    own_lengths = trainer.accelerator.gather(trainer.own_lengths).tolist()
     names = [name for name, _ in trainer.model.named_parameters()]
     looks |= {name: look(trainer, list(dataset)) for name, look in AFTER.items() if name in options.look}
     if trainer.accelerator.is_main_process:
@@ -182,6 +184,7 @@ def main() -> None:
             "moved": moved.item(),
             "vision_moved": vision_moved,
             "advantages": advantages,
+            "own_lengths": own_lengths,
             "table": last_table(args.output_dir),
             "sent": trainer.sent,
             "tensors": {

@@ -56,11 +56,15 @@ def test_one_process(tmp_path, words):
 
 
 @pytest.mark.core
-def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path):
-    result = parity(tmp_path, "cpu", "--tools", "per_device_train_batch_size=16", "max_steps=3")
+@pytest.mark.parametrize("words", [("cpu", "16"), ("cpu_zero3", "6", "--mixed")], ids=["one process", "two, ZeRO-3"])
+def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
+    """Their lengths are what the policy has sampled. Two processes may have other numbers of turns."""
+    config, rows, *further = words
+    result = parity(tmp_path, config, "--tools", *further, f"per_device_train_batch_size={rows}", "max_steps=2")
     assert max(result["gaps"]) <= BOUND and max(result["means"]) <= 1e-6
     assert result["moved"] > 0.1 and max(result["turns"]) == 3
     assert result["packed"] > 0 and not result["refused"]
+    assert result["table"]["length"] == result["own_lengths"]
 
 
 def make_lively(weights: Path) -> None:

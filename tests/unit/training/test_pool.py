@@ -306,6 +306,14 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
     assert bool(paused) is (budget is not None)
 
 
+def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
+    runs = [Run(4, tools=True, budget=None) for _ in range(2)]
+    runs[0].pool.turns = None
+    runs[1].pool._answered = lambda asked, rollout, step: rollout  # type: ignore[method-assign]
+    assert runs[0].go_on().answers == runs[1].go_on().answers
+    assert runs[0].engine.asked == runs[1].engine.asked
+
+
 def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_calls():
     def part(rank: int, accelerator: Any) -> list[int]:
         run = Run(4, accelerator, tools=True, budget=None)
