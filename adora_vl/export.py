@@ -21,8 +21,7 @@ from adora_vl.utils.files import replacing, replacing_folder
 
 with imports():
     from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
-    from adora_vl.checkpoint.writer import begun
-    from adora_vl.checkpoint.written import noted
+    from adora_vl.checkpoint.writer import begun, noted
     from adora_vl.models.adapter import adapters_of, load_merged, served_rank
     from adora_vl.models.load import ADAPTER, MERGED, auto_class, check_weights, local_model, read_config
     from adora_vl.utils.hub import why_missing

@@ -18,8 +18,7 @@ from adora_vl.utils.cli import EXIT_INTERRUPTED, imports
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, written_to
 from adora_vl.utils.hidden import masked, masked_text
-from adora_vl.utils.launch import leave, watch_launcher
-from adora_vl.utils.startup_log import STARTUP_LOG, StartupLog
+from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave, watch_launcher
 from adora_vl.utils.versions import check_versions
 
 with imports():
@@ -92,7 +91,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     With LoRA that is `output_dir/merged`: `output_dir` has the adapter alone, which neither vLLM nor the evaluators
     load. Raises `RunError` where they cannot be written.
     """
-    from adora_vl.checkpoint.written import noted
+    from adora_vl.checkpoint.writer import noted
     from adora_vl.export import save_merged
     from adora_vl.models.load import MERGED
 
@@ -117,7 +116,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
 
 def copy_finished(checkpoint: Path, output_dir: Path) -> None:
     """Copy the model of a run's last checkpoint into `output_dir`. Raises `UserError` where it cannot be written."""
-    from adora_vl.checkpoint.written import noted
+    from adora_vl.checkpoint.writer import noted
     from adora_vl.export import copy_model
 
     with written_to("output_dir", output_dir), noted(output_dir, writes=True):

@@ -30,8 +30,7 @@ from trl.trainer.utils import use_adapter
 from adora_vl.checkpoint.library_state import Losses, MovingReference
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
-from adora_vl.checkpoint.writer import CheckpointWriter, set_aside
-from adora_vl.checkpoint.written import noted
+from adora_vl.checkpoint.writer import CheckpointWriter, noted, set_aside
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
 from adora_vl.config.batch_plan import Shape, regroup_obstacle, regroups

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from adora_vl.config.reading import read
 from adora_vl.config.where import DryRunOptions
+from adora_vl.planning.dry_run import make_plan
 from adora_vl.planning.memory import Prediction, Setup, predict, proposed_utilization
-from adora_vl.planning.plan import make_plan
 from adora_vl.utils.files import GIB
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -67,71 +67,6 @@ def group_facts(groups: Groups) -> GroupFacts:
     return GroupFacts(correct_PG, wrong_PG, finished_PG, lengths_PG, groups.pass_rate_P)
 
 
-def length_advantage(facts: GroupFacts, empty_wrong: str, ties: str = "attenuate") -> Tensor:
-    """TAS where the longest correct rollout is longer than the mean of the untruncated wrong ones. Bool, (P,).
-
-    Where both are equal the group is TDS, as in the references (`ties="attenuate"`), or TAS (`"keep"`).
-
-    Where there is no untruncated wrong rollout, there is no mean to compare with. The VLM reference takes it as +inf,
-    so the group is TDS (`empty_wrong="attenuate"`). The LLM reference takes it as -inf, so the group is TAS (`"keep"`).
-    """
-    nothing = torch.inf if empty_wrong == "attenuate" else -torch.inf
-    bound_P = torch.where(facts.any_finished_wrong_P, facts.mean_finished_wrong_P, nothing)
-    longer_P = facts.longest_correct_P > bound_P
-    return longer_P | facts.tied_P if ties == "keep" else longer_P
-
-
-def difficulty_advantage(facts: GroupFacts, tau: float, needs_correct: bool = False) -> Tensor:
-    """TAS where the pass rate is at most `tau`; a pass rate of 0 is included (paper, Eq. 6). Bool, (P,).
-
-    `needs_correct` excludes a pass rate of 0, so that TAS means hard now, but solvable. A group without a scored
-    rollout has no pass rate, so it is not TAS.
-    """
-    counted_P = facts.any_correct_P if needs_correct else facts.any_scored_P
-    return counted_P & (facts.pass_rate_P <= tau)
-
-
-def assign_weights(
-    weighting: AdoraWeighting, signal_P: Tensor, options: Adora, *, seed: int, step: int
-) -> AdoraWeighting:
-    """The weights of ADORA or of a control, which gives them to other groups or scales the learning rate instead.
-
-    Args:
-        weighting: what the criteria say.
-        signal_P: bool, of all ranks: which groups carry signal.
-        options: by their `assign`, `"criterion"` leaves the weights where they are. `"random"` shuffles them among the
-            groups that carry signal, so that as many are attenuated as the criteria attenuate in this step.
-            `"reversed"` gives the factor to the other side: to TAS groups under attenuation, to TDS groups under
-            amplification. `"rate"` gives every group the weight 1, and `rate` is the mean of the weights that the
-            criteria give to groups with signal. Where ADORA is off, all weights are 1 and stay so.
-        seed: the run's seed.
-        step: optimizer steps made. Seed and step alone decide the shuffle, so all ranks make the same one.
-
-    Returns:
-        The weighting with new `weights_P` and `rate`. Its `tds_P`, `tas_P` and facts stay those of the criteria.
-    """
-    weights_P = weighting.weights_P
-    if options.assign == "criterion" or not options.is_on(step):
-        return weighting
-    if options.assign == "reversed":
-        marked_P = weighting.tas_P if options.mode == "attenuation" else weighting.tds_P
-        factor = scheduled(options.factor).at(step)
-        return replace(weighting, weights_P=torch.where(marked_P, factor, torch.ones_like(weights_P)))
-    if options.assign == "random":
-        shuffled_P = weights_P.clone()
-        shuffled_P[signal_P] = _shuffled(weights_P[signal_P], seed, step)
-        return replace(weighting, weights_P=shuffled_P)
-    rate = weights_P[signal_P].mean().item() if bool(signal_P.any()) else 1.0
-    return replace(weighting, weights_P=torch.ones_like(weights_P), rate=rate)
-
-
-def _shuffled(values: Tensor, seed: int, step: int) -> Tensor:
-    digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    order = torch.randperm(len(values), generator=generator)
-    return values[order.to(values.device)]
-
-
 @dataclass(frozen=True)
 class AdoraWeighting:
     """The weights of one batch and the reasons for them: `weights_P` is float32, `tds_P` and `tas_P` are bool.
@@ -206,6 +141,31 @@ class Adora(Method):
     def plain(self) -> bool:
         return self.mode == "off" or set(scheduled(self.factor).values) == {1.0}
 
+    def assigned(self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int) -> AdoraWeighting:
+        """The weighting with the weights of `assign`; what the criteria say stays. Where ADORA is off, all are 1.
+
+        `criterion` leaves the weights where they are. `random` shuffles them among the groups that carry signal
+        (`signal_P`, bool, of all ranks), so that as many are attenuated as the criteria attenuate in this step; seed
+        and step alone decide the shuffle, so all ranks make the same one. `reversed` gives the factor to the other
+        side: to TAS groups under attenuation, to TDS groups under amplification. `rate` gives every group the weight 1,
+        and `rate` is the mean of the weights that the criteria give to groups with signal.
+        """
+        weights_P = weighting.weights_P
+        if self.assign == "criterion" or not self.is_on(step):
+            return weighting
+        if self.assign == "reversed":
+            marked_P = weighting.tas_P if self.mode == "attenuation" else weighting.tds_P
+            factor = scheduled(self.factor).at(step)
+            return replace(weighting, weights_P=torch.where(marked_P, factor, torch.ones_like(weights_P)))
+        if self.assign == "random":
+            digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            shuffled_P, values = weights_P.clone(), weights_P[signal_P]
+            shuffled_P[signal_P] = values[torch.randperm(len(values), generator=generator).to(values.device)]
+            return replace(weighting, weights_P=shuffled_P)
+        rate = weights_P[signal_P].mean().item() if bool(signal_P.any()) else 1.0
+        return replace(weighting, weights_P=torch.ones_like(weights_P), rate=rate)
+
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         assert run.weighting is not None
         return advantages_PG * run.weighting.weights_P[:, None]
@@ -248,11 +208,19 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     if rewards_PG.ndim != 2 or rewards_PG.shape != lengths_PG.shape:
         raise ValueError(f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both be (P, G)")
     facts = group_facts(groups)
+    # Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes it as +inf, so the
+    # group is TDS, the LLM reference as -inf, so it is TAS.
+    nothing = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
+    bound_P = torch.where(facts.any_finished_wrong_P, facts.mean_finished_wrong_P, nothing)
+    longer_P = facts.longest_correct_P > bound_P
+    # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means hard now, but solvable. A
+    # group without a scored rollout has no pass rate, so it is not TAS.
+    counted_P = facts.any_correct_P if options.needs_correct else facts.any_scored_P
     verdicts = {
-        "length": lambda: length_advantage(facts, options.empty_wrong, options.ties),
-        "difficulty": lambda: difficulty_advantage(facts, scheduled(options.tau).at(step), options.needs_correct),
+        "length": longer_P | facts.tied_P if options.ties == "keep" else longer_P,
+        "difficulty": counted_P & (facts.pass_rate_P <= scheduled(options.tau).at(step)),
     }
-    votes = torch.stack([verdicts[name]() for name in options.criteria])
+    votes = torch.stack([verdicts[name] for name in options.criteria])
     tas_P = votes.any(dim=0) if options.combine == "any" else votes.all(dim=0)
     tds_P = ~tas_P if options.no_correct == "attenuate" else ~tas_P & facts.any_correct_P
     marked_P = tds_P if options.mode == "attenuation" else tas_P

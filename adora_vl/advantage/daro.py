@@ -169,9 +169,8 @@ class Daro(Method):
 
     def check(self, keys: RunKeys) -> None:
         if self.by_bin_tokens and keys.loss_type != "dapo":
-            raise ValueError(
-                f"loss_type: {keys.loss_type} with adora_method: daro, whose normalisation by bin needs loss_type: dapo"
-            )
+            needs = "whose normalisation by bin needs loss_type: dapo"
+            raise ValueError(f"loss_type: {keys.loss_type} with adora_method: daro, {needs}")
 
     def costs(self, keys: RunKeys) -> str:
         return f"{keys.num_generations - 1} learned weights, saved in every checkpoint"

@@ -306,10 +306,9 @@ class Rrb(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.full_range <= 0 or self.range_power < 0:
-            raise ValueError(
-                f"full_range: {self.full_range} must be above 0, range_power: {self.range_power} at least 0"
-            )
+        full, power = self.full_range, self.range_power
+        if full <= 0 or power < 0:
+            raise ValueError(f"full_range: {full} must be above 0, range_power: {power} at least 0")
         if not 0 <= self.low_factor <= 1:
             raise ValueError(f"low_factor: {self.low_factor} must be between 0 and 1")
 

@@ -35,9 +35,8 @@ class Schedule:
         if self.shape == "constant" and self.end not in (None, self.start):
             raise ValueError(f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}")
         if self.shape != "constant" and (self.end is None or not 0 <= self.steps[0] < self.steps[1]):
-            raise ValueError(
-                f"shape: {self.shape} needs end: a number, and steps: [first, last] with 0 <= first < last"
-            )
+            steps = "steps: [first, last] with 0 <= first < last"
+            raise ValueError(f"shape: {self.shape} needs end: a number, and {steps}")
 
     def __str__(self) -> str:
         return f"{self.start:g}" if self.end is None else f"{self.start:g} to {self.end:g}"

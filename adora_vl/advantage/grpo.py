@@ -89,24 +89,6 @@ def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     return ((max_length - cache - lengths.to(torch.float32)) / cache).clamp(-1.0, 0.0)
 
 
-def drop_constant(advantages: Tensor, tokens: Tensor, silent: Tensor) -> Tensor:
-    """Scale the advantages so that TRL's token mean is taken over the rollouts that have a signal.
-
-    DAPO samples until a batch is full of groups that are neither all right nor all wrong. Here the dropped groups are
-    not replaced: the batch becomes smaller, and the mean is taken over the tokens that are left.
-
-    Args:
-        advantages: (P, G). Those of silent rollouts are 0.
-        tokens: (P, G), number of tokens that the loss counts.
-        silent: (P, G), bool: the rollout has left its group, or the group has no signal.
-
-    Returns:
-        (P, G).
-    """
-    left = torch.where(silent, 0.0, tokens.to(torch.float32)).sum()
-    return advantages * (tokens.sum() / left) if bool(left > 0) else advantages
-
-
 @dataclass(frozen=True)
 class Grpo(Method):
     source = "arXiv 2402.03300"
@@ -127,6 +109,11 @@ class LitePpo(Grpo):
 
 @dataclass(frozen=True)
 class Dapo(Method):
+    """DAPO samples until a batch is full of groups that are neither all right nor all wrong. Dropped groups are not
+    replaced here: the batch becomes smaller, and TRL's token mean is taken over the tokens of the rollouts that have a
+    signal and have not left their group.
+    """
+
     settings: ClassVar[Settings] = {
         "loss_type": "dapo", "epsilon": 0.2, "epsilon_high": 0.28, "mask_truncated_completions": True, "beta": 0.0,
     }  # fmt: skip
@@ -150,7 +137,9 @@ class Dapo(Method):
             advantages_PG = group_advantages(self._lowered(groups, run), scale=run.scale)
         if self.drop_constant:
             silent_PG = ~advantages_PG.any(dim=1, keepdim=True) | ~groups.scored_PG
-            advantages_PG = drop_constant(advantages_PG, groups.loss_tokens_PG, silent_PG)
+            tokens_PG = groups.loss_tokens_PG
+            left = torch.where(silent_PG, 0.0, tokens_PG).sum()
+            advantages_PG = advantages_PG * (tokens_PG.sum() / left) if bool(left > 0) else advantages_PG
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adora_vl.advantage.adora import Adora, AdoraWeighting, assign_weights, weigh_groups
+from adora_vl.advantage.adora import Adora, AdoraWeighting, weigh_groups
 from adora_vl.advantage.daro import Daro, DaroWeights
 from adora_vl.advantage.experimental import AGrae, Canon, D3s, McGrpo, Ngrpo, Rrb, Ssb
 from adora_vl.advantage.groups import Groups
@@ -60,7 +60,7 @@ class AdvantagePipeline:
         """ADORA's weights and their reasons. The weights are 1 if ADORA is not among the methods."""
         options, step = self.judged_by, groups.step
         weighting = weigh_groups(groups, options, step)
-        return assign_weights(weighting, self.signal(groups), options, seed=self.seed, step=step)
+        return options.assigned(weighting, self.signal(groups), seed=self.seed, step=step)
 
     def signal(self, groups: Groups) -> Tensor:
         """Which groups have something to teach, bool, (P,). Each is judged alone, whatever else is in the batch, so

@@ -25,21 +25,14 @@ _LOSSES = "losses"  # the key in the manifest
 
 def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write named tensors, which are copied one by one, into files of `_FILE_BYTES` and a little more."""
-    held: dict[str, Tensor] = {}
-    files = 0
-
-    def flush() -> None:
-        nonlocal files
-        files += 1
-        save_file(held, folder / f"model-{files:05}.safetensors")
-        held.clear()
-
+    files: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors:
-        held[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(one.nbytes for one in held.values()) >= _FILE_BYTES:
-            flush()
-    if held:
-        flush()
+        files[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
+        if sum(one.nbytes for one in files[-1].values()) >= _FILE_BYTES:
+            save_file(files[-1], folder / f"model-{len(files):05}.safetensors")
+            files[-1:] = [{}, {}]
+    if files[-1]:
+        save_file(files[-1], folder / f"model-{len(files):05}.safetensors")
 
 
 class MovingReference:

@@ -12,8 +12,7 @@ from filelock import FileLock, Timeout
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
 from adora_vl.checkpoint.store import STAGING, clear_staging, facts_of, newest_valid, problem_of
 from adora_vl.checkpoint.universal import shards_of
-from adora_vl.checkpoint.writer import ASIDE, holds_a_run
-from adora_vl.checkpoint.written import of_a_run, own_files, some
+from adora_vl.checkpoint.writer import ASIDE, holds_a_run, of_a_run, own_files, some
 from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import refuse_dangling, written_to
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import refuse
 
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
@@ -101,21 +101,18 @@ def unit_size(rows: int, generations: int) -> int:
 def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
     """How a run divides its sequences, by TRL's rules. Raises `UserError` where a generation has no whole groups."""
     plan = Shape.of(config, processes)
-    if plan.generation_batch % plan.generations:
-        raise UserError(
-            f"generation batch of {plan.generation_batch} sequences does not divide into groups of num_generations: "
-            f"{plan.generations}; make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
-        )
+    of_groups = f"does not divide into groups of num_generations: {plan.generations}"
+    remedy = "make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
+    whole = plan.generation_batch % plan.generations == 0
+    refuse((not whole, f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}"))
     return plan
 
 
 def check_rows(plan: Shape, rows: int) -> None:
     """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps in silence."""
-    if rows < plan.prompts_per_generation:
-        raise UserError(
-            f"dataset: {amount(rows, 'row')} cannot fill one generation of {plan.prompts_per_generation} prompts; "
-            "lower per_device_train_batch_size or steps_per_generation, or raise num_generations"
-        )
+    needed, remedy = plan.prompts_per_generation, "lower per_device_train_batch_size or steps_per_generation"
+    few = f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed} prompts"
+    refuse((rows < needed, f"{few}; {remedy}, or raise num_generations"))
 
 
 def regroups(config: AdoraGRPOConfig) -> bool:

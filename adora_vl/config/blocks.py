@@ -120,20 +120,16 @@ class NoiseOptions(ExtensionKind):
 
     def count(self, generations: int) -> int:
         """Distorted rollouts per group. Raises `ValueError` if the share does not give whole ones."""
-        count = self.share * generations
+        count, half = self.share * generations, max(1, generations // 2) / generations
         if abs(count - round(count)) > 1e-6:
-            raise ValueError(
-                f"share: {self.share} of num_generations: {generations} is {count:g} rollouts; choose a share that "
-                f"gives a whole number, such as {max(1, generations // 2) / generations:g}"
-            )
+            found = f"share: {self.share} of num_generations: {generations} is {count:g} rollouts"
+            raise ValueError(f"{found}; choose a share that gives a whole number, such as {half:g}")
         return round(count)
 
     def check(self, keys: Any) -> None:
         if self.count(keys.num_generations) and (not keys.use_vllm or keys.vllm_mode != "colocate"):
-            raise ValueError(
-                f"share: {self.share} needs use_vllm: true and vllm_mode: colocate, where a rollout can see another "
-                "image than its group; else set it to 0"
-            )
+            where = "use_vllm: true and vllm_mode: colocate, where a rollout can see another image than its group"
+            raise ValueError(f"share: {self.share} needs {where}; else set it to 0")
 
 
 @dataclass(frozen=True)
@@ -163,19 +159,15 @@ class VisualOptions(ExtensionKind):
         loss, mask = keys.loss_type, keys.off_policy_mask_threshold
         per_rollout = "loss_type: vespo" if loss == "vespo" else f"off_policy_mask_threshold: {mask}" if mask else ""
         if self.on and per_rollout:
-            raise ValueError(
-                f"{self._asked} gives each token an advantage of its own; {per_rollout} takes one per rollout, so "
-                "leave that out"
-            )
+            takes = f"{per_rollout} takes one per rollout, so leave that out"
+            raise ValueError(f"{self._asked} gives each token an advantage of its own; {takes}")
 
     def check_model(self, config: Any) -> None:
         if self.on and not sees_images(config):
             raise ValueError(f"{self._asked} needs a model that sees images; leave it out")
         if self.on and family_of(config) is None:
-            raise ValueError(
-                f"{self._asked} needs a model whose image patches are known, and {config.model_type} is none; set it "
-                "to 1"
-            )
+            known = f"a model whose image patches are known, and {config.model_type} is none"
+            raise ValueError(f"{self._asked} needs {known}; set it to 1")
 
     def costs(self, keys: Any) -> list[str]:
         return ["visual dependency: each generation is also passed with half of every image black"] if self.on else []

@@ -308,9 +308,8 @@ def check_schedule(config: Any) -> None:
         if is_curve(schedule):
             schedule.lr_lambdas[0](updates // 2)
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
-        raise UserError(
-            f"lr_scheduler_kwargs: {given} does not fit lr_scheduler_type: {name} ({in_one_line(error)})"
-        ) from error
+        why = f"does not fit lr_scheduler_type: {name} ({in_one_line(error)})"
+        raise UserError(f"lr_scheduler_kwargs: {given} {why}") from error
 
 
 def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:

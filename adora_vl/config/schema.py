@@ -70,11 +70,10 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             return
         key = "steps_per_generation" if steps else "gradient_accumulation_steps"
         processes = made // (rows * self.steps_per_generation)
-        raise UserError(
-            f"per_device_train_batch_size: {rows} x {key}: {steps or self.gradient_accumulation_steps} x {processes} "
-            f"process{'' if processes == 1 else 'es'} = {made} rollouts, which do not divide into groups of "
-            f"num_generations: {each}; make the product a multiple of it"
-        )
+        product = f"{rows} x {key}: {steps or self.gradient_accumulation_steps} x {processes} process"
+        product += f"{'' if processes == 1 else 'es'} = {made} rollouts"
+        whole = f"which do not divide into groups of num_generations: {each}; make the product a multiple of it"
+        raise UserError(f"per_device_train_batch_size: {product}, {whole}")
 
     def __getstate__(self) -> dict[str, Any]:
         """Every checkpoint has a pickle of the config (training_args.bin), and is made to be handed on."""

@@ -160,11 +160,9 @@ def _options(key: str, value: Any, kind: Any) -> Any:
         value = {short: value}
     if not isinstance(value, Mapping):
         raise UserError(f"{key}: {_in_words(value)} is not a mapping of options, which are {', '.join(hints)}")
-    for name in value:
-        if name not in hints:
-            raise UserError(
-                f"{key}: unknown option {name!r}, it has {', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
-            )
+    for name in (name for name in value if name not in hints):
+        known = f"{', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
+        raise UserError(f"{key}: unknown option {name!r}, it has {known}")
     needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
     if lacking := [name for name in needed if name not in value]:
         raise UserError(f"{key}: {_in_words(value)} lacks {', '.join(lacking)}")

@@ -192,11 +192,9 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
 
 def spread_over(processes: int, machines: int) -> None:
     """Raise `UserError` unless every machine gets the same number of processes, as accelerate starts them."""
-    if processes % machines or processes < machines:
-        raise UserError(
-            f"--machines: {processes} processes cannot be spread evenly over {machines} machines; num_processes (here "
-            "--processes) is the number on all of them together"
-        )
+    uneven = f"--machines: {processes} processes cannot be spread evenly over {machines} machines"
+    together = "num_processes (here --processes) is the number on all of them together"
+    refuse((processes % machines or processes < machines, f"{uneven}; {together}"))
 
 
 def _deepspeed(processes: int, machines: int, values: Mapping[str, Any]) -> Sharding:

@@ -212,48 +212,47 @@ class Examination(EngineProbe):
 
 
 def examine(examination: Examination, merge: int) -> list[Check]:
-    """Every engine check in order; one that raises fails, and the rest is skipped, since the engine may be broken."""
-    trainer = examination.trainer
+    """Every check in order; one that raises fails, and the rest is skipped, since the engine may be broken. Without a
+    colocated engine only those of the trainer are made.
+    """
+    trainer, unseen = examination.trainer, ""
     if not trainer.use_vllm or trainer.vllm_mode != "colocate":
-        why = "vllm_mode: server is not examined" if trainer.use_vllm else "use_vllm: false, the policy samples itself"
-        features = check_features(examination.prompts, _image_token(trainer), merge)
-        unseen = (RUNNER, PROMPTS, COLD, DISTANT, LANGUAGE, VISION, SLEEP, BANNED)
-        return [features, check_buffers(trainer), *(skipped(name, why) for name in unseen)]
-    steps: list[tuple[tuple[str, ...], Callable[[], list[Check]]]] = [
-        ((FEATURES,), lambda: [check_features(examination.prompts, _image_token(trainer), merge)]),
-        ((BUFFERS,), lambda: [check_buffers(trainer)]),
-        ((RUNNER,), lambda: [check_runner(trainer)]),
-        ((PROMPTS, COLD), examination.cold),
-        ((DISTANT,), lambda: [examination.distant()]),
-        ((LANGUAGE,), lambda: [examination.after_change(vision=False)]),
-        ((VISION,), lambda: [examination.after_change(vision=True)]),
-        ((SLEEP,), lambda: [examination.after_sleep()]),
-        ((BANNED,), lambda: [examination.banned()]),
+        unseen = (
+            "vllm_mode: server is not examined" if trainer.use_vllm else "use_vllm: false, the policy samples itself"
+        )
+    steps: list[tuple[tuple[str, ...], str, Callable[[], list[Check]]]] = [
+        ((FEATURES,), PIXELS, lambda: [check_features(examination.prompts, _image_token(trainer), merge)]),
+        ((BUFFERS,), REMEDY, lambda: [check_buffers(trainer)]),
+        ((RUNNER,), VERSIONS, lambda: [check_runner(trainer)]),
+        ((PROMPTS, COLD), PIXELS, examination.cold),
+        ((DISTANT,), POSITIONS, lambda: [examination.distant()]),
+        ((LANGUAGE,), SYNC, lambda: [examination.after_change(vision=False)]),
+        ((VISION,), CACHES, lambda: [examination.after_change(vision=True)]),
+        ((SLEEP,), WAKING, lambda: [examination.after_sleep()]),
+        ((BANNED,), BANS, lambda: [examination.banned()]),
     ]
     checks: list[Check] = []
-    for names, step in steps:
+    for names, remedy, step in steps:
         broken = any(check.status is Status.FAILED and check.name == PROMPTS for check in checks)
-        if broken or any(check.detail.startswith(_RAISED) for check in checks):
-            checks += [skipped(name, "not after the failure above") for name in names]
-            continue
-        checks += agreement.worst_of_all_ranks(_guarded(names, step))
+        broken = broken or any(check.detail.startswith(_RAISED) for check in checks)
+        why = unseen if unseen and names not in ((FEATURES,), (BUFFERS,)) else "not after the failure above" * broken
+        if why:
+            checks += [skipped(name, why) for name in names]
+        else:
+            checks += agreement.worst_of_all_ranks(_guarded(names, remedy, step))
     return checks
 
 
 _RAISED = "stopped: "
-_REMEDIES = {
-    BUFFERS: REMEDY, FEATURES: PIXELS, PROMPTS: PIXELS, DISTANT: POSITIONS, LANGUAGE: SYNC, VISION: CACHES,
-    SLEEP: WAKING, BANNED: BANS, RUNNER: VERSIONS,
-}  # fmt: skip
 
 
-def _guarded(names: Sequence[str], step: Callable[[], list[Check]]) -> list[Check]:
+def _guarded(names: Sequence[str], remedy: str, step: Callable[[], list[Check]]) -> list[Check]:
     try:
         return step()
     except Exception as error:  # the table is for finding out what fails, whatever it is
         line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         first, *rest = names
-        fault = failed(first, f"{_RAISED}{line}", _REMEDIES[first])
+        fault = failed(first, f"{_RAISED}{line}", remedy)
         return [fault, *(skipped(name, "it stopped before") for name in rest)]
 
 

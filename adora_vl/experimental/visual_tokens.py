@@ -15,7 +15,7 @@ from adora_vl.dedup.image_store import ImageBank, ImageBanks, can_cache, effecti
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import Batch, StepContext, loss_mask
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import refuse
 from adora_vl.utils.seeding import generator_at
 
 _LARGEST = 10.0  # nats for one token, as in the repository
@@ -68,11 +68,9 @@ BLACK_SHARE = 0.5  # of the patches, each drawn by itself, as in VPPO's reposito
 
 def black_patch(image_processor: Any, values: int) -> Tensor:
     """What the processor makes of a black patch, (values,). Raises `UserError` for a processor of another kind."""
-    if not can_cache(image_processor):
-        raise UserError(
-            f"adora_extensions.visual_tokens: {type(image_processor).__name__} does not cut images into patches of its "
-            "own, which could be blackened; leave it out"
-        )
+    kind = type(image_processor).__name__
+    uncut = f"{kind} does not cut images into patches of its own, which could be blackened"
+    refuse((not can_cache(image_processor), f"adora_extensions.visual_tokens: {uncut}; leave it out"))
     return normalized(image_processor, torch.zeros(1, values), effective_settings(image_processor, {}))[0]
 
 
@@ -91,11 +89,8 @@ def half_black(banks: ImageBanks, image_processor: Any, batch: Batch, place: str
     """
     pixels, grids = batch.get("pixel_values"), batch.get("image_grid_thw")
     with banks.another() as bank:
-        if pixels is None:
-            yield None
-        elif grids is None:
-            raise AssertionError("pixels without a grid: of a family that check_extensions refuses")
-        elif not len(grids):
+        assert pixels is None or grids is not None, "pixels without a grid: of a family that check_extensions refuses"
+        if pixels is None or grids is None or not len(grids):
             yield pixels
         elif pixels.is_floating_point():
             yield _of_pixels(pixels, grids, image_processor, place)
@@ -131,11 +126,9 @@ class VisualDependency(Extension):
         """`has_dropout`: whether the pass for the old log-probabilities has, so that it cannot be compared with another
         one. Raises `UserError` where no patch can be blackened.
         """
-        if images.shown and not images.knows_patches:
-            raise UserError(
-                "adora_extensions.visual_tokens: the image processor of this model cuts images in a way that is not "
-                "known here; leave it out"
-            )
+        unknown = "the image processor of this model cuts images in a way that is not known here"
+        wrong = images.shown and not images.knows_patches
+        refuse((wrong, f"adora_extensions.visual_tokens: {unknown}; leave it out"))
         self.accelerator, self.log, self.config = context.accelerator, context.log, context.config
         self.options = context.config.adora_extensions.visual_tokens
         self.policy_logps, self.images, self.has_dropout = context.policy_logps, images, has_dropout

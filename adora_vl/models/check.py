@@ -53,11 +53,10 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
         ]
     if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
         return [f"{name}: model_type {kind} is not among the known families; its images go the way of stock TRL"]
-    raise UserError(
-        f"model_name_or_path: {name!r} has model_type {kind}, which is not among the known families ({known()}); set "
-        "adora_stock_step: true and adora_freeze: [] to train it the way of stock TRL, or add the family as "
-        "adora_vl/models/__init__.py describes"
-    )
+    unknown = f"{name!r} has model_type {kind}, which is not among the known families ({known()})"
+    stock = "set adora_stock_step: true and adora_freeze: [] to train it the way of stock TRL"
+    added = "add the family as CONTRIBUTING.md describes"
+    raise UserError(f"model_name_or_path: {unknown}; {stock}, or {added}")
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:

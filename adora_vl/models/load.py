@@ -71,10 +71,9 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
     where: dict[str, Any] = {"revision": revision, "local_files_only": only_here(model)}
     kind = PretrainedConfig.get_config_dict(model, **where)[0].get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
-        raise UserError(
-            f"{key}: {model!r} has model_type {kind}, which Transformers {__version__} does not have, and code that "
-            f"comes with a model is not run here; name a model of the families {known()}, or another of Transformers"
-        )
+        unknown = f"{model!r} has model_type {kind}, which Transformers {__version__} does not have"
+        why, ours = "code that comes with a model is not run here", f"name a model of the families {known()}"
+        raise UserError(f"{key}: {unknown}, and {why}; {ours}, or another of Transformers")
     return AutoConfig.from_pretrained(model, trust_remote_code=False, **where)
 
 

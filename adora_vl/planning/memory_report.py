@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.models.check import LOST_UPDATES
 from adora_vl.planning import memory
 from adora_vl.planning.memory import Sharing, fits, predict, proposed_utilization
-from adora_vl.planning.plan import Plan
 from adora_vl.utils.cli import section
 from adora_vl.utils.files import GIB
+
+if TYPE_CHECKING:
+    from adora_vl.planning.dry_run import Plan
 
 _ROOMY = 0.25  # of the card: below it the parts of the memory are not listed (--json has them)
 
@@ -165,27 +168,20 @@ def largest_image_line(plan: Plan) -> str:
 
 def remedy(plan: Plan) -> str:
     """What to change first, for the settings at hand."""
-    setup = plan.setup
-    wishes = []
-    share = proposed_utilization(setup, plan.card)
-    if share is not None:  # with which it fits; how many rollouts run at once then, `share_lines` says
-        wishes.append(f"vllm_gpu_memory_utilization: {share:g}")
-    if setup.engine and not setup.engine.sleep and setup.accelerator:
-        wishes.append("vllm_enable_sleep_mode: true")
-    if not setup.checkpointing:
-        wishes.append("gradient_checkpointing: true")
-    if setup.sharding.processes > 1 and setup.sharding.stage != 3:
-        wishes.append("ZeRO-3 (configs/accelerate/zero3.yaml)")
-    elif setup.sharding.stage == 3 and not setup.sharding.offload_optimizer:
-        wishes.append("the optimizer in host memory (configs/accelerate/zero3_offload.yaml)")
-    if setup.reference and not setup.shape.adapters:
-        wishes.append("beta: 0.0 (no reference model)")
-    if not setup.shape.adapters and setup.sharding.stage is None:
-        wishes.append("use_peft: true")
-    if setup.engine and share is None:
-        wishes.append("a lower vllm_gpu_memory_utilization")
-    if setup.sharding.stage == 3:
-        wishes.append("more machines (--machines N; docs/hardware.md)")
-    if predict(setup, plan.card).peak_phase == "forward and backward":
-        wishes.append("a smaller per_device_train_batch_size or max_pixels")
-    return f"Try, in this order: {'; '.join(wishes)}."
+    setup, share = plan.setup, proposed_utilization(plan.setup, plan.card)
+    sharding, adapters, learning = setup.sharding, setup.shape.adapters, "forward and backward"
+    wishes = (
+        # with which it fits; how many rollouts run at once then, `share_lines` says
+        (share is not None, f"vllm_gpu_memory_utilization: {share or 0:g}"),
+        (setup.engine and not setup.engine.sleep and setup.accelerator, "vllm_enable_sleep_mode: true"),
+        (not setup.checkpointing, "gradient_checkpointing: true"),
+        (sharding.processes > 1 and sharding.stage != 3, "ZeRO-3 (configs/accelerate/zero3.yaml)"),
+        (sharding.stage == 3 and not sharding.offload_optimizer,
+         "the optimizer in host memory (configs/accelerate/zero3_offload.yaml)"),
+        (setup.reference and not adapters, "beta: 0.0 (no reference model)"),
+        (not adapters and sharding.stage is None, "use_peft: true"),
+        (setup.engine and share is None, "a lower vllm_gpu_memory_utilization"),
+        (sharding.stage == 3, "more machines (--machines N; docs/hardware.md)"),
+        (predict(setup, plan.card).peak_phase == learning, "a smaller per_device_train_batch_size or max_pixels"),
+    )  # fmt: skip
+    return f"Try, in this order: {'; '.join(wish for holds, wish in wishes if holds)}."

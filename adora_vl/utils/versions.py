@@ -36,8 +36,6 @@ def check_versions(use_vllm: bool) -> None:
         return
     found = next((v for v in map(installed, VLLM_DISTRIBUTIONS) if v is not None), None)
     if found is None:
-        raise UserError(
-            "use_vllm: true, but vLLM is not installed; install the extra adora-vl[gpu] (or [cpu] on a machine without "
-            "a GPU), or set use_vllm: false"
-        )
+        extra = "install the extra adora-vl[gpu] (or [cpu] on a machine without a GPU)"
+        raise UserError(f"use_vllm: true, but vLLM is not installed; {extra}, or set use_vllm: false")
     _check("vllm", found, VLLM_SUPPORTED)

@@ -34,8 +34,8 @@ from adora_vl.data.prompts import conversation
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
+from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
-from adora_vl.planning.plan import make_setup
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.start import road
 from adora_vl.trainer import AdoraGRPOTrainer

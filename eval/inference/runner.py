@@ -20,7 +20,7 @@ from adora_vl.data.prompts import conversation_with_images
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import make_folder, written_to
-from adora_vl.utils.startup_log import STARTUP_LOG, StartupLog
+from adora_vl.utils.launch import STARTUP_LOG, StartupLog
 from eval.inference.predictions import (
     IMAGE_FAILED,
     PREDICTIONS,

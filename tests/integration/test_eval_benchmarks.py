@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adora_vl.models.load import PRETRAINED
-from adora_vl.utils.startup_log import STARTUP_LOG
+from adora_vl.utils.launch import STARTUP_LOG
 from eval.command import main
 from eval.inference.predictions import IMAGE_FAILED, read_predictions
 from eval.mathvista import BENCHMARK as MATHVISTA

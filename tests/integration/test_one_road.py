@@ -24,7 +24,7 @@ from adora_vl.config.where import DryRunOptions, Where
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
-from adora_vl.planning.plan import make_plan
+from adora_vl.planning.dry_run import make_plan
 from adora_vl.prepare import prepare, prepare_on_paper
 from adora_vl.start import road
 from adora_vl.start.checked import Asked, ModelSource

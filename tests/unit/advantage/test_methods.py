@@ -20,7 +20,7 @@ from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Schedule, exp
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of
 from adora_vl.advantage.groups import within
-from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo, drop_constant, overlong_penalty
+from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo, overlong_penalty
 from adora_vl.utils.launch import free_port
 from tests.unit.advantage.methods_support import batch, float64, run  # noqa: F401
 
@@ -72,8 +72,8 @@ def test_lite_ppo_by_hand():
 
 def test_dapo_by_hand():
     assert overlong_penalty(torch.tensor([70, 80, 90, 100, 200]), 100, 20).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
-    silent = torch.tensor([[False, False], [True, True]])
-    kept = drop_constant(torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[5, 5], [20, 10]]), silent)
+    advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
+    kept = made(Dapo(), advantages, advantages, torch.tensor([[5, 5], [20, 10]]))
     assert kept.tolist() == [[4.0, -4.0], [0.0, 0.0]]  # 40 tokens, of which 10 are left
     groups = batch([[1.0, 1.0, 0.0]], [[10, 95, 10]])
     method = AdvantagePipeline({"dapo": Dapo(overlong_cache=10)}, max_length=100)

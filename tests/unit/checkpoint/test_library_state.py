@@ -14,7 +14,7 @@ from torch import nn
 
 from adora_vl.checkpoint.library_state import REFERENCE, Losses, MovingReference
 from adora_vl.checkpoint.store import seal
-from adora_vl.checkpoint.written import of_a_run
+from adora_vl.checkpoint.writer import of_a_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
 from tests.unit.rollout.test_weight_sync import LORA, adapted, base  # noqa: F401  # a fixture

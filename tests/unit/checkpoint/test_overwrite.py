@@ -20,8 +20,16 @@ from hypothesis import strategies as st
 from adora_vl.checkpoint.resume import choose_start, lock_output_dir
 from adora_vl.checkpoint.stop import mark_stopped
 from adora_vl.checkpoint.store import CHECKPOINT, STAGING, checkpoints, newest_valid
-from adora_vl.checkpoint.writer import ASIDE, delete_aside, refuse_own_files, set_aside
-from adora_vl.checkpoint.written import WRITTEN, noted, of_a_run, own_files
+from adora_vl.checkpoint.writer import (
+    ASIDE,
+    WRITTEN,
+    delete_aside,
+    noted,
+    of_a_run,
+    own_files,
+    refuse_own_files,
+    set_aside,
+)
 from adora_vl.export import main as export
 from adora_vl.record.rollouts import write_part
 from adora_vl.train import main

@@ -18,8 +18,8 @@ from PIL import Image
 from adora_vl.data.dataset import data_hash, load_split, write_split
 from adora_vl.models.load import model_hash
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.launch import STARTUP_LOG
 from adora_vl.utils.openai_client import Reply
-from adora_vl.utils.startup_log import STARTUP_LOG
 from data_prep.synthetic.generate import generate
 from eval.geometry3k import problems as geometry3k_problems
 from eval.inference.predictions import IMAGE_FAILED, PredictionLog, key, part_path, read_predictions

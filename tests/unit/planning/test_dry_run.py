@@ -20,8 +20,7 @@ from adora_vl.data.dataset import load_split
 from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of, tokenizer_counter
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
-from adora_vl.planning.dry_run import batch_lines, learning_rate_line, length_lines, steps_of
-from adora_vl.planning.plan import make_plan
+from adora_vl.planning.dry_run import batch_lines, learning_rate_line, length_lines, make_plan, steps_of
 from adora_vl.train import dry_run, main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep

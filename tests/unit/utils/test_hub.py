@@ -22,7 +22,7 @@ from adora_vl.config.schema import parse
 from adora_vl.config.where import DryRunOptions
 from adora_vl.models import load
 from adora_vl.models.load import PRETRAINED
-from adora_vl.planning.plan import make_plan
+from adora_vl.planning.dry_run import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.train import build_trainer, dry_run
 from adora_vl.trainer import AdoraGRPOTrainer

@@ -13,7 +13,7 @@ CODE = """
 import logging, os, sys
 from pathlib import Path
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.startup_log import StartupLog
+from adora_vl.utils.launch import StartupLog
 logging.basicConfig()
 print("ours before")
 log = StartupLog(Path(sys.argv[1]), first=True)
