@@ -167,8 +167,11 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one without.
     """
 
-    def __init__(self, trainer: HasEngine, plan: EvaluationPlan, system_prompt: str | None) -> None:
-        self.trainer, self.plan, self.system_prompt = trainer, plan, system_prompt
+    def __init__(
+        self, trainer: HasEngine, plan: EvaluationPlan, system_prompt: str | None, revision: str | None = None
+    ) -> None:
+        """`revision`: of the base."""
+        self.trainer, self.plan, self.system_prompt, self.revision = trainer, plan, system_prompt, revision
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.plan.at_start and state.global_step == 0:
@@ -197,8 +200,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         from eval.inference.chat import ChatProcessor
 
         args, accelerator = self.trainer.args, self.trainer.accelerator
-        revision = dict(args.model_init_kwargs or {}).get("revision")
-        chat = ChatProcessor(self.trainer.model.name_or_path, args.min_pixels, args.max_pixels, revision)
+        chat = ChatProcessor(self.trainer.model.name_or_path, args.min_pixels, args.max_pixels, self.revision)
         engine, rows = SamplerEngine(self.trainer, chat), list[dict[str, Any]]()
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
         for start in range(0, -(-len(task.problems) // accelerator.num_processes), engine.batch_size):

@@ -122,8 +122,8 @@ def _merge(source: Path, target: Path) -> None:
     adapters = adapters_of("RUN", str(source))
     base = local_model(adapters[-1].base)
     try:
-        read_config("RUN", base)
-        model = load_merged(base, adapters, {"dtype": "auto", "device_map": None, "trust_remote_code": False})
+        init = {"revision": adapters[-1].revision, "dtype": "auto", "device_map": None, "trust_remote_code": False}
+        model = load_merged(base, adapters, init)
     except OSError as error:
         why = why_missing(base, error)
         raise UserError(f"RUN: the adapter's base model {base!r} cannot be loaded ({why})") from error
@@ -139,7 +139,8 @@ def serve_command(output: Path) -> str:
     plain = getattr(config.peft_type, "value", "") == "LORA" and config.bias == "none" and not config.use_dora
     if beneath or not plain or config.modules_to_save or config.rank_pattern or config.alpha_pattern:
         return f"not as an adapter: vLLM serves it merged alone (export {output} without --adapter)"
-    words = ["--enable-lora", "--max-lora-rank", str(served_rank(config)), "--lora-modules", f"policy={output}"]
+    at = [] if first.revision is None or Path(first.base).is_dir() else ["--revision", first.revision]
+    words = [*at, "--enable-lora", "--max-lora-rank", str(served_rank(config)), "--lora-modules", f"policy={output}"]
     return shlex.join(["vllm", "serve", first.base, *_SERVED_SO, *words])
 
 

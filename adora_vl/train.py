@@ -42,7 +42,7 @@ def build_trainer(run: Checked) -> AdoraGRPOTrainer:
     from adora_vl.trainer import AdoraGRPOTrainer
 
     config, model = run.config, run.model
-    own: dict[str, Any] = {"revision": model.model_revision, "dtype": model.dtype}
+    own: dict[str, Any] = {"revision": run.revision, "dtype": model.dtype}
     if model.attn_implementation is not None:
         own["attn_implementation"] = model.attn_implementation
     config.model_init_kwargs = {**own, **(config.model_init_kwargs or {})}

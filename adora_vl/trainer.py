@@ -42,7 +42,7 @@ from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.experimental import extensions
-from adora_vl.models.adapter import begin_with, in_float32
+from adora_vl.models.adapter import begin_with, in_float32, name_base
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import RefuseWrongBuffers, restore_buffers
@@ -117,8 +117,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.clock = metrics.PhaseClock(sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode)
         self.card = CardWriter()  # the README.md of every saved model
         trackers.prepare_trackers(args.report_to, args.output_dir)
-        revision = dict(args.model_init_kwargs or {}).get("revision")
-        engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, revision), timed=self.clock.phase)
+        engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, run.revision), timed=self.clock.phase)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
             super().__init__(
@@ -132,12 +131,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             begin_with(self.model, run.adapter)
         elif run.four_bit:
             in_float32(self.model)
-        elif run.adapters:  # PEFT names the base without what was merged into it
-            self.model.peft_config["default"].base_model_name_or_path = str(run.adapters[0].folder.resolve())
         models = [one for one in (self.model, self.ref_model) if one is not None]
         for one in models:
             restore_buffers(one)
         if is_peft_model(self.model):
+            name_base(self.model, run.adapters[run.adapter is not None :])
             refuse_tied_adapters(self.model)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
@@ -229,8 +227,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             RefuseWrongBuffers(self),
             *([SelfCheck(self)] if args.adora_self_check else []),
         ]
-        if self.run.evaluations is not None:
-            watching.append(EvaluateOnTheWay(self, self.run.evaluations, self.run.system_prompt))
+        run = self.run
+        if run.evaluations is not None:
+            watching.append(EvaluateOnTheWay(self, run.evaluations, run.system_prompt, run.revision))
         for callback in (self.loss_sums, rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile(), *watching):
             self.add_callback(callback)
 

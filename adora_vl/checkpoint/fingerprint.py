@@ -44,7 +44,7 @@ Fingerprint = dict[str, str]
 
 
 def fingerprint(
-    *settings: Any, data: Sequence[Path | str], model: Path | str, revision: str, processes: int,
+    *settings: Any, data: Sequence[Path | str], model: Path | str, revision: str | None, processes: int,
     sharding: str = "none", own: Mapping[str, str] | None = None, left_out: Sequence[str] = (),
 ) -> Fingerprint:  # fmt: skip
     """Every key that influences the steps, with its value as text.

@@ -1,4 +1,4 @@
-"""A PEFT adapter's folder as a model: what it says of itself, and the policy made of it and its base."""
+"""A PEFT adapter, of a folder or the hub, as a model: what it says of itself, and the policy of it and its base."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.models.load import ADAPTER, model_hash, restore_adapter
+from huggingface_hub import snapshot_download
+
+from adora_vl.models.load import ADAPTER, load_model, model_hash, restore_adapter
 from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from trl import ModelConfig
 
-_WHOLE = "config.json"  # a folder that has it is a whole model, whatever else it has
+_WHOLE = "config.json"  # what has it is a whole model, whatever else it has
+_FETCHED = ("adapter_model.safetensors", "*.json", "*.jinja", "*.txt")  # weights, and its own processor if it has one
 # What a key of TRL's is called in an adapter_config.json.
 _KEYS = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_task_type": "task_type",
@@ -25,27 +29,59 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """`config`: PEFT's, which will be trained. `base`: the model that it changes, which may be an adapter too."""
+    """`config`: PEFT's, which will be trained. `base`: the model that it changes, which may be an adapter too, on the
+    hub at `revision`. `commit`: of an adapter on the hub; its `folder` is the copy here.
+    """
 
+    name: str
     folder: Path
     config: Any
     base: str
+    revision: str | None
+
+    @property
+    def commit(self) -> str | None:
+        return None if self.folder == Path(self.name) else self.folder.name
 
 
-def adapters_of(key: str, name: str) -> list[Adapter]:
+def adapters_of(key: str, name: str, revision: str | None = None) -> list[Adapter]:
     """The adapter that a user names as the model, the one that it was trained on top of, and so on; [] for any other
-    model. Raises `UserError`, which begins with `key`, where one of them cannot be read.
+    model. One on the hub is fetched. `revision`: of what is named, or, where that is a folder, of its base, unless the
+    adapter says one. Raises `UserError`, which begins with `key`, where one of them cannot be read.
     """
     found: list[Adapter] = []
-    while (Path(name) / ADAPTER).is_file() and not (Path(name) / _WHOLE).is_file():
-        if any(Path(name).samefile(one.folder) for one in found):
+    while (folder := _folder(key, name, revision)) is not None:
+        if any(folder.samefile(one.folder) for one in found):
             raise UserError(f"{key}: the adapter {name!r} is its own base; name another one")
-        found.append(_read(key, Path(name)))
-        name = found[-1].base
+        found.append(_read(key, name, folder, revision))
+        name, revision = found[-1].base, found[-1].revision
     return found
 
 
-def _read(key: str, folder: Path) -> Adapter:
+def _folder(key: str, name: str, revision: str | None) -> Path | None:
+    """Where the adapter of this name is; None for what is none."""
+    if Path(name).is_dir():
+        return Path(name) if (Path(name) / ADAPTER).is_file() and not (Path(name) / _WHOLE).is_file() else None
+    if name.count("/") != 1 or not _on_hub(name, revision, ADAPTER) or _on_hub(name, revision, _WHOLE):
+        return None
+    what: dict[str, Any] = {"allow_patterns": [*_FETCHED], "ignore_patterns": "*/*"}
+    try:
+        return Path(snapshot_download(name, revision=revision, local_files_only=only_here(name), **what))
+    except OSError as error:
+        why = why_missing(name, error)
+        raise UserError(f"{key}: the adapter {name!r} cannot be fetched from the hub ({why}); try again") from error
+
+
+def _on_hub(name: str, revision: str | None, file: str) -> bool:
+    from transformers.utils import cached_file
+
+    try:
+        return cached_file(name, file, revision=revision, local_files_only=only_here(name)) is not None
+    except (OSError, ValueError):  # where it is no model either, loading one will say what is wrong
+        return False
+
+
+def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
     file = f"{key}: {str(folder / ADAPTER)!r}"
     if find_spec("peft") is None:
         raise UserError(f"{key}: {str(folder)!r} is an adapter, but peft is not installed; install adora-vl[lora]")
@@ -58,7 +94,8 @@ def _read(key: str, folder: Path) -> Adapter:
     if not config.base_model_name_or_path:
         raise UserError(f"{file} names no base_model_name_or_path; write the folder or hub id of the base there")
     config.inference_mode = False
-    return Adapter(folder, config, str(config.base_model_name_or_path))
+    of_base = config.revision or (revision if folder == Path(name) else None)
+    return Adapter(name, folder, config, str(config.base_model_name_or_path), of_base)
 
 
 def check_keys(adapter: Adapter, model: ModelConfig, given: Collection[str]) -> None:
@@ -66,7 +103,7 @@ def check_keys(adapter: Adapter, model: ModelConfig, given: Collection[str]) -> 
     for key, name in _KEYS.items():
         asked, has = getattr(model, key), getattr(adapter.config, name, None)
         if key in given and _plain(asked) != _plain(has):
-            differs = f"{key}: {asked}, but the adapter {str(adapter.folder)!r} has {name}: {_plain(has)} and goes on"
+            differs = f"{key}: {asked}, but the adapter {adapter.name!r} has {name}: {_plain(has)} and goes on"
             remedy = "leave the key out, or set use_peft: true to merge this adapter and train a new one"
             raise UserError(f"{differs} training as it is; {remedy}")
 
@@ -90,8 +127,8 @@ def served_rank(config: Any) -> int:
 
 
 def hash_of(adapters: Sequence[Adapter], base: str) -> str:
-    """The hashes of adapters and base as one text."""
-    return " on ".join([*(str(model_hash(str(one.folder))) for one in adapters), base])
+    """The hashes of adapters, or their commits, and base as one text."""
+    return " on ".join([*(one.commit or str(model_hash(str(one.folder))) for one in adapters), base])
 
 
 def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> str:
@@ -104,9 +141,8 @@ def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> s
 def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
     """The base with `adapters` added to its weights, in its dtype. `init`: for `from_pretrained`."""
     from peft import get_peft_model
-    from trl.trainer.utils import create_model_from_path
 
-    model = create_model_from_path(base, **init)
+    model = load_model(base, init)
     if adapters and getattr(model, "is_loaded_in_4bit", False):  # whose merge would be rounded to 4 bits again
         model = model.dequantize()
         # To save it Transformers would look for a way back to 4 bits.
@@ -127,6 +163,17 @@ def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     from peft import get_peft_model
 
     return get_peft_model(load_merged(base, adapters[1:], init), adapters[0].config)
+
+
+def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
+    """Write into the config of what is trained which model it is of, for whoever loads it. `beneath`: what was merged
+    into the base. PEFT names neither that nor a commit.
+    """
+    config, commit = policy.peft_config["default"], getattr(policy.config, "_commit_hash", None)
+    if beneath:
+        first, commit = beneath[0], beneath[0].commit
+        config.base_model_name_or_path = first.name if commit else str(first.folder.resolve())
+    config.revision = commit
 
 
 def in_float32(policy: Any) -> None:

@@ -14,9 +14,8 @@ from filelock import FileLock
 from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig
 from trl import ModelConfig
-from trl.trainer.utils import create_model_from_path
 
-from adora_vl.models.load import load_processor, model_hash
+from adora_vl.models.load import load_model, load_processor, model_hash
 from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import cache_folder, replacing_folder
 from adora_vl.utils.versions import installed
@@ -106,7 +105,7 @@ def _write(name: str, revision: str | None, model: ModelConfig, folder: Path) ->
         bnb_4bit_use_double_quant=model.use_bnb_nested_quant, llm_int8_skip_modules=list(WHOLE),
     )  # fmt: skip
     init = {"revision": revision, "device_map": None, "trust_remote_code": False, "dtype": torch.bfloat16}
-    create_model_from_path(name, quantization_config=quantised, **init).save_pretrained(folder)
+    load_model(name, {**init, "quantization_config": quantised}).save_pretrained(folder)
     load_processor(name, revision).save_pretrained(folder)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

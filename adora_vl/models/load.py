@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -115,6 +116,13 @@ def auto_class(config: PretrainedConfig) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
+
+
+def load_model(name: str, init: Mapping[str, Any]) -> Any:
+    """As TRL loads it, which looks for its class in the newest revision alone. `init`: for `from_pretrained`."""
+    from trl.trainer.utils import create_model_from_path
+
+    return create_model_from_path(name, auto_class(read_config("model", name, init.get("revision"))), **init)
 
 
 def check_weights(key: str, name: str) -> None:

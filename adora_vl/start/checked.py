@@ -74,6 +74,7 @@ class Checked:
     plan: Shape = field(init=False)
     rewards: ChosenRewards = field(init=False)
     name: str = field(init=False)  # the folder of the model, or its hub id; of an adapter that of its base
+    revision: str | None = field(init=False)  # of `name`
     adapters: list[Adapter] = field(default_factory=list)  # where an adapter was named: it, and those beneath it
     model_config: PretrainedConfig = field(init=False)
     four_bit: bool = False  # whether the base is in 4 bits
@@ -117,13 +118,13 @@ class Checked:
         """What TRL makes its model of: a name, or the model of an adapter that was named, or in 4 bits."""
         if not self.adapters and not self.four_bit:
             return self.name
-        init = {**(self.config.model_init_kwargs or {}), "trust_remote_code": False}
+        init = {**(self.config.model_init_kwargs or {}), "revision": self.revision, "trust_remote_code": False}
         init.pop("quantization_config", None)  # the folder says it
         if self.where.sharding.processes > 1:
             init["device_map"] = None  # as TRL has it
         base = self.name
         if self.model.load_in_4bit and not is_four_bit(self.model_config):
-            base = four_bit_folder(base, self.model.model_revision, self.model)
+            base = four_bit_folder(base, self.revision, self.model)
         found = (load_policy if self.adapter is not None else load_merged)(base, self.adapters, init)
         keep_gradients(found)
         return found

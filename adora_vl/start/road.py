@@ -118,7 +118,7 @@ def rewards(run: Checked) -> None:
 def model(run: Checked) -> None:
     """The model's config and family, and what the engine can do with it."""
     keys, config, here = run.model, run.config, run.where.here
-    run.name = str(keys.model_name_or_path or "")
+    run.name, run.revision = str(keys.model_name_or_path or ""), keys.model_revision
     if run.asked.model.loaded is not None:
         run.model_config = run.asked.model.loaded.config
     else:
@@ -128,18 +128,18 @@ def model(run: Checked) -> None:
         with config.main_process_first(desc="building the tiny model where it is missing"):
             run.name = resolve_model(run.name)
         if run.where.paper:  # whose report, and the config that it writes, name the model as the user does
-            run.model_config, note = config_for_planning(run.name, keys.model_revision)
+            run.model_config, note = config_for_planning(run.name, run.revision)
             run.unknown += [note] if note else []
         else:
             if not run.adapters:
                 keys.model_name_or_path = run.name
-            run.model_config = load_config(run.name, keys.model_revision)
+            run.model_config = load_config(run.name, run.revision)
         run.notes += notes_on(run.name)
     run.notes += fits.check_family(keys, config, run.model_config)
     stage = run.where.sharding.stage
     run.four_bit = check_four_bit(keys, config, run.model_config, run.peft_config, stage=stage, here=here)
     if run.four_bit and len(run.adapters) > (run.adapter is not None):
-        merged = f"{str(run.adapters[-1].folder)!r} would be merged into a base in 4 bits, which rounds it away"
+        merged = f"{run.adapters[-1].name!r} would be merged into a base in 4 bits, which rounds it away"
         remedy = "make a model of it with `python -m adora_vl.export` and name that"
         raise UserError(f"model_name_or_path: {merged}; {remedy}")
     checks.check_extensions(config, run.model_config)
@@ -154,13 +154,13 @@ def model(run: Checked) -> None:
 
 def _find_adapters(run: Checked) -> None:
     """The adapters that were named in the place of a model, and their base in its name."""
-    run.adapters = adapters_of("model_name_or_path", run.name)
+    run.adapters = adapters_of("model_name_or_path", run.name, run.revision)
     if not run.adapters:
         return
     first, named = run.adapters[0], str(run.model.model_name_or_path)
     in_parts = f"model_name_or_path: {named!r} is an adapter, whose weights ZeRO-3 would have in parts before they are"
     refuse((run.where.sharding.stage == 3, f"{in_parts} read; use configs/accelerate/zero2.yaml, or one process"))
-    run.name = run.adapters[-1].base
+    run.name, run.revision = run.adapters[-1].base, run.adapters[-1].revision
     if run.adapter is None:
         run.notes.append(f"the adapter {named} is merged into its base {first.base}, and a new one is trained")
     else:
@@ -181,11 +181,11 @@ def parts(run: Checked) -> None:
 
 def processor(run: Checked) -> None:
     """The processor, its limits in pixels, and how long a prompt may be."""
-    config, keys = run.config, run.model
+    config = run.config
     run.processor = run.asked.model.processor
     if run.processor is None:
         where = processor_folder(run.adapters, run.name, sees=sees_images(run.model_config))
-        run.processor = _load_processor(run, where, keys.model_revision)
+        run.processor = _load_processor(run, where, run.revision)
     if run.processor is not None:
         limit_pixels(run.processor, config.min_pixels, config.max_pixels)
     unknown = lengths.uncountable(run.model_config)
@@ -202,7 +202,7 @@ def processor(run: Checked) -> None:
         print(f"the lengths of the prompts are not checked: {unknown or 'neither a key nor the model has a limit'}")
 
 
-def _load_processor(run: Checked, name: str, revision: str) -> Any:
+def _load_processor(run: Checked, name: str, revision: str | None) -> Any:
     """Where a dry run cannot reach the hub, None with a line about it."""
     try:
         return load_processor(name, revision)
@@ -348,7 +348,7 @@ def _fingerprint(run: Checked) -> Fingerprint:
         *settings,
         data=run.data if script is not None else [identity_of_rows(run.dataset)],
         model=name,
-        revision=run.model.model_revision,
+        revision=run.revision,
         processes=run.where.sharding.processes,
         sharding=run.where.sharding.name if run.where.paper else sharding_of(run.config),
         own=run.own,

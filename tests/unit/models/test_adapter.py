@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
 from adora_vl.train import main
+from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.sft_adapter import TEXT, sft_adapter
 from tests.support.tiny_run import arguments, train
 
@@ -72,6 +74,34 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, 
     assert {name for name in out if not torch.equal(out[name], start[name])} == {n for n in out if ".q_proj.w" in n}
     again = train(tmp_path / "again", model_name_or_path=run, max_steps=2, learning_rate=0)
     assert apart(whole(again / "merged"), out) < 1e-6, "an adapter whose base is an adapter goes on training too"
+
+
+def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    keep_in_hub_cache("somebody/tiny", PRETRAINED, v1="1" * 40)  # there is no main of it
+    keep_in_hub_cache("somebody/sft", sft_adapter(tmp_path / "other", "somebody/nobody"), main="2" * 40)
+    sft = sft_adapter(tmp_path / "sft", "somebody/tiny", revision="v1", modules_to_save=None)
+    keep_in_hub_cache("somebody/sft", sft, v2="3" * 40)
+    asked = {"model_name_or_path": "somebody/sft", "model_revision": "v2", "learning_rate": 0, "max_steps": 1}
+    run, new = train(tmp_path / "run", **asked), train(tmp_path / "new", **asked, **LORA)
+    before, after = load_file(sft / "adapter_model.safetensors"), load_file(run / "adapter_model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    pinned = f"{'3' * 40} on {'1' * 40}"
+    for folder, base in ((run, ("somebody/tiny", "1" * 40)), (new, ("somebody/sft", "3" * 40))):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        assert manifest["model"]["fingerprint"] == pinned and manifest["model"]["base"] == "somebody/tiny"
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert (config["base_model_name_or_path"], config["revision"]) == base, "of what is merged into it later"
+        assert export([str(folder), str(folder / "out")]) == 0
+    assert apart(whole(run / "out"), whole(new / "out")) < 1e-6
+    assert export([str(run), str(tmp_path / "adapter"), "--adapter"]) == 0
+    assert f"vllm serve somebody/tiny --generation-config vllm --host 127.0.0.1 --revision {'1' * 40} " in (
+        capsys.readouterr().out
+    )
+    (tmp_path / "hub" / "models--somebody--sft" / "refs" / "v2").write_text("2" * 40)
+    assert main(arguments(tmp_path / "run", **asked)) == 2
+    assert "'somebody/nobody' is neither a model folder here nor" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

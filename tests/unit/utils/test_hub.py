@@ -33,6 +33,7 @@ from eval.command import main as evaluate
 from eval.inference.engines import build_engine
 from eval.inference.requests import AnswerEngineSettings
 from eval.mathvista import BENCHMARK as MATHVISTA
+from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.tiny_run import arguments
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere", "--dataset_name", "nowhere"]
@@ -143,12 +144,8 @@ def test_a_dry_run_of_a_model_on_a_hub_that_hangs(endpoint: Callable[[str], None
 @pytest.fixture
 def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny model as the hub's library keeps a model that it has loaded before."""
-    home, commit = tmp_path / "hub" / "models--somebody--tiny", "0" * 40
-    shutil.copytree(PRETRAINED, home / "snapshots" / commit)
-    (home / "refs").mkdir()
-    (home / "refs" / "main").write_text(commit)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home.parent))
-    return "somebody/tiny"
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    return keep_in_hub_cache("somebody/tiny", PRETRAINED, main="0" * 40)
 
 
 def test_the_revision_that_is_named_is_the_one_that_is_loaded(cached_model: str) -> None:
