@@ -16,12 +16,15 @@ import pytest
 from adora_vl.data.prompt_lengths import served_length
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.rollout import turns
+from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
 from data_prep.synthetic.generate import generate
 from eval.command import main
 from eval.geometry3k import BENCHMARK
 from tests.integration.support import launch, processes_with, run
+from tests.parity.looks import Draws
 from tests.support.tiny_run import arguments, train
 from tests.support.vllm_server import vllm_server
 
@@ -85,6 +88,15 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
     rollouts = pq.read_table(out / "rollouts").to_pylist()
     assert len(rollouts) == 48 and len({row["completion"] for row in rollouts}) > 8
     assert not (out / ".weights").exists(), "no weights are left behind"
+
+
+def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, served, monkeypatch):
+    monkeypatch.setattr(turns, "CALL", "")
+    monkeypatch.setattr(AdoraGRPOTrainer, "toolbox", draws := Draws())
+    longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
+    out = train(tmp_path / "out", **by_file(served, **longer))
+    assert len(drifts(out)) == 3 and max(drifts(out)) <= ROUNDING
+    assert any(seed.endswith("/1") for seed in draws.seeds), "a second turn was answered"
 
 
 def test_an_adapter_reaches_the_server_merged_and_the_seeds_decide_what_it_samples(tmp_path, served):

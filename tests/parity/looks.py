@@ -97,11 +97,17 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
 class Draws:
     """Tools that answer most turns, whatever they say: with a picture of a drawn size, two, or a text alone."""
 
-    def __init__(self) -> None:
+    @classmethod
+    def of_process(cls) -> Draws:
         mock.patch.object(turns, "CALL", "").start()
+        return cls()
+
+    def __init__(self) -> None:
+        self.seeds: list[str] = []
 
     def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool) -> Any:
         draw = random.Random(seed)
+        self.seeds.append(seed)
         if draw.random() < 0.3:
             return None
         parts: list[Any] = ["<tool_response>\nSee <|image_pad|>"]

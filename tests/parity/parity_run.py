@@ -145,7 +145,7 @@ def main() -> None:
     sabotage(options.sabotage)
     own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
     if options.tools:
-        Recorder.toolbox, own = Draws(), {**TURNS, **own}
+        Recorder.toolbox, own = Draws.of_process(), {**TURNS, **own}
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
     # Four problems that come again at every step. In prompts longer than a block of the prefix cache (128 tokens on a
     # CPU) they hit a cache which is not reset.

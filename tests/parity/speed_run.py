@@ -191,7 +191,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     steps = options.only.split(",")
     if options.tools:
-        SameAgain.toolbox = Draws()
+        SameAgain.toolbox = Draws.of_process()
     own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
     settings: dict[str, Any] = {
         **WITH_ENGINE,
