@@ -151,7 +151,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             models, self.processing_class, accelerator.device, args, self.train_dataset, draws=self.toolbox is not None
         )
         self.methods = method_run(args)
-        self.advantages = AdvantageComputer(context, self.methods, self.reward_weights)
+        self.advantages = AdvantageComputer(context, self.methods, self.reward_weights, tools=self.toolbox is not None)
         self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
         reference = None if self.ref_model is None else accelerator.unwrap_model(self.ref_model)
         is_main, zero3 = accelerator.is_main_process, self._dist.is_zero3

@@ -56,13 +56,18 @@ class AdvantageComputer:
     figures, a few numbers, and whatever looks at one on a device waits for it.
     """
 
-    def __init__(self, context: StepContext, methods: AdvantagePipeline, reward_weights_F: Tensor) -> None:
-        """`reward_weights_F`: the weight of each reward function in the sum."""
+    def __init__(
+        self, context: StepContext, methods: AdvantagePipeline, reward_weights_F: Tensor, *, tools: bool = False
+    ) -> None:
+        """`reward_weights_F`: the weight of each reward function in the sum. `tools`: what they say takes room, so an
+        answer without an end is truncated, however few tokens it has.
+        """
         config = context.config
         self.scale = str(config.scale_rewards)
         self.accelerator, self.correct_above = context.accelerator, config.adora_correct_above
         self.methods, self.reward_weights_F = methods, reward_weights_F
-        self.truncation = Truncation(config.truncated_at, masked=config.mask_truncated_completions)
+        at = None if tools else config.truncated_at
+        self.truncation = Truncation(at, masked=config.mask_truncated_completions)
 
     def judged(self, scores: Scores, batch: Batch, generations: int, step: int, *, training: bool) -> Advantages:
         """What the criteria say of rollouts that have just been graded. `batch` is this rank's.

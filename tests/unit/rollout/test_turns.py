@@ -7,12 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
+from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.rollouts import Call, Rollout, Span
 from adora_vl.rollout.turns import CALL, Turns, play
+from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.scores import Ends
+from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED))
 TOKENIZER = PROCESSOR.tokenizer
@@ -81,6 +85,8 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
         (answered(tools, sampled(CALLED), room=150), "room", False),
     ):
         assert rollout.ended == ended and ends.has_end(rollout, "") is has_end
+    computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
+    assert computer.truncation.at is None, "by the end alone, however few tokens of its own it has"
     assert len(once.spans) == 2 and len(answered(tools, sampled(CALLED), longest=50).spans) == 1
 
 
