@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from adora_vl.data.images import model_size
 from adora_vl.dedup.image_store import PASSING, can_cache
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.rollout.rollouts import RolloutGroup
@@ -61,8 +61,8 @@ def as_seen(image: Image.Image, image_processor: Any) -> Image.Image:
     if not can_cache(image_processor):
         return image
     size, factor = image_processor.size, image_processor.patch_size * image_processor.merge_size
-    height, width = smart_resize(image.height, image.width, factor, size["shortest_edge"], size["longest_edge"])
-    return image.resize((width, height), image_processor.resample)
+    seen = model_size(*image.size, factor, size["shortest_edge"], size["longest_edge"])
+    return image.resize(seen, image_processor.resample)
 
 
 def distorted(image: Image.Image, kind: str, level: float, seed: int) -> Image.Image:
