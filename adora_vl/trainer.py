@@ -42,7 +42,7 @@ from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.experimental import extensions
-from adora_vl.models.adapter import begin_with, in_float32, name_base
+from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_alone
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import RefuseWrongBuffers, restore_buffers
@@ -549,8 +549,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         folder = Path(output_dir or self.args.output_dir)
         final = folder == Path(self.args.output_dir)
+        lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
         with noted(folder, self.args.should_save) if final else nullcontext():
-            super().save_model(output_dir, _internal_call)
+            with trained_alone(self.model) if lacks_reference else nullcontext():
+                super().save_model(output_dir, _internal_call)
             if self.args.should_save:
                 usual_modes(folder)
                 self.card.write(folder, self.state)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 
-from adora_vl.models.load import ADAPTER, load_model, model_hash, restore_adapter
+from adora_vl.models.load import ADAPTER, load_model, model_hash, restore_adapter, whole
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import only_here, why_missing
 
@@ -141,6 +142,8 @@ def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> s
 def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
     """The base with `adapters` added to its weights, in its dtype. `init`: for `from_pretrained`."""
     from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers.integrations import is_deepspeed_zero3_enabled
 
     model = load_model(base, init)
     if adapters and getattr(model, "is_loaded_in_4bit", False):  # whose merge would be rounded to 4 bits again
@@ -154,6 +157,11 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     for adapter in reversed(adapters):
         peft_model = get_peft_model(model, adapter.config)
         restore_adapter(peft_model, "default", adapter.folder)
+        if is_deepspeed_zero3_enabled():  # PEFT would add to what each rank has of a layer
+            for layer in peft_model.modules():
+                if isinstance(layer, BaseTunerLayer):
+                    with whole(layer.parameters()):
+                        layer.merge()
         model = peft_model.merge_and_unload()
     return model
 
@@ -163,6 +171,15 @@ def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     from peft import get_peft_model
 
     return get_peft_model(load_merged(base, adapters[1:], init), adapters[0].config)
+
+
+@contextmanager
+def trained_alone(policy: Any) -> Iterator[None]:
+    """Inside, PEFT saves what is trained without the reference `ref`, which the state that ZeRO-3 gathers lacks."""
+    reference = policy.peft_config.pop("ref", None)
+    yield
+    if reference is not None:
+        policy.peft_config["ref"] = reference
 
 
 def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:

@@ -6,10 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
@@ -182,13 +183,24 @@ def restore_adapter(model: Any, name: str, folder: Path) -> None:
     if not (folder / ADAPTER).is_file():
         raise RunError(f"{where}: there is no {ADAPTER}; name a checkpoint of a run with this adapter")
     saved = load_peft_weights(str(folder), device="cpu")
-    if (
-        missing := get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False).keys()
-        - saved.keys()
-    ):
+    has = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    if missing := has.keys() - saved.keys():
         raise RunError(f"{where}: {len(missing)} tensors are missing, the first is {min(missing)}")
-    if left_over := set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys:
+    with whole(parameter for path, parameter in model.named_parameters() if name in path.split(".")):
+        left_over = set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
+    if left_over:
         raise RunError(f"{where}: {len(left_over)} tensors have no place in the model, the first is {min(left_over)}")
+
+
+def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
+    """Inside, what ZeRO-3 has in parts is whole, and may be changed on all ranks alike."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    if not is_deepspeed_zero3_enabled():
+        return nullcontext()
+    import deepspeed
+
+    return cast("AbstractContextManager[Any]", deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0))
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:

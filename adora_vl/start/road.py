@@ -158,8 +158,6 @@ def _find_adapters(run: Checked) -> None:
     if not run.adapters:
         return
     first, named = run.adapters[0], str(run.model.model_name_or_path)
-    in_parts = f"model_name_or_path: {named!r} is an adapter, whose weights ZeRO-3 would have in parts before they are"
-    refuse((run.where.sharding.stage == 3, f"{in_parts} read; use configs/accelerate/zero2.yaml, or one process"))
     run.name, run.revision = run.adapters[-1].base, run.adapters[-1].revision
     if run.adapter is None:
         run.notes.append(f"the adapter {named} is merged into its base {first.base}, and a new one is trained")

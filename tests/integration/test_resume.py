@@ -59,9 +59,11 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
 
 
 @pytest.mark.core
-def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(tmp_path):
+@pytest.mark.parametrize("processes", ["1", "2"], ids=["whole", "zero3"])
+def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(tmp_path, processes):
     adapter = ["--model_name_or_path", str(sft_adapter(tmp_path / "sft")), "--beta", "0.1", "--learning_rate", "1e-3"]
-    done = run([*KILLS, "--kills", "rollout:5", "--output", str(tmp_path), "--", *adapter])
+    options = ["--kills", "rollout:5", "--processes", processes, "--output", str(tmp_path)]
+    done = run([*KILLS, *options, "--", *adapter])
     assert "checkpoint-3" in done.stdout
     assert "6 steps, 6 tables of rollouts, weights: all equal" in done.stdout
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForImageTextToText
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
 from adora_vl.train import main
+from tests.integration.support import launch
 from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.sft_adapter import TEXT, sft_adapter
 from tests.support.tiny_run import arguments, train
@@ -102,6 +103,21 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(tmp_pa
     (tmp_path / "hub" / "models--somebody--sft" / "refs" / "v2").write_text("2" * 40)
     assert main(arguments(tmp_path / "run", **asked)) == 2
     assert "'somebody/nobody' is neither a model folder here nor" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [{}, LORA], ids=["goes on", "is merged"])
+def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys, sft, tmp_path):
+    asked = {"model_name_or_path": sft, "beta": 0.1, "max_steps": 2, **keys}
+    train(tmp_path / "whole", **asked)
+    launch("cpu_zero3", "--num_processes", "1", "-m", "adora_vl.train", *arguments(tmp_path / "parts", **asked))
+    one, other = (
+        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"] for name in ("whole", "parts")
+    )
+    for whole_entry, entry in zip(one[:2], other[:2], strict=True):
+        for figure in ("reward", "entropy", "grad_norm", "kl"):
+            assert entry[figure] == pytest.approx(whole_entry[figure], rel=1e-3, abs=1e-6), figure
+    assert one[0]["grad_norm"] > 0
 
 
 @pytest.mark.parametrize(
