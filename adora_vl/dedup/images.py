@@ -126,6 +126,8 @@ class DistinctImages:
         held as long as those of the batch. All ranks call it together.
         """
         bank, cache = self.banks.more(mode), self.cache
+        if not any(pictures):
+            return prompts
         sharing: AbstractContextManager[None] = nullcontext()
         if cache is not None and bank is not None:
             sharing = referring(self.image_processor, cache, bank, self._device)

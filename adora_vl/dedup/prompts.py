@@ -91,8 +91,6 @@ def with_pictures(
     """The prompts with further images of each row, (B,), behind its own. `process`: what the processor makes of images
     alone, pixels or references to them, and grids.
     """
-    if not any(pictures):
-        return prompts
     made = process([image for row in pictures for image in row])
     read = made["image_grid_thw"], torch.as_tensor(made["pixel_values"])
     further = _by_row(*read, [len(row) for row in pictures])

@@ -55,14 +55,21 @@ def test_one_process(tmp_path, words):
     assert result["sent"] == [sum(result["tensors"].values())] * 6
 
 
+# The weights stand still, so that tokens of earlier generations can be compared.
+PAUSED = ("learning_rate=0", "adora_rollouts={budget: 12}", "vllm_importance_sampling_mode=token_truncate")
+
+
 @pytest.mark.core
-@pytest.mark.parametrize("words", [("cpu", "16"), ("cpu_zero3", "6", "--mixed")], ids=["one process", "two, ZeRO-3"])
+@pytest.mark.parametrize(
+    "words", [("cpu", "16"), ("cpu_zero3", "6", "--mixed"), ("cpu", "16", *PAUSED)],
+    ids=["one process", "two, ZeRO-3", "paused within turns"],
+)  # fmt: skip
 def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
     """Their lengths are what the policy has sampled. Two processes may have other numbers of turns."""
     config, rows, *further = words
     result = parity(tmp_path, config, "--tools", *further, f"per_device_train_batch_size={rows}", "max_steps=2")
     assert max(result["gaps"]) <= BOUND and max(result["means"]) <= 1e-6
-    assert result["moved"] > 0.1 and max(result["turns"]) == 3
+    assert (result["moved"] > 0.1 or "learning_rate=0" in words) and max(result["turns"]) == 3
     assert result["packed"] > 0 and not result["refused"]
     assert result["table"]["length"] == result["own_lengths"]
 

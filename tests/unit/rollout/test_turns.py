@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -63,6 +64,15 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     assert list(after.spans[1].tokens) == expected and after.spans[1].logps is None and after.spans[1].step == 4
     (shown_now,), (call,) = after.pictures, after.calls
     assert (shown_now.span, call.span, shown_now.image.mode, shown_now.image.size) == (1, 1, "RGB", (84, 28))
+
+
+def test_a_model_that_reads_text_alone_gets_the_same_turn():
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.chat_template = PROCESSOR.chat_template
+    turns = Turns(Says("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
+    rollout = turns(sampled(CALLED), [], prompt=9, longest=200, step=4, seed="")
+    expected = ids_of("\n<|im_start|>user\nIt is 7.<|im_end|>\n<|im_start|>assistant\n")
+    assert list(rollout.spans[1].tokens) == expected and not rollout.pictures
 
 
 def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its_own():
