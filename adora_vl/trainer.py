@@ -576,11 +576,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Stock TRL reads and decodes every copy of a row; ours reads each row of a training batch once, if possible
         while the policy learns from the batch before.
         """
-        if not is_training or not self.args.own("cache_images") or not hasattr(dataset, "__len__"):
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
-        asked = self.args.adora_rollouts
+        asked, share = self.args.adora_rollouts, self.args.own("cache_images")
         numbered = asked.budget is not None or asked.ahead > 0 or asked.replay > 0
-        rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered)
+        if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
+            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+        rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered, share=share)
         loader = super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, dataloader_key)
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
         return loader

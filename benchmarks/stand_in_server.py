@@ -27,9 +27,14 @@ Body = dict[str, Any]
 class StandIn:
     """Answers until it is `dead`; then it drops what it is asked, and new connections too."""
 
-    def __init__(self, *, seconds_per_token: float = 0.0, tokens: int = 8, vocabulary: int = 300) -> None:
-        """`seconds_per_token`: how long a request for rollouts waits, by its limit. `tokens`: of a rollout."""
+    def __init__(
+        self, *, seconds_per_token: float = 0.0, tokens: int = 8, shortest: int | None = None, vocabulary: int = 300
+    ) -> None:
+        """`seconds_per_token`: how long a request for rollouts waits, by its limit. `tokens`: of a rollout, or with
+        `shortest` at the most.
+        """
         self.seconds_per_token, self.tokens, self.vocabulary = seconds_per_token, tokens, vocabulary
+        self.shortest = tokens if shortest is None else shortest
         self.life = uuid.uuid4().hex
         self.logprobs_mode = "raw_logprobs"
         self.dead = False
@@ -110,7 +115,8 @@ class StandIn:
         rollouts = []
         for member in range(parameters.get("n", 1)):
             draw = random.Random(f"{ids} {parameters.get('seed', 0) + member}")
-            tokens = draw.choices(allowed, k=self.tokens)
+            length = draw.randint(self.shortest, self.tokens) if self.shortest < self.tokens else self.tokens
+            tokens = draw.choices(allowed, k=min(length, parameters.get("max_tokens", length)))
             names, logps = [f"token_id:{token}" for token in tokens], [-draw.random() for _ in tokens]
             pairs = list(zip(names, logps, strict=True))
             if path == GENERATE[0]:

@@ -127,8 +127,8 @@ class NoiseOptions(ExtensionKind):
         return round(count)
 
     def check(self, keys: Any) -> None:
-        if self.count(keys.num_generations) and (not keys.use_vllm or keys.vllm_mode != "colocate"):
-            where = "use_vllm: true and vllm_mode: colocate, where a rollout can see another image than its group"
+        if self.count(keys.num_generations) and not keys.use_vllm:
+            where = "use_vllm: true, where a rollout can see another image than its group"
             raise ValueError(f"share: {self.share} needs {where}; else set it to 0")
 
 

@@ -119,8 +119,6 @@ def check_filling(config: Any) -> None:
             key,
             (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"),
             (replays and moves, "sync_ref_model: true, whose reference is another one by then"),
-            # Kept groups are read again by the numbers of their rows, which the cache gives them.
-            (replays and not config.own("cache_images"), "adora_stock_step: cache_images"),
         )
 
 
@@ -141,23 +139,19 @@ def check_budget(config: Any) -> None:
     budget, rows = config.adora_rollouts.budget, _rows(config)
     if budget is None:
         return
-    key, cycle = f"adora_rollouts.budget: {budget}", config.steps_per_generation * config.num_iterations
+    key = f"adora_rollouts.budget: {budget}"
     parameters = sorted({*(config.generation_kwargs or {})} - _KNOW_NO_BEGINNING)
     obstacle = regroup_obstacle(config)
     not_regrouped = obstacle or ("" if regroups(config) else "the keys of micro-batches of whole groups all false")
     _refuse_beside(
         key,
         (not config.use_vllm, "use_vllm: false"),
-        (config.vllm_mode != "colocate", f"vllm_mode: {config.vllm_mode}"),
-        (config.vllm_tensor_parallel_size > 1, f"vllm_tensor_parallel_size: {config.vllm_tensor_parallel_size}"),
-        (not config.own("cache_images"), "adora_stock_step: cache_images"),
         (not config.vllm_importance_sampling_correction, "vllm_importance_sampling_correction: false"),
         (config.vllm_structured_outputs_regex, "vllm_structured_outputs_regex"),
         (parameters, f"generation_kwargs: {', '.join(parameters)}"),
         (not_regrouped, not_regrouped),
         (rows % config.num_generations, f"{rows} rollouts per process, which are no whole groups"),
         (rows < 2 * config.num_generations, "one group per process, which has to end in every generation"),
-        (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
     )
     mode = config.vllm_importance_sampling_mode
     refuse(
@@ -176,18 +170,13 @@ def check_async(config: Any) -> None:
     """Check rollouts that are asked for a generation ahead against the other keys. Raises `UserError`."""
     if not config.adora_rollouts.ahead:
         return
-    cycle = config.steps_per_generation * config.num_iterations
     by_file = config.use_vllm and config.vllm_mode == "server" and config.adora_weight_transfer != "nccl"
     uncorrected = not config.vllm_importance_sampling_correction
     _refuse_beside(
         f"adora_rollouts.ahead: {config.adora_rollouts.ahead}",
         (not by_file, "another engine than vllm_mode: server with adora_weight_transfer: file"),
         (uncorrected, "vllm_importance_sampling_correction: false"),
-        (config.adora_rollouts.budget is not None, f"adora_rollouts.budget: {config.adora_rollouts.budget}"),
-        (config.adora_rollouts.refill, f"adora_rollouts.refill: {config.adora_rollouts.refill}"),
-        (not config.own("cache_images"), "adora_stock_step: cache_images"),
         (config.dataloader_num_workers, f"dataloader_num_workers: {config.dataloader_num_workers}"),
-        (cycle % config.gradient_accumulation_steps, "several generations for one optimizer step"),
     )
 
 

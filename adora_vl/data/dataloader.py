@@ -54,12 +54,13 @@ class DistinctRows(Dataset[dict[str, Any]]):
     `read_ahead` is called on another thread (by `ImagePrefetch`), everything else on the loader's.
     """
 
-    def __init__(self, rows: Any, *, numbered: bool = False) -> None:
-        """`numbered`: each row says its number, in the column `ROW_NUMBER`."""
-        self._rows, self._numbered = rows, numbered
+    def __init__(self, rows: Any, *, numbered: bool = False, share: bool = True) -> None:
+        """`numbered`: each row says its number, in the column `ROW_NUMBER`. `share`: copies of a row are read once;
+        else each is read, as stock TRL does.
+        """
+        self._rows, self._numbered, self.share = rows, numbered, share
         self._last: dict[int, dict[str, Any]] = {}  # of the batch before, by index
         self._ahead: dict[int, dict[str, Any]] = {}  # of a batch to come
-        self.share = True  # false: a read for every copy, as stock TRL does
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -70,7 +71,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """What torch's loader calls with the indices of a whole batch."""
         if not self.share:
-            return [dict(self._rows[index]) for index in indices]
+            return [self._with_number(dict(self._rows[index]), index) for index in indices]
         before, wanted = self._last, dict.fromkeys(indices)
         self._last = {index: before[index] if index in before else self._taken(index) for index in wanted}
         return [dict(self._last[index]) for index in indices]
@@ -91,7 +92,8 @@ class DistinctRows(Dataset[dict[str, Any]]):
         """The rows that take the places of these so many generations later, read now. Empty where that is not known."""
         distinct = list(dict.fromkeys(numbers))
         after = dict(zip(distinct, order.following(distinct, order.epoch, generations), strict=False))
-        return [dict(self.read_ahead(after[number])) for number in numbers] if after else []
+        read = self.read_ahead if self.share else self._read
+        return [dict(read(after[number])) for number in numbers] if after else []
 
     def forget_ahead(self, but: Collection[int] = ()) -> None:
         """Let go of rows that were read ahead and that no batch has asked for, `but` of those that may still be."""
@@ -105,6 +107,9 @@ class DistinctRows(Dataset[dict[str, Any]]):
         row = dict(self._rows[index])
         if row.get("images"):
             row["images"] = [kept(image) for image in row["images"]]
+        return self._with_number(row, index)
+
+    def _with_number(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
@@ -134,6 +134,14 @@ def groups_of(rows: Sequence[Any], where: str, began: int, first: int, generatio
         problem = DrawnProblem(own.pop(ROW_NUMBER, -1), where, place)
         found.append(RolloutGroup(problem, cast("Row", own), began, (Rollout(),), member))
     return found
+
+
+def open_rollouts(groups: Sequence[RolloutGroup], limits: Iterable[int]) -> dict[tuple[int, int], Rollout]:
+    """Those that have not ended, by the number of the group and in it. Those that go on come first: they would be the
+    last to end if an engine had no place.
+    """
+    found = {(n, member): one for n in limits for member, one in enumerate(groups[n].rollouts) if not one.ended}
+    return dict(sorted(found.items(), key=lambda each: not each[1].spans))
 
 
 @dataclass(frozen=True)

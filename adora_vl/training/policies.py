@@ -48,6 +48,14 @@ def further_rows(rows: int, groups: int, place: str) -> list[int]:
     return [drawn[number % len(drawn)] for number in range(groups)]
 
 
+def groups_for(wanted: int, signal: Sequence[float], most: int) -> int:
+    """How many groups begin, so that `wanted` of them have signal as far as that is likely: by the shares of the last
+    generations, and at most `most`.
+    """
+    share = sum(signal) / len(signal) if signal else 1.0
+    return min(most, math.ceil(wanted / share)) if share else most
+
+
 def exchanges(live: Sequence[bool], further_live: Sequence[bool]) -> list[tuple[int, int]]:
     """Pairs (group without signal, further group with signal that replaces it), until either kind runs out."""
     dead = [group for group, alive in enumerate(live) if not alive]

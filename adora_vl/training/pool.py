@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,16 @@ from adora_vl.data.rows import images_of
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.prompt_tokens import mismatch_named
-from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutAnswer, RolloutAsk, RolloutGroup, Span, groups_of
+from adora_vl.rollout.rollouts import (
+    DrawnProblem,
+    Rollout,
+    RolloutAnswer,
+    RolloutAsk,
+    RolloutGroup,
+    Span,
+    groups_of,
+    open_rollouts,
+)
 from adora_vl.rollout.sources import Sampler, Ticket
 from adora_vl.rollout.turns import Turns, play
 from adora_vl.training.batch_rows import chosen_groups
@@ -214,24 +223,26 @@ class Pool:
         """
         learned, groups, fewest = self._judged(generation, groups)
         lengths, replaced, size = self._lengths(generation), 0, generation.group_size
+        if self.asked.refill:
+            live = live_units(generation.batch["signal"], size)
+            own = torch.tensor([live.count(True) / len(live)], device=self.accelerator.device)
+            share = float(self.accelerator.gather(own).mean())
+            self.state = replace(self.state, signal=(*self.state.signal, share)[-REMEMBERED:])
         for attempt in range(1, self.asked.refill + 1):
             live = live_units(generation.batch["signal"], size)
-            missing = live.count(False) + (self.places - len(live) if self.waits else 0)
+            missing = live.count(False) + (self.places - len(live) if self.aged else 0)
             lacks = self.accelerator.gather(torch.tensor([missing], device=self.accelerator.device))
             if not lacks.any():
                 break
             further = replace(generation, attempt=attempt)
-            begun = self._further(further)
-            limits: dict[int, int | None] = {len(groups) + place: budget for place in range(len(begun))}
-            groups = self._sampled(further, [*groups, *begun], limits)
-            self.log("adora/further_batches", 1.0)
+            groups = self._with_further(further, groups, budget)
             more, groups, fewest = self._judged(further, groups)
             if not more:  # on no rank: none has ended within the budget
                 continue
             lengths = (*lengths, *self._lengths(further))
             if not all(gather_object([further.batch.keys() == generation.batch.keys()])):
                 continue  # only one of the two batches has images, so their rows have different columns
-            chosen = admitted(live, live_units(further.batch["signal"], size), self.places if self.waits else 0)
+            chosen = admitted(live, live_units(further.batch["signal"], size), self.places if self.aged else 0)
             replaced += sum(number != place for place, number in enumerate(chosen[: len(live)]))
             both, pad_id = [*learned, *more], self.context.pad_id
             generation.batch = chosen_groups(generation.batch, further.batch, chosen, size, pad_id)
@@ -243,11 +254,22 @@ class Pool:
             self.state = replace(self.state, lengths=(*self.state.lengths, lengths)[-REMEMBERED:])
         return learned, groups, fewest
 
-    def _further(self, generation: Generation) -> list[RolloutGroup]:
-        """Groups of further problems for a generation; where the run stands seeds the choice."""
+    def _with_further(
+        self, generation: Generation, groups: list[RolloutGroup], budget: int | None
+    ) -> list[RolloutGroup]:
+        """The groups, and those of further problems."""
+        begun = self._further(generation)
+        limits: dict[int, int | None] = {len(groups) + place: budget for place in range(len(begun))}
+        self.log("adora/further_batches", 1.0)
+        return self._sampled(generation, [*groups, *begun], limits)
+
+    def _further(self, generation: Generation, count: int | None = None) -> list[RolloutGroup]:
+        """Groups of further problems for a generation, as many as it has places unless `count` says another number;
+        where the run stands seeds the choice.
+        """
         rank, size = self.accelerator.process_index, generation.group_size
         seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
-        numbers = further_rows(len(self.rows), self.places, seed)
+        numbers = further_rows(len(self.rows), self.places if count is None else count, seed)
         rows: list[Any] = self.rows.__getitems__(numbers)
         self.row_guard.check(rows, generation.step)
         problems = [
@@ -264,7 +286,7 @@ class Pool:
         """
         complete, count = [number for number, group in enumerate(groups) if group.complete], len(groups)
         fewest = count
-        if self.waits:
+        if self.aged:
             own = torch.tensor([len(complete)], device=self.accelerator.device)
             fewest = int(self.accelerator.gather(own).min())
             count = min(fewest, self.places)
@@ -282,12 +304,9 @@ class Pool:
     # ------------------------------------------------------------------------------------------ sampling
 
     def _sampled(
-        self,
-        generation: Generation,
-        groups: list[RolloutGroup],
-        limits: dict[int, int | None],
+        self, generation: Generation, groups: list[RolloutGroup], limits: dict[int, int | None],
         ticket: Ticket | None = None,
-    ) -> list[RolloutGroup]:
+    ) -> list[RolloutGroup]:  # fmt: skip
         """The groups after their rollouts have gone on, by so many tokens or (None) to their ends. `limits`: by the
         number of the group. `ticket`: for these rollouts, where they were asked for before.
         """
@@ -487,11 +506,3 @@ class Pool:
         coming = [replace(one, groups=tuple(self._with_rows(one.groups))) for one in found.coming]
         groups = tuple(self._with_rows(found.groups))
         self.state = replace(found, groups=groups, coming=tuple(coming), kept=kept)
-
-
-def open_rollouts(groups: Sequence[RolloutGroup], limits: Iterable[int]) -> dict[tuple[int, int], Rollout]:
-    """Those that have not ended, by the number of the group and in it. Those that go on come first: they would be the
-    last to end if an engine had no place.
-    """
-    found = {(n, member): one for n in limits for member, one in enumerate(groups[n].rollouts) if not one.ended}
-    return dict(sorted(found.items(), key=lambda each: not each[1].spans))

@@ -17,11 +17,11 @@ from typing import Any
 from accelerate.utils import gather_object
 
 from adora_vl.data.loading import unreadable_rows
-from adora_vl.rollout.rollouts import RolloutGroup, groups_of
+from adora_vl.rollout.rollouts import RolloutGroup, groups_of, open_rollouts
 from adora_vl.rollout.sources import ServersAhead
 from adora_vl.training.generation import Generation
-from adora_vl.training.policies import groups_to_complete
-from adora_vl.training.pool import Pool, open_rollouts
+from adora_vl.training.policies import groups_for, groups_to_complete
+from adora_vl.training.pool import Pool
 from adora_vl.training.pool_state import ComingGeneration
 from adora_vl.types import Row
 
@@ -46,7 +46,7 @@ class PoolAhead(Pool):
         """
         servers = self.servers
         expected = self.state.coming[0] if self.state.coming else None
-        fits = expected is not None and (expected.where, expected.numbers) == (now.where, _numbers(drawn))
+        fits = expected is not None and expected.numbers == _numbers(drawn)
         if not all(gather_object([fits])):  # where a run begins, or goes on with other rows
             self.state, expected = replace(self.state, coming=()), None
         judge_drift = None
@@ -57,8 +57,8 @@ class PoolAhead(Pool):
             self._ask_ahead(now, drawn, 1 if self.waits else servers.ahead + 1, budget)
         asked = self.state.coming[0]
         groups = self._sampled(now, list(asked.groups), asked.limits, asked.ticket)
+        groups = sorted([*self.state.groups, *groups], key=lambda group: group.began)
         if self.waits:
-            groups = sorted([*self.state.groups, *groups], key=lambda group: group.began)
             left, last = self._left(now), self._left(now) <= servers.ahead  # then what is paused does not come back
             needed = groups_to_complete(len(groups) + self._flying, self.places, left, self.least)
             groups = self._completed(now, groups, len(groups) if last else min(len(groups), needed))
@@ -87,7 +87,8 @@ class PoolAhead(Pool):
                 break
             fresh = groups_of(rows, later.where, now.number, self.accelerator.process_index * len(rows), now.group_size)
             numbers = _numbers(fresh)
-            groups = [*going, *self._begun(now, fresh, len(rest) + self._flying)]
+            begun = [*self._begun(now, fresh, len(rest) + self._flying), *self._spare(later, now.number)]
+            groups = [*going, *begun]
             rest, going = [group for group in rest if group not in going], []
             limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
             if budget is not None:
@@ -96,9 +97,25 @@ class PoolAhead(Pool):
             going_on = open_rollouts(groups, limits)
             asked, _ = self._asked(later, groups, limits, going_on)
             ticket = self.servers.begin([self._ask(asked[place], rollout) for place, rollout in going_on.items()])
-            coming = ComingGeneration(later.where, numbers, tuple(groups), limits, ticket)
+            coming = ComingGeneration(numbers, tuple(groups), limits, ticket)
             self.state = replace(self.state, coming=(*self.state.coming, coming))
         return rest
+
+    def _spare(self, later: Generation, began: int) -> list[RolloutGroup]:
+        """Groups of further problems for those of a generation that will have no signal: then there is no time."""
+        found: list[RolloutGroup] = []
+        most = self.places * (1 + self.asked.refill)
+        wanted = groups_for(self.places, self.state.signal, most) - self.places - self.state.complete
+        while len(found) < wanted:
+            further = replace(later, attempt=1 + len(found) // self.places)
+            found += self._further(further, min(self.places, wanted - len(found)))
+        return [replace(group, began=began) for group in found]
+
+    def _with_further(
+        self, generation: Generation, groups: list[RolloutGroup], budget: int | None
+    ) -> list[RolloutGroup]:
+        """Those that are there already."""
+        return groups
 
     @property
     def _flying(self) -> int:

@@ -37,7 +37,6 @@ class KeptGroup:
 class ComingGeneration:
     """One that servers were asked for before it is needed."""
 
-    where: str  # its name
     numbers: tuple[int, ...]  # of the rows that the data loader draws for it
     groups: tuple[RolloutGroup, ...]  # without what was asked for
     limits: dict[int, int | None]  # tokens that were asked for, by the number of the group
@@ -67,6 +66,7 @@ class PoolState:
     lengths: tuple[tuple[int, ...], ...] = ()  # tokens of the answers of the last generations, of all ranks
     kept: tuple[KeptGroup, ...] = ()  # for replay, the oldest first
     coming: tuple[ComingGeneration, ...] = ()  # from the next one on
+    signal: tuple[float, ...] = ()  # the share of groups with it in the last generations, of all ranks
 
     def save(self, folder: Path, rank: int) -> None:
         """Into a checkpoint; problems by their numbers, since the data set has them."""
@@ -82,7 +82,7 @@ class PoolState:
             "kept": kept,
             "images": encoded,
         }
-        content |= {"complete": self.complete, "lengths": self.lengths}
+        content |= {"complete": self.complete, "lengths": self.lengths, "signal": self.signal}
         save_of_rank(folder, FILES, rank, {**content, "coming": [one.packed() for one in self.coming]})
 
     @classmethod
@@ -110,7 +110,7 @@ class PoolState:
         drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
         kept = tuple(KeptGroup(**{**one, "group": _unpacked(one["group"], {})}) for one in found["kept"])
         coming = tuple(ComingGeneration.unpacked(one, images) for one in found.get("coming", ()))
-        return cls(drawn, groups, found["complete"], found["lengths"], kept, coming)
+        return cls(drawn, groups, found["complete"], found["lengths"], kept, coming, found.get("signal", ()))
 
 
 def _packed(group: RolloutGroup) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_an
     assert main(words(tmp_path / "two", server, **keys)) == 0
     expected = (tmp_path / "one" / "model.safetensors").read_bytes()
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == expected
-    _goes_on_after_a_kill(tmp_path / "one", tmp_path / "killed", server, after=2, **keys)
+    goes_on_after_a_kill(tmp_path / "one", tmp_path / "killed", server, after=2, **keys)
 
 
 def _length(body: dict[str, Any]) -> int:
@@ -179,7 +179,7 @@ def fails(completions, trainer_state, **kwargs):
 """
 
 
-def _goes_on_after_a_kill(whole: Path, killed: Path, server: StandIn, *, after: int, **keys: Any) -> None:
+def goes_on_after_a_kill(whole: Path, killed: Path, server: StandIn, *, after: int, **keys: Any) -> None:
     """What the checkpoint has was sampled by weights that are gone."""
     shutil.copytree(whole, killed)
     for folder in killed.glob("checkpoint-*"):
@@ -190,11 +190,11 @@ def _goes_on_after_a_kill(whole: Path, killed: Path, server: StandIn, *, after: 
     server.asked.clear()
     assert main(words(killed, server, **keys)) == 0
     assert (killed / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
-    ages = [[step["adora/staleness"] for step in steps(folder)] for folder in (whole, killed)]
+    ages = [[step.get("adora/staleness") for step in steps(folder)] for folder in (whole, killed)]
     assert ages[0] == ages[1]
 
 
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
     assert main(words(tmp_path / "whole", server)) == 0
-    _goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
+    goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
     assert _with_each_weights(server, 32) == [4, 0], "of generations 3 and 4 the first was in the checkpoint"

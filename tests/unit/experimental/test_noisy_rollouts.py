@@ -220,8 +220,7 @@ def test_keys_become_settings():
 def test_what_does_not_fit_is_named(subtests):
     cases = [
         ([f"{NOISE}.share", "0.3", *ENGINE[:4]], "0.3 of num_generations: 8 is 2.4 rollouts.*such as 0.5"),
-        ([f"{NOISE}.share", "0.5"], "needs use_vllm: true and vllm_mode: colocate"),
-        ([*ENGINE, "--vllm_mode", "server"], "needs use_vllm: true and vllm_mode: colocate"),
+        ([f"{NOISE}.share", "0.5"], "needs use_vllm: true, where a rollout can see another image than its group"),
         ([*ENGINE, f"{NOISE}.strength", "1000"], "at most 999 diffusion steps"),
         ([*ENGINE, f"{NOISE}.kind", "rotate", f"{NOISE}.strength", "200"], "at most 180 degrees"),
         ([*ENGINE, "--adora_method", "canon"], "canon's measure: entropy"),

@@ -188,7 +188,6 @@ def test_what_it_does_not_go_with_is_said_in_one_line(subtests):
         (["--loss_type", "bnpo"], "adora_rollouts.replay: 4 does not go with loss_type: bnpo"),
         (["--top_entropy_quantile", "0.2"], "adora_rollouts.replay: 4 does not go with top_entropy_quantile: 0.2"),
         (["--sync_ref_model", "true"], "adora_rollouts.replay: 4 does not go with sync_ref_model"),
-        (["--adora_stock_step", "cache_images"], "adora_rollouts.replay: 4 does not go with adora_stock_step"),
     ]
     for arguments, said in cases:
         with subtests.test(said):

@@ -1,0 +1,64 @@
+"""Ways to fill a generation that go together: each pair that differs in code trains, and goes on to the bit after a
+kill. Stand-ins play the servers, whose answers are drawn from prompts and seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from adora_vl.train import main
+from benchmarks.stand_in_server import StandIn
+from tests.integration.test_one_step_ahead import goes_on_after_a_kill, steps, words
+
+pytestmark = pytest.mark.slow
+TWO = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "adora_synthetic_rows": 16}
+NOISY = "{noisy_rollouts: {share: 0.5}}"
+# the rules, other keys, and the figures that show that both were at work
+PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "budget + servers": ("{budget: 6, ahead: 0}", {}, ("adora/unfinished", "adora/staleness")),
+    "budget + ahead": ("{budget: 6, ahead: 1}", {}, ("adora/unfinished", "adora/trainer_waited_s")),
+    "refill + ahead": ("{refill: 2, ahead: 1}", {}, ("adora/refilled_groups", "adora/staleness")),
+    "refill + budget + ahead 2": ("{refill: 2, budget: 6, ahead: 2}", {}, ("adora/refilled_groups",)),
+    "noisy + servers": ("{ahead: 0}", {"adora_extensions": NOISY}, ("adora/noisy_share",)),
+    "noisy + budget + ahead": ("{budget: 6, ahead: 1}", {"adora_extensions": NOISY}, ("adora/noisy_share",)),
+    "replay + budget + ahead": ("{replay: 4, budget: 6, ahead: 1}", {}, ("adora/replayed_groups", "adora/unfinished")),
+    "no cache + replay + budget + ahead": (
+        "{replay: 4, budget: 6, ahead: 1}", {"adora_stock_step": "[cache_images]"}, ("adora/unfinished",),
+    ),
+    "two generations a step + budget + ahead": (
+        "{budget: 6, ahead: 1}", TWO, ("adora/unfinished",),
+    ),
+    "evaluation + ahead": (
+        "{ahead: 1}", {"eval_strategy": "steps", "eval_steps": 1, "adora_eval_limit": 4}, ("adora/staleness",),
+    ),
+}  # fmt: skip
+REWARD = """
+def reward(completions, **kwargs):
+    return [float(len(str(one)) % 3 == 0) for one in completions]
+"""
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    one = StandIn(vocabulary=200, tokens=14, shortest=2)
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
+    rules, further, figures = PAIRS[pair]
+    (tmp_path / "mine.py").write_text(REWARD)
+    keys = {
+        "adora_rollouts": rules, "max_steps": 4, "adora_reward": f"{tmp_path / 'mine.py'}:reward",
+        "vllm_importance_sampling_mode": "token_truncate", **further,
+    }  # fmt: skip
+    assert main(words(tmp_path / "whole", server, **keys)) == 0
+    assert {*figures} <= {name for step in steps(tmp_path / "whole") for name in step}
+    rows = pq.read_table(tmp_path / "whole" / "rollouts").to_pylist()
+    assert len({(row["step"], row["id"], row["completion"]) for row in rows}) > 8
+    goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2, **keys)
