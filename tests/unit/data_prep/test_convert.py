@@ -77,14 +77,6 @@ def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> Non
             assert held != [index for index in range(1000) if index in HeldOutShare(share, seed=4)]
 
 
-def test_train_and_test_share_out_every_row_once(tmp_path: Path) -> None:
-    rows = [{"q": f"What is {n}?", "a": n} for n in range(20)]
-    source = jsonl(tmp_path / "in", rows)
-    assert convert(source, tmp_path / "out", "--test-share", "0.25", columns=("problem=q", "answer=a")) == 0
-    golds = {split: [row["answer"] for row in stored_rows(tmp_path / "out", split)] for split in ("train", "test")}
-    assert len(golds["test"]) == 5 and sorted(map(int, golds["train"] + golds["test"])) == list(range(20))
-
-
 def test_texts_numbers_and_options_are_golds(case: Case) -> None:
     cases = [
         ("(B)", ["red", "blue"], "blue"),

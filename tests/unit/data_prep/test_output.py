@@ -55,31 +55,6 @@ def test_a_file_that_cannot_be_read_is_not_called_an_output_that_cannot_be_writt
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_old_dataset_comes_back_when_the_new_one_cannot_take_its_place(tmp_path, monkeypatch, capsys):
-    assert _prepare(tmp_path / "out") == 0
-    before = files(tmp_path / "out")
-    rename = Path.rename
-
-    def failing_rename(self: Path, target: Path) -> Path:
-        if self.name == "new":
-            raise OSError(5, "disk gone")
-        return rename(self, target)
-
-    monkeypatch.setattr(Path, "rename", failing_rename)
-    assert _prepare(tmp_path / "out", 5, "--overwrite") == 2
-    assert "disk gone" in capsys.readouterr().err
-    assert files(tmp_path / "out") == before
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-def test_the_old_dataset_stands_until_the_new_one_is_complete(tmp_path: Path) -> None:
-    assert _prepare(tmp_path / "out") == 0
-    with complete_or_absent(tmp_path / "out") as folder:
-        assert load_split(tmp_path / "out", "train").num_rows == 3
-        (folder / "manifest.json").write_text("{}")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["manifest.json"]
-
-
 def test_an_empty_folder_is_filled_and_the_same_dataset_made_again(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert _prepare(tmp_path / "out") == 0
@@ -170,13 +145,6 @@ def test_loading_says_what_is_missing(tmp_path: Path) -> None:
         survey(tmp_path)
 
 
-def test_the_module_runs_from_the_command_line(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "data_prep", "inspect", str(tmp_path / "none")]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-
-
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -255,36 +223,3 @@ def _members(session: int) -> list[int]:
         if int(fields[3]) == session and fields[0] != "Z":
             found.append(int(path.name))
     return found
-
-
-DYING = """
-import os, sys
-from pathlib import Path
-from data_prep.cli import main
-rename, calls = Path.rename, []
-def dying(self, target):
-    result = rename(self, target)
-    calls.append(self)
-    if len(calls) == int(sys.argv[1]):
-        os.kill(os.getpid(), 9)
-    return result
-Path.rename = dying
-main(sys.argv[2:])
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_between_or_after_the_two_renames_is_undone(case: Case) -> None:
-    for renames in (1, 2):
-        with case(f"after {renames}") as folder:
-            output = folder / "out"
-            problem_folder(folder / "raw")
-            assert prepare("intergps", folder / "raw", output) == 0
-            before = files(output)
-            command = [sys.executable, "-c", DYING, str(renames), *_synthetic(output, 3)[3:]]
-            assert subprocess.run(command, cwd=REPOSITORY, check=False).returncode == -signal.SIGKILL
-            assert output.exists() == (renames == 2) and _partials(output)
-            with pytest.raises(KeyboardInterrupt), complete_or_absent(output):
-                raise KeyboardInterrupt  # the next preparation, whatever becomes of it, first puts things right
-            assert not _partials(output)
-            assert files(output) == before if renames == 1 else load_split(output, "train").num_rows == 3

@@ -82,28 +82,10 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, ca
             assert stderr.count("\n") == 1
 
 
-def test_a_split_that_is_not_there_is_named(tmp_path, capsys):
-    write_split(generate(1, split="test"), tmp_path / "data", "test")
-    assert (
-        main(GEOMETRY3K, ["infer", *NEEDED, "--model", "a/b", "--data", str(tmp_path / "data"), "--split", "val"]) == 2
-    )
-    assert "has no split 'val'" in capsys.readouterr().err
-
-
 def test_an_unknown_key_names_the_nearest(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("max_token: 5\n")
     assert main(GEOMETRY3K, ["run", *NEEDED, "--config", str(tmp_path / "c.yaml")]) == 2
     assert "unknown key 'max_token'; did you mean 'max_tokens'?" in capsys.readouterr().err
-
-
-def test_score_writes_the_file_and_shows_the_table(tmp_path, capsys):
-    row = {"pid": "1", "answer": "5", "response": r"\boxed{5}"}
-    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
-    output = tmp_path / "new" / "s.json"
-    assert main(GEOMETRY3K, ["score", "--predictions", str(tmp_path / "p.jsonl"), "--output", str(output)]) == 0
-    score = json.loads(output.read_text())
-    assert (score["correct"], score["total"], score["accuracy"]) == (1, 1, 1.0)
-    assert "1/1" in capsys.readouterr().out
 
 
 def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case):

@@ -149,14 +149,6 @@ def test_the_prompt_has_the_picture_at_its_first_place():
     assert drawn.endswith("\nWhich?\n<image>\n") and "(A)" not in drawn
 
 
-@pytest.mark.parametrize("form", ["parquet", "json"])
-def test_rows_of_the_hub_and_of_the_repository_are_loaded(tmp_path, form):
-    data = write_mathvision(tmp_path, mathvision_rows(4), form)
-    problems, _ = BENCHMARK.load(parse(["infer", "--model=m", f"--data={data}", "--output=o"], BENCHMARK))
-    assert [problem.pid for problem in problems] == ["1", "2", "3", "4"]
-    assert all(problem.prompt.count("<image>") == 1 == len(problem.images()) for problem in problems)
-
-
 def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
     data = write_mathvision(tmp_path, mathvision_rows(4), "json")
     (data / "testmini.jsonl").write_text((data / "test.jsonl").read_text().splitlines()[1])

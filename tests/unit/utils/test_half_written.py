@@ -21,7 +21,7 @@ from adora_vl.utils.files import replace_file
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
-from eval.inference.predictions import PredictionLog, read_predictions, sort_rows
+from eval.inference.predictions import PredictionLog, sort_rows
 from tests.unit.data_prep.data_prep_support import drawing, encoded, problem_folder
 
 Write = Callable[[Path], int | None]
@@ -111,17 +111,6 @@ def test_what_was_there_stays_and_nothing_is_left_over(write, size, place, capsy
     errors = [line for line in said.splitlines() if "%|" not in line]
     assert len(errors) == 1 and errors[0].startswith("error: ") and "cannot be written" in errors[0], said
     assert contents(place) == before
-
-
-def test_a_full_disk_takes_no_answer_that_was_there(tmp_path):
-    """The rows of a batch that did not fit are asked again; those before them, and the file, are whole."""
-    path = tmp_path / "p.jsonl"
-    with PredictionLog(path) as log:
-        log.append([row("1"), row("2")])
-        with disk_of(path.stat().st_size + 30), pytest.raises(UserError, match="cannot be written"):
-            log.append([row("3")])
-        log.append([row("4")])
-    assert [found["pid"] for found in read_predictions(path)] == ["1", "2", "4"]
 
 
 def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path, monkeypatch):

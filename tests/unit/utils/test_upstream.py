@@ -151,13 +151,6 @@ def test_the_model_takes_a_mask_and_labels_of_our_own():
     assert {"mm_token_type_ids", "image_grid_thw"} <= set(inspect.signature(Qwen2_5_VLModel.get_rope_index).parameters)
 
 
-def test_the_checks_before_the_first_step_score_as_trl_does():
-    """The doctor and the self-check call the pass of the loss by these names."""
-    names = list(inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters)
-    assert names[:6] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"]
-    assert {"num_images", "pixel_values", "image_grid_thw", "mm_token_type_ids"} <= set(names)
-
-
 def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from trl.kernels import chunked_logprob

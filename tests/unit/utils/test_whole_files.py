@@ -26,7 +26,8 @@ from adora_vl.checkpoint.resume import lock_output_dir
 from adora_vl.checkpoint.store import clear_staging
 from adora_vl.data.dataset import split_files
 from adora_vl.utils.errors import RunError, UserError
-from adora_vl.utils.files import make_folder, recover_folder, replace_file, replacing_folder
+from adora_vl.utils.files import make_folder, replace_file, replacing_folder
+from data_prep.output import complete_or_absent
 from tests.unit.utils.test_half_written import contents, disk_of
 
 ROOT = Path(__file__).parents[3]
@@ -246,10 +247,16 @@ with replacing_folder(Path(sys.argv[1]) / "merged") as staged:
 """
 
 
+def prepared(folder: Path) -> None:
+    """It is not ours to replace; whatever becomes of the preparation, it first puts things right."""
+    with pytest.raises(UserError), complete_or_absent(folder / "merged"):
+        pass
+
+
 def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(place):
     """With the next start of the run, and with the next writing of the folder."""
     before = contents(place)
-    for recover in (clear_staging, lambda folder: recover_folder(folder / "merged")):
+    for recover in (clear_staging, prepared):
         subprocess.run([sys.executable, "-c", BETWEEN, str(place)], env={"PYTHONPATH": str(ROOT)}, check=False)
         assert not (place / "merged").exists()
         recover(place)
