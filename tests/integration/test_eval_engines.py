@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ from adora_vl.data.dataset import write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.rollout.prompt_tokens import NEVER_SAMPLED
 from data_prep.synthetic.generate import generate
-from eval import command as eval_command
 from eval.command import main
 from eval.geometry3k import BENCHMARK
 from eval.inference.chat import ChatProcessor
@@ -84,24 +81,3 @@ def test_the_pixel_limit_reaches_both_engines(workspace, predictions):
             prompt = chat.render(conversation_with_images(row["question"], 1, SYSTEM_PROMPT))
             one_placeholder = len(chat._tokenizer(prompt)["input_ids"])
             assert row["n_prompt_tokens"] == one_placeholder - 1 + IMAGE_TOKENS
-
-
-@pytest.mark.parametrize("engine", ["vllm", "transformers"])
-def test_a_second_run_gives_the_same_score_without_an_engine(engine, workspace, predictions, monkeypatch):
-    def no_engine(settings: Any) -> Any:
-        raise AssertionError("the engine was built again")
-
-    monkeypatch.setattr(eval_command, "build_engine", no_engine)
-    paths = [workspace / engine / name for name in ("score.json", "predictions.jsonl", "fingerprint.json")]
-    before = [path.read_bytes() for path in paths]
-    assert main(BENCHMARK, command(workspace, engine)) == 0
-    assert [path.read_bytes() for path in paths] == before
-    score = json.loads(before[0])
-    assert score["total"] == len(predictions[engine]) == 8
-    assert score["fingerprint"]["fields"]["engine"] == engine
-
-
-def test_other_settings_do_not_touch_the_folder(workspace, predictions, capsys):
-    assert predictions
-    assert main(BENCHMARK, [*command(workspace, "vllm"), "--seed", "1"]) == 2
-    assert "error: seed: " in capsys.readouterr().err

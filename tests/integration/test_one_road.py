@@ -211,6 +211,8 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
      "lora_modules_to_save: 'lm_hed' is no module of this model; did you mean 'lm_head'?"),
     ("--min_pixels 9000 --max_pixels 800", "min_pixels: 9000 must be above 0 and at most max_pixels: 800"),
     ("--dataset_name HERE/nowhere", "dataset: no folder 'HERE/nowhere'", "CK"),
+    ("--adora_prompt <image>{problem}<image>",
+     "adora_prompt: row synthetic/0/train/0 of dataset: 'HERE/data' split 'train': its text has 2 <image> with", "CDK"),
     ("--dataset_name HERE/few", "dataset: 'HERE/few' split 'train' lacks the column", "CDK"),
     ("--dataset_name HERE/twice", "dataset_name: 'HERE/twice' has the row 'a' twice", "CDK"),
     ("--dataset_train_split dev", "dataset: 'HERE/data' has no split 'dev'", "CDK"),

@@ -331,15 +331,6 @@ def test_a_schedule_by_hand():
     assert within(10**9, None)
 
 
-def test_a_wrong_schedule_is_refused(subtests):
-    cases: list[Any] = [
-        {"shape": "step"}, {"end": 2.0}, {"shape": "linear"}, {"shape": "cosine", "end": 1.0, "steps": (5, 5)},
-    ]  # fmt: skip
-    for wrong in cases:
-        with subtests.test(f"{wrong!r:.80}"), pytest.raises(ValueError, match="shape|end|steps"):
-            Schedule(1.0, **wrong)
-
-
 WRONG_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [  # the options or the formula, what is wrong, what is named
     (Daro, {"bin_loss": "mean"}, "bin_loss"),
     (Daro, {"floor": 0.0}, "floor"),
@@ -357,6 +348,10 @@ WRONG_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [  # the options or the f
     (experimental.Rrb, {"range_power": -1.0}, "range_power"),
     (experimental.Rrb, {"rule": "ranges"}, "rule"),
     (experimental.Rrb, {"low_factor": 1.5}, "low_factor"),
+    (Schedule, {"start": 1.0, "shape": "step"}, "shape"),
+    (Schedule, {"start": 1.0, "end": 2.0}, "end"),
+    (Schedule, {"start": 1.0, "shape": "linear"}, "shape"),
+    (Schedule, {"start": 1.0, "shape": "cosine", "end": 1.0, "steps": (5, 5)}, "shape"),
     (overlong_penalty, {"lengths": torch.zeros(1), "max_length": 100, "cache": 0}, "overlong_cache"),
 ]
 
@@ -408,15 +403,9 @@ def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
             options, scale = NEUTRAL[name]
             for seed in range(3):
                 groups = random_batch(seed=seed)
-                assert torch.equal(run(name, groups, options, scale), group_advantages(groups.rewards_PG, scale=scale))
-
-
-def test_the_default_is_not_grpo(subtests):
-    """So that the test before can fail."""
-    for name in [name for name in METHODS if name not in BY_SETTINGS]:
-        with subtests.test(name):
-            groups = random_batch()
-            assert not torch.equal(run(name, groups), group_advantages(groups.rewards_PG))
+                stock = group_advantages(groups.rewards_PG, scale=scale)
+                assert torch.equal(run(name, groups, options, scale), stock)
+                assert name in BY_SETTINGS or not torch.equal(run(name, groups, None, scale), stock), "so it can fail"
 
 
 def test_plain_is_what_the_trainer_leaves_untouched():

@@ -252,8 +252,10 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
         save(folder)
         raise OSError("No space left on device")
 
-    with pytest.raises(RunError, match=r"checkpoint-20 could not .* \(no space left.*older checkpoints are as"):
+    with pytest.raises(RunError, match=r"checkpoint-20 could not .* \(no space left.*older checkpoints are as") as full:
         writer.write(20, on_a_full_disk)
+    assert full.value.__cause__ is None, "a cause would be printed as a traceback"
+    assert list((tmp_path / store.STAGING).iterdir()) == []
     assert store.problem_of(older) is None and store.checkpoints(tmp_path / ASIDE) and writer.saved_at is None
     writer.write(20, save)
     assert store.newest_valid(tmp_path)[0] == tmp_path / "checkpoint-20" and writer.saved_at == 20

@@ -150,11 +150,6 @@ def test_what_lies_in_the_range_is_taken_in_every_spelling_with_its_type():
     assert wrong == []
 
 
-def test_a_budget_of_rollouts_may_be_auto_and_no_other_word():
-    key = "adora_rollouts.budget"
-    assert convert(key, "auto", KEYS[key]) == "auto" and is_refusal(said(key, "automatic"), key, NUMBERS[key][2])
-
-
 def test_nan_infinity_and_what_is_no_number_is_refused_by_every_number_of_ours():
     bad = [(key, value) for key in NUMBERS for value in NO_NUMBER]
     assert [(key, value) for key, value in bad if not is_refusal(said(key, value), key)] == []

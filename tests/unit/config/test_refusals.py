@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -283,13 +282,6 @@ def _check_broken(
     line = capsys.readouterr().err.splitlines()[-1]
     assert line.startswith("error: RUN: ") and (content is None or said in line)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_what_the_model_does_not_take_is_one_line_of_the_user(tmp_path, capsys):
-    for key, value in (("dtype", "foo"), ("no_such_argument", 1)):
-        assert main(arguments(tmp_path / "run", model_init_kwargs=json.dumps({key: value}))) == 2
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert line.startswith(f"error: model_init_kwargs: {key}: {value!r} is refused")
 
 
 def test_what_goes_wrong_while_loading_ends_in_one_line(tmp_path, monkeypatch, capsys):

@@ -9,20 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset, Features, List, Value
-from datasets import Image as ImageColumn
-from PIL import Image
+from datasets import Dataset
 
 from adora_vl.builtin.assets import data_folders
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.schema import parse
 from adora_vl.data.dataloader import EpochRepeatSampler
-from adora_vl.data.dataset import load_split, read_manifest, row_count, split_files, write_split
-from adora_vl.data.images import png_bytes
-from adora_vl.data.loading import UnreadableImage, load_rows, mark_unreadable, mixed_rows, unreadable_rows
+from adora_vl.data.dataset import load_split, read_manifest, row_count, write_split
+from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evaluation import take_evaluations
 from adora_vl.record.card import model_card
@@ -96,20 +91,6 @@ def test_several_data_sets_are_one_with_the_columns_of_all(sets: list[Path]) -> 
     assert Counter(row["id"].split("/")[0] for row in rows) == {"large": 24, "small": 5}
     assert {row["tip"] for row in rows} == {"think", None}
     assert rows[0]["prompt"][0]["content"] == SYSTEM_PROMPT and rows[0]["prompt"][1]["content"] == rows[0]["problem"]
-
-
-def test_a_picture_that_cannot_be_read_is_marked_and_never_passed_on() -> None:
-    """Pillow's error would be raised in the loader of one rank, without the row's id, while the others wait."""
-    whole = {"bytes": png_bytes(Image.new("RGB", (8, 8), "red")), "path": None}
-    broken = {"bytes": whole["bytes"][:40], "path": None}
-    stored = {"id": ["a", "b", "c"], "images": [[whole], [whole, broken], []]}
-    features = Features({"id": Value("string"), "images": List(ImageColumn())})
-    rows = list(mark_unreadable(Dataset.from_dict(stored, features)))
-    assert [len(row["images"]) for row in rows] == [1, 2, 0]
-    assert rows[0]["images"][0].getpixel((0, 0)) == (255, 0, 0) == rows[1]["images"][0].getpixel((0, 0))
-    assert isinstance(rows[1]["images"][1], UnreadableImage)
-    ((name, reason),) = unreadable_rows(rows)
-    assert name == "b" and "Error: " in reason and unreadable_rows([rows[0], rows[2]]) == []
 
 
 def test_a_resume_sees_another_data_set_share_prompt_or_order(sets: list[Path], tmp_path: Path) -> None:
@@ -290,17 +271,6 @@ def test_two_data_sets_with_one_id_are_told_apart_by_name(sets: list[Path], tmp_
     script = script_of("--dataset_name", sets[0], tmp_path / "again")
     with pytest.raises(UserError, match="large and again both have a row 'large/train/0'"):
         load_rows(script, data_folders(script), seed=0)
-
-
-def test_a_row_that_is_there_twice_is_refused(sets: list[Path], tmp_path: Path) -> None:
-    """Rollouts are recorded under the id of their row."""
-    (stored,) = split_files(sets[1])["train"]
-    (tmp_path / "data").mkdir()
-    table = pq.read_table(stored)
-    pq.write_table(pa.concat_tables([table, table.slice(1, 1)]), tmp_path / "data" / stored.name)
-    twice = table["id"][1].as_py()
-    with pytest.raises(UserError, match=f"^dataset_name: .* has the row '{twice}' twice"):
-        load_rows(script_of("--dataset_name", tmp_path), [str(tmp_path)], seed=0)
 
 
 def test_the_system_prompt_is_of_a_file_or_of_the_format(tmp_path: Path) -> None:

@@ -331,29 +331,6 @@ def test_a_dry_run_keeps_the_rows_that_it_has_not_measured(data: Path, tmp_path:
     assert plan.run.unknown == ["measured on the first 8 of 12 rows (--rows)"]
 
 
-def test_nothing_left_is_an_error(data: Path, tmp_path: Path, capsys: Any, subtests: pytest.Subtests) -> None:
-    for command in ((), ("--dry-run",)):
-        with subtests.test(f"{command}"):
-            words = words_of(
-                data, tmp_path / "out", "--vllm_max_model_length", "50", "--adora_overlong_prompts", "drop"
-            )
-            assert main([*words, *command]) == 2
-            said = capsys.readouterr().err.splitlines()[-1]
-            assert said.startswith(
-                "error: adora_overlong_prompts: drop leaves nothing to use: vllm_max_model_length: 50 is too"
-            )
-            assert "12 of 12 prompts" in said and "leave such rows out" not in said
-
-
-def test_without_vllm_the_models_positions_count(tmp_path: Path, no_weights: None, capsys: Any) -> None:
-    folder = write(tmp_path / "mine", [SHORT, SHORT, LONG * 20])
-    words = [*CPU, *BATCH, "--use_vllm", "false", "--dataset_name", str(folder), "--output_dir", str(tmp_path / "out")]
-    assert main([*words, "--vllm_max_model_length", "50"]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("error: the model's max_position_embeddings: 2048 is too short for 1 of 3 prompts: row mine")
-    assert main([*words, "--dry-run"]) == 2
-
-
 def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
     overlong = OverlongPrompts(
         ContextLimit(limit, 10, f"vllm_max_model_length: {limit}", "set it to", None),

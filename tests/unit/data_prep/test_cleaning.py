@@ -10,16 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Features, List
-from datasets import Image as ImageFeature
 from PIL import Image
 
 from adora_vl.data.dataset import read_manifest, stored_rows
-from adora_vl.data.images import MAX_DECODED_PIXELS, clean_image
+from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
 from data_prep.leakage import LeakIndex, difference_hash, fingerprint
 from data_prep.quarantine import Quarantine
 from tests.unit.data_prep.data_prep_support import (
-    HUB_FEATURES,
     Damage,
     drawing,
     encoded,
@@ -27,7 +24,6 @@ from tests.unit.data_prep.data_prep_support import (
     prepare,
     problem_folder,
     quarantined,
-    write_table,
 )
 
 
@@ -213,35 +209,6 @@ def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
     assert files(tmp_path / "out.quarantine") == {"thesis.tex": b"years of work"}
 
 
-def test_rows_with_the_same_id_are_told_apart(tmp_path: Path) -> None:
-    problem_folder(tmp_path / "raw", number=7)
-    (tmp_path / "raw" / "train" / "07").mkdir()
-    for path in (tmp_path / "raw" / "train" / "7").iterdir():
-        (tmp_path / "raw" / "train" / "07" / path.name).write_bytes(path.read_bytes())
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "1") == 0
-    assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["duplicate_id"]
-
-
-def test_broken_rows_of_a_table(tmp_path: Path) -> None:
-    good = {"images": [{"bytes": PNG, "path": None}], "problem": "<image>Find x.", "answer": "5"}
-    features = Features({**HUB_FEATURES, "images": List(ImageFeature(decode=False))})
-    broken: dict[str, dict[str, Any]] = {
-        "field_type": {"answer": None},
-        "gold": {"answer": "2, 4, ..."},
-        "no_image": {"images": []},
-        "path_outside": {"images": [{"bytes": None, "path": "/etc/hostname"}]},
-        "image_truncated": {"images": [{"bytes": PNG[:300], "path": None}]},
-        "placeholder": {"problem": "<image> or <image>?"},
-        "no_text": {"problem": " "},
-    }
-    write_table(tmp_path / "table", [good, *({**good, **changed} for changed in broken.values())], features=features)
-    assert prepare("parquet", tmp_path / "table", tmp_path / "out", "--allow-quarantined", "1") == 0
-    lines = quarantined(tmp_path / "out")
-    assert [line["reason"] for line in lines] == list(broken)
-    assert [line["id"] for line in lines] == [f"geometry3k/train/{number}" for number in range(1, len(broken) + 1)]
-    assert all("row " in line["detail"] and line["record"]["problem"] for line in lines if line["reason"] != "no_text")
-
-
 def test_no_input_reaches_a_path(tmp_path: Path) -> None:
     """An id such as ../../x is text, and the name of a kept file comes from its content."""
     from data_prep.problem import RowError
@@ -356,7 +323,6 @@ def test_one_image_is_not_two() -> None:
 
 def test_a_bomb_is_refused_before_it_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one below Pillow's own limit of 179 million pixels."""
-    from adora_vl.data.images import UnreadableImageError, clean_image
 
     def decoded(image: Any) -> None:
         raise AssertionError("decoded")

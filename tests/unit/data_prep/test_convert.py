@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Callable
@@ -138,11 +139,6 @@ def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) ->
 
 
 def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None:
-    import base64
-
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     long = encoded(drawing(7, 400))
     assert len(base64.b64encode(long)) > 1024
     rows = [{"q": "?a", "a": "1", "i": [PICTURES[0], PICTURES[1]]}, {"q": "?b", "a": "2", "i": [long]}]

@@ -187,13 +187,7 @@ def test_a_hub_id_is_streamed_at_one_commit(tmp_path: Path, monkeypatch: pytest.
     assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path, monkeypatch, capsys):
-    def snapshot_download(dataset_id: str, **options: Any) -> str:
-        raise ConnectionError("no route\nto host")
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
-    error = refused(prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys)
-    assert "'hiyouga/geometry3k' cannot be loaded" in error
+def test_a_data_set_of_the_hub_without_a_table_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *names, **options: str(tmp_path / "nothing"))
     error = refused(prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys)
     assert "has no Parquet file on the hub" in error

@@ -306,11 +306,6 @@ def test_exit_codes_and_json(monkeypatch, tmp_path, capsys):
         assert f"{'1 failed' if code else '1 passed'}" in capsys.readouterr().out
 
 
-def test_wrong_input_is_one_line_and_two(capsys):
-    assert command.main(["--config", "nowhere.yaml"]) == 2
-    assert capsys.readouterr().err.strip() == "error: --config: no file 'nowhere.yaml'"
-
-
 def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda name: "9.9" if name == "trl" else installed(name))
     monkeypatch.setattr("adora_vl.prepare.prepare", lambda *_, **__: pytest.fail("prepared all the same"))

@@ -105,12 +105,6 @@ def test_the_gold_is_not_told(tmp_path: Path) -> None:
     assert "gold-value" not in json.dumps(messages_for(question_of(row("1", "I count five.", answer="gold-value"))))
 
 
-def test_a_busy_judge_is_asked_again(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
-    server = serve(lambda body, call: (429, b"slow down") if call == 1 else completion("<answer>5</answer>"))
-    result = scored(tmp_path, server.url, "--judge-wait", "0.01", rows=ROWS[:2])
-    assert (result["correct"], result["extraction_failed"], len(server.requests)) == (2, 0, 2)
-
-
 def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, capsys):
     cases = [
         (lambda body, call: None, 2),

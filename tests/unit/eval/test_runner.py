@@ -105,16 +105,6 @@ def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
     assert (tmp_path / "predictions.jsonl").read_bytes() == before
 
 
-def test_a_resumed_run_samples_with_the_seeds_of_an_uninterrupted_one(tmp_path):
-    whole, rest = Recorder(), Recorder()
-    ask(tmp_path / "whole", whole)
-    ask(tmp_path / "parts", Recorder(), PROBLEMS[:3])
-    ask(tmp_path / "parts", rest)
-    seeds = [request.seed for request in whole.requests]
-    assert [request.seed for request in rest.requests] == seeds[3:]
-    assert len(set(seeds)) == 5
-
-
 def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     def ask_for(output: Path, samples: int) -> Summary:
         fields, engine = {"model": "m", "samples": samples}, Recorder()

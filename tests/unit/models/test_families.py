@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    InternVLConfig,
     LlamaConfig,
     LlavaConfig,
 )
@@ -27,10 +25,9 @@ from adora_vl.dedup.policy_pass import packable
 from adora_vl.models import families
 from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.load import load_config, load_processor
-from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from eval.inference.chat import ChatProcessor
-from tests.support.tiny_run import arguments, train
+from tests.support.tiny_run import train
 
 SEEING = [kind for kind, family in families.FAMILIES.items() if family.vision]
 
@@ -131,17 +128,6 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
     assert "the way of stock TRL" in line and "\n" not in line
 
 
-def test_the_command_refuses_it_before_it_looks_for_weights(tmp_path, capsys):
-    """The folder holds nothing but a config."""
-    InternVLConfig().save_pretrained(tmp_path / "model")
-    words = arguments(tmp_path / "run", model_name_or_path=tmp_path / "model")
-    assert main(words) == 2
-    error = capsys.readouterr().err
-    assert error.count("error: ") == 1 and error.splitlines()[-1].startswith("error: model_name_or_path: ")
-    assert "has model_type internvl, which" in error and "the way of stock TRL" in error
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
     """As the first releases of InternVL have it: Transformers would ask whether to run the code beside the config."""
     own = {"model_type": "internvl_chat", "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"}}
@@ -201,13 +187,6 @@ def test_one_key_freezes_one_part_and_no_other(subtests):
             assert len(frozen) == count > 0
             assert {families.component_of(name) for name in frozen} == {component}
             assert families.trainable_components(model) == frozenset(families.COMPONENTS) - {component}
-
-
-def test_a_key_that_matches_nothing_is_an_error():
-    text_only = nn.Module()
-    text_only.lm_head = nn.Linear(2, 2)
-    with pytest.raises(UserError, match="adora_freeze: vision_tower: this model has none"):
-        families.freeze(text_only, ["vision_tower"])
 
 
 def test_building_leaves_the_callers_random_state_alone():

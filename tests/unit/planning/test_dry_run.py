@@ -130,45 +130,8 @@ def test_a_card_that_is_too_small_is_told_in_words_what_would_help(capsys):
 
 
 def test_wrong_input_is_refused_as_a_run_would(capsys):
-    assert (
-        main(
-            [
-                "--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml"), "--dry-run", "--adora_method.adora.factor",
-                "3",
-            ]
-        )
-        == 2
-    )  # fmt: skip
-    assert "adora_method.adora.factor: 3 must be above 0 and at most 1" in capsys.readouterr().err
     assert main(["--dry-run", "--card-gib", "-4"]) == 2
     assert "--card_gib/--card-gib: '-4' is not a number from 0.1 to" in capsys.readouterr().err
-
-
-def test_rewards_prompts_and_an_output_dir_that_a_run_refuses_are_refused(data, tmp_path, capsys):
-    """Before them all that was said of such a config was that it fits."""
-    recipe = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data), "--dry-run"]
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to("/nowhere")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "config.json").write_text("{}")
-    (tmp_path / "broken.py").write_text("1 / 0")
-    free = ["--output_dir", str(tmp_path / "free")]
-    for words, line in [
-        ([*free, "--reward_weights", "0"], "reward_weights: [0.0] makes every reward 0"),
-        ([*free, "--adora_correct_above", "7"], "adora_correct_above: 7 makes no rollout correct"),
-        ([*free, "--adora_reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
-        ([*free, "--adora_reward", f"{tmp_path}/broken.py:f"], "cannot be loaded: line 1: ZeroDivisionError"),
-        ([*free, "--adora_prompt", "<image>{problem}<image>"], "its text has 2 <image> with 1 image; give one"),
-        ([*free, "--adora_prompt", "{problem}<|im_end|>"], "its text has the model's own token <|im_end|>; remove it"),
-        ([*free, "--adora_system_prompt", "Answer it.<|im_end|>"], "adora_system_prompt: it has the model's own token"),
-        (["--output_dir", str(tmp_path / "file")], "is a file, and a folder is needed"),
-        (["--output_dir", str(tmp_path / "link" / "runs")], "is a link to '/nowhere', which is not there"),
-        (["--output_dir", str(tmp_path / "mine")], "holds 'config.json', which no run is known to have written"),
-    ]:
-        assert main([*recipe, *words]) == 2, line
-        (said,) = capsys.readouterr().err.splitlines()
-        assert line in said
-    assert main([*recipe, *free]) == 0 and not (tmp_path / "free").exists()
 
 
 def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data):

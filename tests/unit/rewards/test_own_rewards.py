@@ -326,19 +326,8 @@ def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
     assert image.tobytes() == before and shared == [True]
 
 
-def exits(**kwargs: Any) -> Any:
-    sys.exit(0)
-
-
 async def exits_later(**kwargs: Any) -> Any:
     sys.exit(0)
-
-
-@pytest.mark.parametrize("function", [exits, exits_later])
-def test_a_function_that_calls_exit_does_not_end_the_run_as_if_all_was_well(function):
-    _, [failure] = run(function)
-    assert re.fullmatch(r"it called sys.exit\(0\) \(test_own_rewards.py, line \d+\)", failure.reason)
-    assert failure.row == "row row/0"
 
 
 class Panic(BaseException):
@@ -372,6 +361,8 @@ def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
         (raising(SpeechlessError()), "SpeechlessError (test_own"),
         (raising(ValueError(10**6 * "x")), "ValueError: xxx"),
         (raising(SystemExit(10**6 * "x")), "it called sys.exit('xxx"),
+        (raising(SystemExit(0)), "it called sys.exit(0) (test_own_rewards.py, line "),
+        (exits_later, "it called sys.exit(0) (test_own"),
     ]:
         with subtests.test(reason):
             found, [failure] = run(function)

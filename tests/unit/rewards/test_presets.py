@@ -80,11 +80,6 @@ def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
     assert reachable(["judge"], [1.0]) is None
 
 
-def test_an_unknown_preset_names_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"'adroa'.*adora, easyr1, accuracy.*did you mean 'adora'"):
-        reward_function("adroa")
-
-
 def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> None:
     log = Log()
     trl_call(reward_function("adora"), conversational(TEXTS), answer=["5"] * 5, log=log)
@@ -107,15 +102,6 @@ def test_an_answer_shows_a_working_or_is_bare() -> None:
     ]  # fmt: skip
     trl_call(reward_function("adora"), conversational(texts), answer=["5"] * 5, log=log)
     assert log.metrics["grading/worked"] == 0.6
-
-
-def test_expressions_are_compared_by_value() -> None:
-    texts = conversational([r"\boxed{3+x}", r"\boxed{2x}", r"\boxed{x+3}", r"\boxed{3}"])
-    assert trl_call(reward_function("accuracy"), texts, answer=["x + 3"] * 4) == [1.0, 0.0, 1.0, 0.0]
-
-
-def test_the_hooks_and_choices_may_be_missing() -> None:
-    assert reward_function("adora")(completions=TEXTS, answer=["5"] * 5) == EXPECTED["adora"]
 
 
 def test_choices_belong_to_their_own_row() -> None:

@@ -13,14 +13,11 @@ import pytest
 import torch
 from datasets import Dataset, Features, Image, List, Value
 from transformers import TrainerControl
-from trl import GRPOTrainer
 
 from adora_vl import train
-from adora_vl.checkpoint.store import STAGING, checkpoints
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.data.images import png_bytes
 from adora_vl.data.loading import mark_unreadable, unreadable_rows
-from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.guards import DriftGuard, RatioGuard, RowGuard, ServerGuard, errors_with_step, largest_ratio
 from adora_vl.training.optimizer_steps import DeepSpeedSteps, SkipBadSteps
 from adora_vl.types import Batch
@@ -301,24 +298,3 @@ def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(monkeypatc
         "error (rank 1 of 2): step 5: no space left on the disk; make room there, and the same command goes on from "
         "checkpoint-4\n"
     )
-
-
-def test_a_full_disk_while_saving_is_one_clear_error_and_leaves_nothing(tmp_path, monkeypatch):
-    def full(self, model, trial):
-        folder = Path(self._get_output_dir(trial=trial)) / "checkpoint-4"
-        folder.mkdir(parents=True)
-        (folder / "model.safetensors").write_bytes(b"half")
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(GRPOTrainer, "_save_checkpoint", full)
-    trainer: Any = object.__new__(AdoraGRPOTrainer)
-    trainer.args = SimpleNamespace(output_dir=str(tmp_path), gradient_accumulation_steps=1)
-    trainer.state = SimpleNamespace(global_step=4)
-    trainer.checkpoints = CheckpointWriter(tmp_path, None, None)
-    trainer._step, trainer._facts, trainer.unfinished = 0, dict, SimpleNamespace(facts=lambda step, now: now)
-    with pytest.raises(
-        RunError, match=r"checkpoint-4 could not be written .no space left on the disk of .*older checkpoints are as"
-    ) as error:
-        trainer._save_checkpoint(None, None)
-    assert error.value.__cause__ is None, "a cause would be printed as a traceback"
-    assert checkpoints(tmp_path) == [] and list((tmp_path / STAGING).iterdir()) == []
