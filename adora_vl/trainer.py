@@ -103,14 +103,16 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         Raises `UserError` for what cannot work, in one line.
         """
         if run is None:
-            further = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
+            further = {"rollout_func": rollout_func, "environment_factory": environment_factory}
             refuse_objects(train_dataset, reward_funcs, further)
             args, loaded = config_of(args, model), None if isinstance(model, str) else model
             keys = model_keys(model, args, peft_config, quantization_config)
             source = ModelSource(keys, peft_config, loaded, processing_class)
-            asked = Asked(args, source, Datasets(train_dataset, eval_dataset), reward_funcs)
-            run = walk(asked, Where.of_launch("leave"))
+            rows = Datasets(train_dataset, eval_dataset)
+            run = walk(Asked(args, source, rows, reward_funcs, tools=tools or ()), Where.of_launch("leave"))
+            train_dataset = run.dataset
         args, self.run = run.config, run
+        self.toolbox = run.toolbox or self.toolbox
         plan_no_shapes()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
@@ -148,7 +150,12 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         context = StepContext(accelerator, args, log, pad_id, lambda: self.state, self._policy_logps, self.save_here)
         self.context, self.shape = context, Shape.of(args)
         self.images = DistinctImages(
-            models, self.processing_class, accelerator.device, args, self.train_dataset, draws=self.toolbox is not None
+            models,
+            self.processing_class,
+            accelerator.device,
+            args,
+            self.train_dataset,
+            draws=self.toolbox is not None,
         )
         self.methods = method_run(args)
         self.advantages = AdvantageComputer(context, self.methods, self.reward_weights, tools=self.toolbox is not None)
@@ -178,7 +185,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             servers = ServersAhead if args.adora_rollouts.ahead else ServersNow
             who = servers if self.vllm_mode == "server" else EngineNow
             self.sampler = who(context, self.images, self.vllm_generation)
-        self.ratio, self.recorder = ImportanceRatio(context), Recorder(context)
+        self.ratio, self.recorder = ImportanceRatio(context), Recorder(context, decode if self.toolbox else None)
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         noted = GenerationLog(context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent)
@@ -205,12 +212,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def _turns(self) -> Turns | None:
         """How calls are answered; None without tools."""
-        if self.toolbox is None:
+        options, toolbox = self.args.adora_tool_options, self.toolbox
+        if toolbox is None:
             return None
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         return Turns(
-            self.toolbox, self.processing_class, self.args.chat_template_kwargs or {}, self.images.tokens_of,
-            self.args.max_tool_calling_iterations, decode, room=self.args.vllm_max_model_length,
+            toolbox, self.processing_class, self.args.chat_template_kwargs or {}, self.images.tokens_of,
+            self.args.max_tool_calling_iterations, decode, options.turn_tokens,
+            room=self.args.vllm_max_model_length,
         )  # fmt: skip
 
     def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:

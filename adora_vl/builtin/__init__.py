@@ -1,4 +1,6 @@
-"""What `tiny`, `tiny_perimeter`, `tiny_text`, `synthetic` and `knights` stand for, and how the tiny models are made."""
+"""What `tiny`, `tiny_perimeter`, `tiny_text`, `tiny_zoom`, `synthetic` and `knights` stand for, and how the tiny models
+are made.
+"""
 
 from dataclasses import dataclass
 

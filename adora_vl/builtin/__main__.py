@@ -1,7 +1,7 @@
 """`python -m adora_vl.builtin --output DIR [--family FAMILY]`: build and warm-start a tiny model from scratch.
 
-`--start perimeter` builds the demo's model, which goes on from the shipped `tiny`. `--find NAME` prints the folder of a
-tiny model, built in the cache where it is missing.
+`--start perimeter` and `--start zoom` build the models of two tasks, which go on from the shipped `tiny`. `--find NAME`
+prints the folder of a tiny model, built in the cache where it is missing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ with imports():
 def main(arguments: Sequence[str] | None = None) -> int:
     defaults = WarmStart()
     parser = Parser(prog="python -m adora_vl.builtin", description=__doc__)
+    by_default = "%(default)s by default"
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--output", type=path, metavar="DIR", help="replaced if it holds a tiny model")
     what.add_argument("--find", choices=(*SHIPPED, TINY_TEXT_MODEL), help="print its folder, built if it is missing")
-    parser.add_argument("--start", choices=("drawn", "perimeter"), default="drawn", help="%(default)s by default")
-    parser.add_argument("--family", choices=TINY_FAMILIES, default=DEFAULT_FAMILY, help="%(default)s by default")
+    parser.add_argument("--start", choices=("drawn", "perimeter", "zoom"), default="drawn", help=by_default)
+    parser.add_argument("--family", choices=TINY_FAMILIES, default=DEFAULT_FAMILY, help=by_default)
     what_steps = "of the warm start (%(default)s); 0: random weights"
     parser.add_argument("--steps", type=whole(0), default=defaults.steps, help=what_steps)
     parser.add_argument("--seed", type=whole(0, MAX_SEED), default=defaults.seed)
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from adora_vl.builtin.assets import resolve_model
         from adora_vl.builtin.tiny_perimeter import build_perimeter_model
         from adora_vl.builtin.tiny_vl import build_tiny_model
+        from adora_vl.builtin.tiny_zoom import build_zoom_model
 
         if options.find:
             with redirect_stdout(sys.stderr):  # what its training prints
@@ -43,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return
         if options.start == "perimeter":
             print(json.dumps(build_perimeter_model(options.output), indent=2))
+            return
+        if options.start == "zoom":
+            print(json.dumps(build_zoom_model(options.output), indent=2))
             return
         short = min(defaults.short_prompt_steps, options.steps // 2)
         plan = WarmStart(options.steps, short, seed=options.seed)

@@ -14,9 +14,10 @@ from adora_vl.builtin.small_model import is_built
 from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model
 from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
 from adora_vl.builtin.tiny_vl import build_tiny_model
+from adora_vl.builtin.tiny_zoom import ZoomStart, build_zoom_model
 from adora_vl.config import AdoraScriptArguments
 from adora_vl.data.dataset import read_manifest
-from adora_vl.models.load import SHIPPED, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, local_model
+from adora_vl.models.load import SHIPPED, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, TINY_ZOOM_MODEL, local_model
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder
 from data_prep.convert import ensure_converted
@@ -33,6 +34,8 @@ def resolve_model(name: str) -> str:
         return _built(TINY_TEXT_MODEL, build_tiny_text_model, asdict(TextStart()))
     if name not in SHIPPED or (SHIPPED[name] / "model.safetensors").is_file():
         return local_model(name)
+    if name == TINY_ZOOM_MODEL:
+        return _built(name, build_zoom_model, asdict(ZoomStart()))
     if name == TINY_PERIMETER_MODEL:
         return _built(name, build_perimeter_model, asdict(PerimeterStart()))
     return _built(name, build_tiny_model, asdict(WarmStart()))

@@ -38,6 +38,7 @@ _FREE_KEYS = {
 }  # fmt: skip
 _FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
 _BUDGET_KEYS = {"adora_rollouts.budget", "adora_rollouts.staleness"}  # these matter only if there is a budget
+_TOOL_KEYS = {"tools", "max_tool_calling_iterations", "adora_tool_options"}  # of a run with none, before there were any
 _NOISY = "adora_extensions.noisy_rollouts"
 _LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # these matter only if learning rate or noise depend on the last step
 Fingerprint = dict[str, str]
@@ -61,6 +62,8 @@ def fingerprint(
     annealed = bool(values.get(f"{_NOISY}.share")) and values.get(f"{_NOISY}.schedule") != "constant"
     free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
     free |= {"adora_rollouts.ahead"} if not values.get("adora_rollouts.ahead") else set()
+    tooled = values.get("tools") or any(name.startswith("tool ") for name in own or ())
+    free |= set() if tooled else _TOOL_KEYS
     free |= _BUDGET_KEYS if values.get("adora_rollouts.budget") is None else set()
     kept = {
         key: json.dumps(value, default=str, sort_keys=True)

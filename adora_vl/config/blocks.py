@@ -62,6 +62,22 @@ class RolloutOptions:
         return [kept, *([clip] if keys.delta is None else [])] if self.replay else []
 
 
+@dataclass(frozen=True)
+class ToolOptions:
+    """The limits of what tools say."""
+
+    max_pixels: Annotated[int, Field(ge=28 * 28)] | None = key(
+        None, "Largest picture that a tool shows, in pixels; null: as the problem's."
+    )
+    seconds: Annotated[float, Field(gt=0)] = key(10.0, "That a call of a tool of your own may take.")
+    calls_per_turn: Annotated[int, Field(ge=1)] = key(4, "Calls that are answered in one turn.")
+    turn_tokens: Annotated[int, Field(ge=1)] | None = key(
+        None, "Tokens that a turn may have; null: as many as max_completion_length leaves."
+    )
+    max_text: Annotated[int, Field(ge=1)] = key(2000, "Characters that a tool may return.")
+    images: Annotated[int, Field(ge=1)] = key(8, "Pictures in a conversation, the problem's among them.")
+
+
 class ExtensionKind:
     """The options of a method that reaches into the step. `keys`: the run's config."""
 

@@ -334,16 +334,32 @@ def check_tensor_parallel(config: AdoraGRPOConfig, model_config: PretrainedConfi
     ))  # fmt: skip
 
 
-_TURNS = ("tools", "environment_factory", "rollout_func")  # arguments of TRL's trainer
+def check_tools(config: Any) -> None:
+    """Check rollouts of several turns against the other keys. Raises `UserError`."""
+    replay, others, strategy = config.adora_rollouts.replay, config.adora_extensions, spelled(config.eval_strategy)
+    _refuse_beside(
+        "tools",
+        (not config.use_vllm, "use_vllm: false"),
+        (config.vllm_mode != "colocate", f"vllm_mode: {config.vllm_mode}"),
+        (not config.own("cache_images"), "adora_stock_step: cache_images"),
+        (replay, f"adora_rollouts.replay: {replay}, which knows the problem's pictures alone"),
+        (others.noisy_rollouts.on, "adora_extensions.noisy_rollouts, which distort the problem's pictures alone"),
+        (others.visual_tokens.on, "adora_extensions.visual_tokens, which darken the problem's pictures alone"),
+        (strategy != "no", f"eval_strategy: {strategy}, whose evaluators answer no calls"),
+    )
+    most, least = config.max_completion_length, config.adora_tool_options.turn_tokens
+    refuse((least and least > most, f"adora_tool_options.turn_tokens: {least} is above max_completion_length: {most}; "
+            "lower it"))  # fmt: skip
 
 
 def refuse_turns(given: Mapping[str, Any]) -> None:
-    """Raise `UserError` for what makes TRL sample several turns, or leave the sampling to somebody else.
-
-    Its loop over the turns would ask with the seeds of the first one again, and without the images.
-    """
-    refuse(*((given.get(key), f"{key}: rollouts of several turns are not supported, because seeds and images are given "
-              f"to the first one alone; leave {key} out, or use trl.GRPOTrainer") for key in _TURNS))  # fmt: skip
+    """Raise `UserError` for arguments of TRL's trainer that leave the turns to somebody else."""
+    refuse(
+        (given.get("environment_factory"), "environment_factory: environments are not supported, because a checkpoint "
+         "could not keep their state; give their methods as tools"),
+        (given.get("rollout_func"), "rollout_func: a sampler of your own is not supported, because its rollouts have "
+         "neither seeds nor log-probabilities that can be checked; use tools, or trl.GRPOTrainer"),
+    )  # fmt: skip
 
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:

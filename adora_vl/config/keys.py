@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from adora_vl.config.blocks import ExtensionOptions, RolloutOptions, key
+from adora_vl.config.blocks import ExtensionOptions, RolloutOptions, ToolOptions, key
 from adora_vl.config.values import Name, check_fields
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, SYSTEM_PROMPTS, template
 from adora_vl.utils.errors import UserError, did_you_mean, refuse
@@ -116,6 +116,16 @@ class AdoraKeys:
     )
     adora_extensions: ExtensionOptions = key(
         ExtensionOptions, "Methods that nobody has reproduced here: noisy_rollouts, visual_tokens."
+    )
+    tools: list[str] = key(
+        list,
+        "What the model may call between its turns: zoom, mark, line, measure, calculate, or FILE.py:FUNCTION. "
+        "docs/tools.md says how.",
+    )
+    # TRL has no limit.
+    max_tool_calling_iterations: Annotated[int, Field(ge=1)] = key(3, "Turns whose calls are answered.")
+    adora_tool_options: ToolOptions = key(
+        ToolOptions, "Limits of tools: max_pixels, seconds, calls_per_turn, turn_tokens, max_text, images."
     )
     adora_correct_above: float = key(0.5, "A rollout is correct above this reward.")
     adora_truncated: Annotated[int, Field(ge=1)] | _Eos | None = key(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,6 +37,21 @@ SYSTEM_PROMPTS = {
         r"<think> reasoning process here </think><answer> \boxed{answer here} </answer>"
     ),
 }
+# What Qwen2.5's template writes behind the system prompt for the schemas of tools; those of Qwen3-VL write the same.
+_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+NO_CALLS_LEFT = "No calls are left."
 # Both the letter and the value are graded as right; a letter is what most models give, and what MathVista asks for.
 _ASKS_FOR_A_LETTER = "Answer with the letter of the right choice."
 Message = dict[str, Any]
@@ -157,6 +173,19 @@ def multiple_choice(choices: Sequence[str] | None) -> str | None:
 def asks_for_answer_tags(*prompts: str | None) -> bool:
     """Whether a system prompt or a template asks for `<answer> </answer>`, so that an answer may stand there alone."""
     return any("<answer>" in (prompt or "") for prompt in prompts)
+
+
+def with_tools(system_prompt: str | None, schemas: Sequence[Mapping[str, Any]]) -> str | None:
+    """The system prompt with what the tools are, where there are some."""
+    if not schemas:
+        return system_prompt
+    told = _TOOLS.format("\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas))
+    return f"{system_prompt}\n\n{told}" if system_prompt else told
+
+
+def tool_response(parts: Sequence[Any]) -> list[Any]:
+    """What a user's turn says of a call: texts and pictures of the tool, between the template's marks."""
+    return ["<tool_response>\n", *parts, "\n</tool_response>"]
 
 
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:

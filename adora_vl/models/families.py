@@ -26,7 +26,8 @@ class Vision:
     of the first layers. `projector`: parts of a parameter's name by which it belongs to the projector; the first one is
     of what makes the embeddings. All other parameters whose names have `tower` in them belong to the vision tower.
     `swiglu`: blocks with a gated MLP and RMS norms, else with two products around a GELU and layer norms, which keep
-    less for the backward pass.
+    less for the backward pass. `relative`: the family's models speak of places in thousandths of a picture's sides,
+    else in pixels of the picture as they see it.
     """
 
     unit: int
@@ -36,6 +37,7 @@ class Vision:
     tower: str = "visual."
     projector: tuple[str, ...] = ("visual.merger.",)
     swiglu: bool = False
+    relative: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family("Qwen2 and Qwen2.5", None, FULL, "models/qwen2/modeling_qwen2.py"),
     "qwen2_vl": Family(
         "Qwen2-VL",
-        Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28),
+        Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, relative=True),
         FULL,
         "models/qwen2_vl/modeling_qwen2_vl.py; pixels: image_processing_qwen2_vl.py and the published processor",
     ),
@@ -77,7 +79,7 @@ FAMILIES: dict[str, Family] = {
         "Qwen3-VL",
         Vision(
             unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, features=(EMBEDDINGS, DEEPSTACK),
-            projector=("visual.merger.", "visual.deepstack_merger_list."),
+            projector=("visual.merger.", "visual.deepstack_merger_list."), relative=True,
         ),
         FULL,
         "models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the published "
@@ -87,7 +89,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_5": Family(
         "Qwen3.5",
-        Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096),
+        Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, relative=True),
         FULL,
         "models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
         head_norms=True,

@@ -22,10 +22,13 @@ from adora_vl.utils.hub import only_here, why_missing
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from transformers import PretrainedConfig
 
-TINY_MODEL, TINY_TEXT_MODEL, TINY_PERIMETER_MODEL = "tiny", "tiny_text", "tiny_perimeter"
+TINY_MODEL, TINY_TEXT_MODEL, TINY_PERIMETER_MODEL, TINY_ZOOM_MODEL = "tiny", "tiny_text", "tiny_perimeter", "tiny_zoom"
 # Shipped: they are small, and a demo starts at once.
 PRETRAINED = Path(__file__).parents[1] / "builtin" / "pretrained"
-SHIPPED = {TINY_MODEL: PRETRAINED, TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter")}
+SHIPPED = {
+    TINY_MODEL: PRETRAINED, TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
+    TINY_ZOOM_MODEL: PRETRAINED.with_name("pretrained_zoom"),
+}  # fmt: skip
 _ON_WHICH_ANSWERS_DEPEND = (
     "*.safetensors", "pytorch_model*.bin", "*.jinja", "*config.json", "chat_template.json", "token*.json",
     "added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt",
@@ -36,8 +39,9 @@ ADAPTER, MERGED = "adapter_config.json", "merged"
 def local_model(name: str) -> str:
     """The folder, or hub id, of the model that a user calls `name`.
 
-    `tiny`, `tiny_perimeter` and `tiny_text` are folders, built by another process if they are missing (some minutes).
-    For the output_dir of a run with LoRA it is the merged model inside. Any other name is returned as it is.
+    `tiny`, `tiny_perimeter`, `tiny_text` and `tiny_zoom` are folders, built by another process if they are missing
+    (some minutes). For the output_dir of a run with LoRA it is the merged model inside. Any other name is returned as
+    it is.
 
     Raises `UserError` if a small model cannot be built, and for a LoRA adapter without a merged model.
     """

@@ -19,7 +19,7 @@ from adora_vl.config.checks import ANY_LENGTH, is_curve, schedule_of
 from adora_vl.config.reading import Given
 from adora_vl.config.where import DryRunOptions, Sharding
 from adora_vl.data.dataset import example_row, row_count
-from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured
+from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, template
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
@@ -76,7 +76,7 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
     run = prepare_on_paper(given, options)
     script, lengths, sharding = run.script, run.lengths, run.where.sharding
     assert script is not None and lengths is not None, "a dry run has the keys of a command, and measures"
-    notes = [*run.notes, *_mixture(run)]
+    notes = [*run.notes, *_mixture(run), *_larger_pictures(run)]
     if family_of(run.model_config) is None and sees_images(run.model_config):
         notes.append(
             f"the images of model_type {run.model_config.model_type} are counted as those of Qwen2.5-VL, and what its "
@@ -96,6 +96,16 @@ def _mixture(run: Checked) -> list[str]:
     if shares is not None:
         parts = [f"{part} at {share:.0%}" for part, share in zip(parts, shares, strict=True)]
     return [f"{len(parts)} data sets are mixed into {len(run.dataset)} rows per epoch: {', '.join(parts)}"]
+
+
+def _larger_pictures(run: Checked) -> list[str]:
+    """Where the model may zoom: whether there is more to be seen."""
+    if run.dataset is None or "zoom" not in run.tools.functions:
+        return []
+    sizes = [size for row in sizes_in(run.dataset.data.table) for size in row if size is not None]
+    larger = sum(wide * high > run.overlong.pixels.high for wide, high in sizes)
+    nothing = "" if larger else ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
+    return [f"{larger} of {amount(len(sizes), 'picture')} are larger than the model sees them{nothing}"]
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
@@ -183,7 +193,7 @@ def prompt_lines(plan: Plan) -> list[str]:
     rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
     row = next((row for row in rows if row.get("choices")), rows[0])
     problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
-    text = _rendered(plan, conversation_with_images(problem, len(row["images"] or []), script.adora_system_prompt))
+    text = _rendered(plan, conversation_with_images(problem, len(row["images"] or []), plan.run.system_prompt))
     return section(f"One whole prompt, of {row['id']}", shown_lines(text))
 
 

@@ -124,6 +124,7 @@ def _additions(config: Mapping[str, Any]) -> list[str]:
         f"visual tokens {tokens}": tokens != 1,
         f"visual scale from {scale}": scale != 1,
         f"replay of {replayed} groups": replayed,
+        f"tools {', '.join(map(own_name, config.get('tools') or ()))}": config.get("tools"),
     }
     return [text for text, present in found.items() if present]
 

@@ -400,6 +400,27 @@ def judged_figures(judged: Advantages, scores: Scores, functions: Sequence[str])
     return {**figures, **judged.figures, **scores.logged}
 
 
+def tool_figures(rewards_PG: Tensor, facts_N4: Tensor) -> dict[str, float]:
+    """Of a run with tools, TRL's under its names. `facts_N4`: of each rollout its calls, those that failed, the seconds
+    they took, and whether its last turn was not answered. `adora/tool_gain`: by how much those that called have more
+    reward than the others of their group, where a group has both.
+    """
+    calls_N, failed_N, seconds_N, unanswered_N = facts_N4.unbind(dim=1)
+    called_PG = calls_N.view_as(rewards_PG) > 0
+    both_P = called_PG.any(1) & ~called_PG.all(1)
+    nothing = torch.tensor(torch.nan)
+    with_P, without_P = (torch.where(one, rewards_PG, nothing).nanmean(1) for one in (called_PG, ~called_PG))
+    gain = (with_P - without_P)[both_P].nanmean().item()
+    return {
+        "tools/call_frequency": calls_N.mean().item(),
+        "tools/failure_frequency": (failed_N.sum() / calls_N.sum().clamp(min=1)).item(),
+        "adora/called": called_PG.float().mean().item(),
+        "adora/unanswered_calls": unanswered_N.mean().item(),
+        "adora/tools_s": seconds_N.sum().item(),
+        **({"adora/tool_gain": gain} if gain == gain else {}),
+    }
+
+
 def _mean_and_deviation(values: Tensor) -> tuple[float, float]:
     """Of those that are not NaN."""
     mean = torch.nanmean(values)

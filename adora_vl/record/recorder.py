@@ -16,11 +16,12 @@ from transformers import TrainerCallback
 from adora_vl.config.batch_plan import Shape
 from adora_vl.data.rows import images_of
 from adora_vl.dedup.prompts import PromptBatch
-from adora_vl.record.metrics import TieNotice, judged_figures, learned_figures
-from adora_vl.record.rollouts import Columns, Record, criteria_columns
+from adora_vl.record.metrics import TieNotice, judged_figures, learned_figures, tool_figures
+from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
 from adora_vl.record.trackers import TableRows, logs_images, logs_tables, set_weighed
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
+from adora_vl.rollout.rollouts import Rollout
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
 from adora_vl.training.scores import Scores
@@ -77,9 +78,10 @@ _OPTIONAL, _LATE = ("distorted", "segments", "age"), ("visual_dependency", "visu
 class Recorder:
     """Keeps what a step did until the step ends, then writes it. All ranks call every method; the first one writes."""
 
-    def __init__(self, context: StepContext) -> None:
+    def __init__(self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """`decode`: what a run with tools says; None without."""
         config, accelerator = context.config, context.accelerator
-        self.accelerator = accelerator
+        self.accelerator, self.decode = accelerator, decode
         self.every = config.adora_record_every  # the rollouts of every n-th generation are recorded; 0: of none
         self.updates = Shape.of(config).updates
         self.numbers = RolloutNumbers(accelerator.process_index, accelerator.num_processes)
@@ -114,7 +116,10 @@ class Recorder:
             for name in _OPTIONAL
             if name in batch
         }
-        facts = gather_object([self._of_row(row) for row in rows])
+        own = [self._of_row(row) for row in rows]
+        if self.decode is not None:
+            own = [{**row, **self._of_rollout(one)} for row, one in zip(own, generation.rollouts, strict=True)]
+        facts = gather_object(own)
         if self.accelerator.is_main_process and not self.record.failed:
             columns = _columns(scores, weighed, table, functions)
             columns["step"] = [step + 1] * len(facts)
@@ -185,6 +190,18 @@ class Recorder:
             "images": images,
         }
 
+    def _of_rollout(self, rollout: Rollout) -> dict[str, Any]:
+        """Its calls and turns, of a run with tools."""
+        assert self.decode is not None
+
+        def keep(images: Sequence[Any]) -> list[str]:
+            try:
+                return self.record.diagrams.keep(None, images)
+            except OSError:
+                return []
+
+        return {"calls": len(rollout.calls), "turns": turns_of(rollout, self.decode, keep)}
+
 
 def _columns(scores: Scores, weighed: Advantages, table: Mapping[str, Any], functions: Sequence[str]) -> Columns:
     """The columns that come from grading and weighing, for the rollouts of all ranks."""
@@ -235,6 +252,12 @@ class GenerationLog:
         figures["num_tokens"][:] = [state.num_input_tokens_seen]
         for name, value in judged_figures(judged, scores, self.functions).items():
             figures[name].append(value)
+        if self.recorder.decode is not None:
+            facts = [[len(r.calls), sum(c.failed for c in r.calls), sum(c.seconds for c in r.calls),
+                      r.ended in ("calls", "room")] for r in generation.rollouts]  # fmt: skip
+            facts_N4 = self.recorder.accelerator.gather(torch.tensor(facts, device=self.recorder.accelerator.device))
+            for name, value in tool_figures(judged.groups.rewards_PG.cpu(), facts_N4.cpu()).items():
+                figures[name].append(value)
         images = (prompts.images or [None] * len(answers)) if self.images else []
         rows = TableRows(prompts.messages, answers, images, scores, judged, self.functions)
         rows.add_to(self.table, texts=self.texts)

@@ -8,7 +8,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from adora_vl.advantage.adora import GroupFacts
+from adora_vl.rollout.rollouts import Rollout
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import remove_partial, replacing
 
@@ -189,9 +190,42 @@ _TYPES: dict[str, pa.DataType] = {
     "visual_scale": pa.float32(),  # the factor of the advantage on those tokens that are learned from
     "segments": pa.int16(),  # in how many parts it was sampled (adora_rollouts.budget)
     "age": pa.int16(),  # generations since its group began
+    "calls": pa.int16(),  # of tools; null in a run without
+    # What it said, and what tools said to it; `completion` is the last turn
+    "turns": pa.list_(
+        pa.struct(
+            [
+                ("by", pa.string()),
+                ("text", pa.string()),
+                ("tokens", pa.int32()),
+                ("images", pa.list_(pa.string())),
+                ("seconds", pa.float32()),
+                ("failed", pa.bool_()),
+            ]
+        )
+    ),
     "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
 }
 Columns = dict[str, list[Any]]
+
+
+def turns_of(
+    rollout: Rollout, decode: Callable[[Sequence[int]], str], keep: Callable[[Sequence[Any]], list[str]]
+) -> list[dict[str, Any]]:
+    """A rollout as a conversation of `model` and `tool`. `keep`: stores pictures and says their names."""
+    made = []
+    for number, span in enumerate(rollout.spans):
+        calls = [call for call in rollout.calls if call.span == number]
+        own = span.logps is not None
+        made.append({
+            "by": "model" if own else "tool",
+            "text": decode(span.tokens) if own else "\n".join(call.text for call in calls),
+            "tokens": len(span.tokens),
+            "images": keep([picture.image for picture in rollout.pictures if picture.span == number]),
+            "seconds": sum(call.seconds for call in calls),
+            "failed": any(call.failed for call in calls),
+        })  # fmt: skip
+    return made
 
 
 def criteria_columns(facts: GroupFacts) -> Columns:

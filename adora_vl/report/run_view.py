@@ -98,7 +98,7 @@ def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
 # page keeps completions in a separate block.
 ROLLOUT = (
     "verdict", "extracted", "reason", "reward", "missing", "advantage_raw", "advantage", "length", "truncated", "drift",
-    "segments", "age", "parts", "compared", "completion",
+    "segments", "age", "turns", "parts", "compared", "completion",
 )  # fmt: skip
 _GROUP = ("step", "id", "weight", "tds", "pass_rate", "longest_right", "mean_wrong")
 _SHOWN_CHARACTERS = 12_000  # per text
@@ -119,7 +119,9 @@ class RunView:
     @property
     def images(self) -> list[str]:
         """The names of all diagrams, in the order in which the groups show them."""
-        return list(dict.fromkeys(name for problem in self.problems.values() for name in problem["images"]))
+        at = ROLLOUT.index("turns")
+        turns = (turn for group in self.groups for rollout in group["rollouts"] for turn in rollout[at] or ())
+        return list(dict.fromkeys(name for one in (*self.problems.values(), *turns) for name in one["images"]))
 
 
 def load_run(folder: Path, max_rollouts: int) -> RunView:
@@ -195,7 +197,7 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
 def _rollout(row: Json) -> list[Any]:
     reward_parts = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
     values = {
-        **dict.fromkeys(("missing", "segments", "age")),  # in a record of before there were these columns
+        **dict.fromkeys(("missing", "segments", "age", "turns")),  # in a record of before there were these columns
         **row,
         "completion": _cut(row["completion"]),
         "extracted": _cut(row["extracted"]),

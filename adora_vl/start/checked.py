@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from adora_vl.config.checks import costs_of
 from adora_vl.config.reading import Given
 from adora_vl.config.where import Where
 from adora_vl.data.prompt_lengths import Measured, OverlongPrompts
+from adora_vl.data.prompts import with_tools
 from adora_vl.evaluation import EvaluationPlan
 from adora_vl.models.adapter import Adapter, load_merged, load_policy
 from adora_vl.models.four_bit import bytes_of, four_bit_folder, is_four_bit, keep_gradients
@@ -29,6 +31,7 @@ from adora_vl.record.manifest import run_manifest
 from adora_vl.rewards import ChosenRewards
 from adora_vl.start.folder import RunFolder
 from adora_vl.start.objects import Datasets
+from adora_vl.tools.run import ChosenTools, Toolbox
 from adora_vl.utils.cli import amount
 from adora_vl.utils.launch import fewer_than_asked
 
@@ -61,6 +64,7 @@ class Asked:
     rewards: Any = None
     given: Given | None = None
     most: int | None = None
+    tools: Sequence[Any] = ()  # that Python gave beside the key's
 
 
 @dataclass(repr=False)
@@ -73,6 +77,8 @@ class Checked:
     unknown: list[str] = field(default_factory=list)  # what could not be looked at; empty for all but a dry run
     plan: Shape = field(init=False)
     rewards: ChosenRewards = field(init=False)
+    tools: ChosenTools = field(init=False)
+    toolbox: Toolbox | None = None  # where the run has tools
     name: str = field(init=False)  # the folder of the model, or its hub id; of an adapter that of its base
     revision: str | None = field(init=False)  # of `name`
     adapters: list[Adapter] = field(default_factory=list)  # where an adapter was named: it, and those beneath it
@@ -136,12 +142,19 @@ class Checked:
 
     @property
     def system_prompt(self) -> str | None:
-        """What the model is told before each problem: the command's key, or the first message of Python's first row."""
+        """What the model is told before each problem, tools among it: the command's key, or the first message of
+        Python's first row.
+        """
         if self.script is not None:
-            return self.script.adora_system_prompt
+            return with_tools(self.script.adora_system_prompt, self.schemas)
         prompt = next(iter(self.dataset))["prompt"]
         told = prompt[0] if prompt and not isinstance(prompt, str) else {}
         return str(told["content"]) if told.get("role") == "system" else None
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of the tools."""
+        return self.toolbox.schemas if self.toolbox is not None else []
 
     @property
     def left_out(self) -> list[str]:
@@ -158,6 +171,7 @@ class Checked:
         return {
             **{f"reward {file}": one for file, one in self.rewards.hashes.items()},
             **{f"method {file}": one for file, one in method_hashes(self.config).items()},
+            **{f"tool {file}": one for file, one in self.tools.hashes.items()},
         }
 
     @property

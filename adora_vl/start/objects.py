@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,10 @@ from trl.trainer.utils import get_config_model_id
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.checks import refuse_turns
 from adora_vl.data.prompt_lengths import Size, sizes_in
+from adora_vl.data.prompts import with_tools
 from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.own_files import is_own
+from adora_vl.utils.own_files import function_name, is_own, source_hash
 
 _TENSORS, _NUMBERS = 16, 16  # of a model object, by which it is known again
 _ROWS = 1000  # that are read at once
@@ -110,19 +109,13 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
             continue
         if not isinstance(one, str) and not callable(one):
             raise UserError(f"reward_funcs: {one!r:.80} is no function; give a function, a preset or a list of them")
-        name = one if isinstance(one, str) else _function_name(one)
+        name = one if isinstance(one, str) else function_name(one)
         entries.append(f"{name} of Python" if name in NAMES else name)
         functions.append(one)
         if not isinstance(one, str | torch.nn.Module):
-            hashes[entries[-1]] = _source_hash(one)
+            hashes[entries[-1]] = source_hash(one)
     tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
     return ChosenRewards(tuple(entries), tuple(functions), hashes, frozenset(tried))
-
-
-def _function_name(function: Any) -> str:
-    while isinstance(function, partial):
-        function = function.func
-    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _can_be_tried(function: Any) -> bool:
@@ -131,16 +124,30 @@ def _can_be_tried(function: Any) -> bool:
     return callable(function) and not isinstance(function, torch.nn.Module) and not ours
 
 
-def _source_hash(function: Any) -> str:
-    """Of the function's own text, since the file around it may be the script that says how long to train. Of what has
-    no text, such as a builtin, its name.
+def told_of_tools(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
+    """The data set with what the tools are in the system message of each prompt. Raises `UserError` for a prompt that
+    has none, being a text.
     """
-    while isinstance(function, partial):
-        function = function.func
-    text = _function_name(function)
-    with suppress(OSError, TypeError):
-        text = inspect.getsource(function if inspect.isroutine(function) else type(function))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def told(row: Mapping[str, Any]) -> dict[str, Any]:
+        first = row["prompt"][0] if row["prompt"] else None
+        if not isinstance(first, Mapping):
+            raise UserError(
+                'train_dataset: with tools a prompt has to be messages, such as [{"role": "user", "content": "..."}]'
+            )
+        has_one = first["role"] == "system"
+        said = first["content"] if has_one else None
+        if has_one and not isinstance(said, str):
+            said = "".join(part.get("text") or "" for part in first["content"])
+        text: Any = with_tools(said, schemas)
+        if not isinstance(first["content"], str):
+            text = [{**dict.fromkeys(first["content"][0]), "type": "text", "text": text}]
+        return {"prompt": [{"role": "system", "content": text}, *row["prompt"][has_one:]]}
+
+    if not is_stored(dataset):
+        return dataset.map(told)
+    made = [told(row)["prompt"] for row in dataset.select_columns("prompt").with_format(None)]
+    return dataset.remove_columns("prompt").add_column("prompt", made)
 
 
 def check_prompts(dataset: Dataset) -> bool:

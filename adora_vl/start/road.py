@@ -55,7 +55,9 @@ from adora_vl.start.objects import (
     is_stored,
     prompts_of,
     rewards_given,
+    told_of_tools,
 )
+from adora_vl.tools.run import Toolbox, choose_tools, view_of
 from adora_vl.utils.errors import UserError, in_one_line, refuse
 from adora_vl.utils.hub import no_hub, notes_on
 from adora_vl.utils.versions import check_versions
@@ -85,6 +87,8 @@ def keys(run: Checked) -> None:
     """What the keys alone say."""
     given = run.asked.rows
     checks.check_config(run.config, trl_evaluates=isinstance(given, Datasets) and given.evaluate is not None)
+    if run.config.tools or run.asked.tools:
+        checks.check_tools(run.config)
 
 
 def batches(run: Checked) -> None:
@@ -105,13 +109,14 @@ def machine(run: Checked) -> None:
 
 
 def rewards(run: Checked) -> None:
-    """Presets, files, functions and options, and which sums they can reach."""
+    """Presets, files, functions and options, and which sums they can reach; and the tools."""
     output_dir = Path(run.config.output_dir)
     if run.script is not None:
         tags = asks_for_answer_tags(run.script.adora_system_prompt, run.script.adora_prompt)
         run.rewards = choose_rewards(run.script.adora_reward, answer_tags=tags, output_dir=output_dir)
     else:
         run.rewards = rewards_given(run.asked.rewards, output_dir)
+    run.tools = choose_tools([*run.config.tools, *run.asked.tools])
     check_sums(run.rewards.entries, run.config.reward_weights, run.config.adora_correct_above)
 
 
@@ -186,11 +191,14 @@ def processor(run: Checked) -> None:
         run.processor = _load_processor(run, where, run.revision)
     if run.processor is not None:
         limit_pixels(run.processor, config.min_pixels, config.max_pixels)
+    pixels = lengths.limits_of(run.processor, run.model_config, config.min_pixels, config.max_pixels)
+    if run.tools.functions:
+        run.toolbox = Toolbox(run.tools, config.adora_tool_options, view_of(run.model_config, pixels))
     unknown = lengths.uncountable(run.model_config)
     run.overlong = lengths.OverlongPrompts(
         None if unknown else _limit(run),
         _counter(run),
-        lengths.limits_of(run.processor, run.model_config, config.min_pixels, config.max_pixels),
+        pixels,
         run.script.adora_overlong_prompts if run.script is not None else None,
         speaks=run.first and not run.where.paper,
         paper=run.where.paper,
@@ -216,8 +224,8 @@ def _counter(run: Checked) -> Any:
     if run.script is None:
         return lengths.message_counter(run.processor, run.config.chat_template_kwargs)
     if run.processor is None:
-        return lengths.character_counter(run.script.adora_system_prompt)
-    return lengths.tokenizer_counter(run.processor, run.script.adora_system_prompt, run.config.chat_template_kwargs)
+        return lengths.character_counter(run.system_prompt)
+    return lengths.tokenizer_counter(run.processor, run.system_prompt, run.config.chat_template_kwargs)
 
 
 def _limit(run: Checked) -> lengths.ContextLimit | None:
@@ -237,7 +245,7 @@ def rows(run: Checked) -> None:
     asked = run.asked.rows
     run.data, run.dataset = [], None
     if isinstance(asked, Datasets):
-        run.dataset = asked.train
+        run.dataset = told_of_tools(asked.train, run.schemas) if run.schemas else asked.train
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
         if is_stored(run.dataset):
@@ -252,7 +260,9 @@ def rows(run: Checked) -> None:
             run.unknown.append(f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}")
             run.lengths = guess
             return
-        run.dataset = load_rows(asked, run.data, run.config.seed, partial(_fitting, run))
+        told = copy(asked)
+        told.adora_system_prompt = run.system_prompt
+        run.dataset = load_rows(told, run.data, run.config.seed, partial(_fitting, run))
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
     if count is not None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from adora_vl.rollout.rollouts import RolloutGroup
+from adora_vl.rollout.rollouts import Rollout, RolloutGroup
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.scores import Scores
 from adora_vl.types import Batch, Row
@@ -25,6 +25,7 @@ class Generation:
     group_size: int  # G
     number: int = 0  # of the generations of a training
     first_micro_step: int = 0  # TRL's `_step` where it begins
+    rollouts: list[Rollout] = field(default_factory=list)  # (B,)
     scores: Scores | None = None
     batch: Batch = field(default_factory=Batch)
     advantages: Advantages | None = None
@@ -37,7 +38,7 @@ class Generation:
 
     def release(self) -> None:
         """Let go of all but the micro-batches, which are copies: the policy learns from nothing else."""
-        self.rows, self.batch, self.scores, self.advantages = [], Batch(), None, None
+        self.rows, self.rollouts, self.batch, self.scores, self.advantages = [], [], Batch(), None, None
 
     @property
     def where(self) -> str:

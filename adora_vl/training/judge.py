@@ -58,7 +58,7 @@ class Judge:
         """
         step, mode = generation.step, generation.mode
         rows = generation.rows = [group.row for group in groups for _ in group.rollouts]
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rollouts = generation.rollouts = [rollout for group in groups for rollout in group.rollouts]
         prompts = prompts or self.images.prompts(rows, mode, further=generation.attempt > 0)
         completions, turns = [rollout.said for rollout in rollouts], [rollout.turn for rollout in rollouts]
         answers = said(self.processor, prompts, turns)  # the last turn is what is graded

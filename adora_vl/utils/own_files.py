@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -54,6 +55,24 @@ def own_name(entry: str) -> str:
 
 def is_function(value: object) -> bool:
     return callable(value) and not inspect.isclass(value)
+
+
+def function_name(function: Any) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def source_hash(function: Any) -> str:
+    """Of the function's own text, since the file around it may be the script that says how long to train. Of what has
+    no text, such as a builtin, its name.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    text = function_name(function)
+    with suppress(OSError, TypeError):
+        text = inspect.getsource(function if inspect.isroutine(function) else type(function))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def look_beside(config: Path | None) -> None:

@@ -15,6 +15,7 @@ from adora_vl.data.images import diagram_hash
 from adora_vl.rewards import grade
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.utils.errors import UserError, did_you_mean
+from data_prep.synthetic.corners import corner_number
 from data_prep.synthetic.drawing import STYLES
 from data_prep.synthetic.families import FAMILIES, LETTERED, MIN_SIZE, SyntheticProblem
 from data_prep.synthetic.perimeter import perimeter_digit
@@ -52,7 +53,7 @@ def _variants(answer: str, rng: random.Random) -> list[str]:
 
 SPLITS = ("train", "test")
 LEVELS = (1, 2, 3)
-KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit}
+KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
 _LEVELS_FROM = 112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
 MAX_CHOICES = 8
 _MAX_REDRAWS = 5000  # of one row; at least one diagram in five is new for as long as the family has many

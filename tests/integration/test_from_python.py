@@ -17,6 +17,10 @@ from datasets import Dataset
 from PIL import Image
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
+from adora_vl.config.where import Where
+from adora_vl.start.checked import Asked, ModelSource
+from adora_vl.start.objects import Datasets, model_keys
+from adora_vl.start.road import walk
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +107,29 @@ def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     new = trainer(folder, overwrite_output_dir=True, max_steps=1)
     assert new.train().global_step == 1
     assert not (folder / "checkpoint-2").exists(), "the run of before has gone"
+
+
+def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
+    def area(width: int) -> int:
+        """Width times itself.
+
+        Args:
+            width: In pixels.
+        """
+        return width * width
+
+    args = AdoraGRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=1200,
+        num_generations=4, per_device_train_batch_size=8, max_completion_length=100, report_to="none",
+    )  # fmt: skip
+    rows = Datasets(Dataset.from_list(ROWS))
+    source = ModelSource(model_keys("tiny", args, None))
+    run = walk(Asked(args, source, rows, half, tools=[area, "zoom"]), Where.of_launch("leave"))
+    first, second = run.dataset[0]["prompt"]
+    assert first["role"] == "system" and '"name": "area"' in first["content"] and '"name": "zoom"' in first["content"]
+    assert second["content"] == "Which of 0?" and run.own.keys() == {"reward half", "tool area"}
+    call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
+    assert run.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
 
 
 @pytest.mark.slow

@@ -136,6 +136,9 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--adora_method dapo+ngrpo", "adora_method: dapo+ngrpo: ngrpo starts from the rewards"),
     ("--adora_method mc_grpo", "num_generations: 8 is even"),
     ("--adora_method.adora.assign rate --adora_rollouts.replay 8", "adora_rollouts.replay: 8 with assign:"),
+    (" ".join(["--tools zom", *VLLM]), "tools: 'zom' is none of zoom, mark, line, measure"),
+    ("--tools zoom", "tools does not go with use_vllm: false"),
+    (" ".join(["--tools zoom --adora_tool_options.turn_tokens 999", *VLLM]), "adora_tool_options.turn_tokens:"),
     ("--adora_rollouts.refill 2 --loss_type bnpo", "adora_rollouts.refill: 2 does not go with loss_type: bnpo"),
     (
         "--use_vllm true --adora_rollouts.budget 100 --gradient_accumulation_steps 2",
@@ -273,9 +276,9 @@ def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, here, tmp_path)
 
 
 OBJECTS: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [print]}, "tools: rollouts of several turns"),
-    ({"rollout_func": print}, "rollout_func: rollouts of several turns"),
-    ({"environment_factory": print}, "environment_factory: rollouts of several turns"),
+    ({"tools": [print]}, "tools does not go with use_vllm: false"),
+    ({"rollout_func": print}, "rollout_func: a sampler of your own is not supported"),
+    ({"environment_factory": print}, "environment_factory: environments are not supported"),
     ({"quantization_config": object()}, "quantization_config: only 4 bits are supported; give BitsAndBytesConfig"),
     ({"args": trl.GRPOConfig("x", use_cpu=True, bf16=False)}, "args: a trl.GRPOConfig has other defaults"),
     ({"reward_funcs": None}, "reward_funcs: None would train on nothing"),

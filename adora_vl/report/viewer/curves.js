@@ -13,6 +13,10 @@ const CURVES = [
   { title: "Gradient norm", keys: [["grad_norm", ""]], zero: true },
   { title: "Drift of engine and trainer, nats per token", keys: [["adora/drift", ""]], zero: true },
   { title: "Age of the rollouts in generations", keys: [["adora/staleness", ""]], zero: true, optional: true },
+  { title: "Calls of tools a rollout", keys: [["tools/call_frequency", ""]], zero: true, optional: true },
+  { title: "Share of calls that fail, and of rollouts that end unanswered", keys: [["tools/failure_frequency", "failed"], ["adora/unanswered_calls", "unanswered"]], format: percent, share: true, optional: true },
+  { title: "Reward with a call minus without, in one group", keys: [["adora/tool_gain", ""]], optional: true },
+  { title: "Seconds in tools", keys: [["adora/tools_s", ""]], zero: true, optional: true },
   { title: "Seconds waited", keys: [["adora/trainer_waited_s", "by the trainer"], ["adora/servers_waited_s", "by the servers"]], zero: true, optional: true },
 ];
 const PHASES = ["rollout", "grading", "policy", "sync", "wake", "sleep", "other"];

@@ -23,7 +23,7 @@ function detailOf(groups, group) {
         facts.answer ? el("p", {}, "Right answer: ", el("code", { class: "gold" }, formulas.whole(facts.answer))) : null,
         el("p", { id: "why", class: "why" }, group.why),
         el("dl", { class: "facts" }, criteriaOf(group)))),
-    el("ol", { class: "rollouts" }, group.rollouts.map((rollout, index) => rolloutOf(rollout, index, largestAdvantage(group), formulas))),
+    el("ol", { class: "rollouts" }, group.rollouts.map((rollout, index) => rolloutOf(rollout, index, largestAdvantage(group), formulas, groups.images))),
     followed(groups, group),
   ];
 }
@@ -66,7 +66,7 @@ function scored(value) {
   return isNumber(value) ? figure(value) : "not scored";
 }
 
-function rolloutOf(rollout, index, largest, formulas) {
+function rolloutOf(rollout, index, largest, formulas, images) {
   const [sign, word] = verdictOf(rollout);
   const facts = [
     ...(rollout.verdict ? [["answer", rollout.extracted === null ? "no box" : el("code", {}, formulas.whole(rollout.extracted))]] : []),
@@ -83,7 +83,15 @@ function rolloutOf(rollout, index, largest, formulas) {
   return el("li", { class: `rollout ${rollout.verdict || ""}` },
     el("div", { class: "head" }, el("span", { class: "number" }, `#${index + 1}`), el("span", { class: `verdict ${rollout.verdict || ""}` }, el("span", { "aria-hidden": "true" }, `${sign} `), word)),
     el("dl", { class: "facts" }, facts.map(([name, value]) => el("div", { class: ["advantage", "no reward", "part by part"].includes(name) ? "wide" : null }, el("dt", {}, name), el("dd", {}, value)))),
-    rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || "", formulas));
+    rollout.turns ? conversationOf(rollout.turns, formulas, images || {}) : rollout.completion === undefined ? el("p", { class: "hint" }, "Unpacking…") : textOf(rollout.completion || "", formulas));
+}
+
+/** What the model said, and what tools showed it; that is not learned from, and grey. */
+function conversationOf(turns, formulas, images) {
+  return el("ol", { class: "turns" }, turns.map(({ by, text, images: names, seconds, failed }) =>
+    el("li", { class: failed ? `${by} failed` : by },
+      el("span", { class: "hint" }, by === "tool" ? `tool, ${figure(seconds)} s` : by), textOf(text || "", formulas),
+      names.map((name) => images[name] ? diagramOf(images[name], "Picture of a tool") : null))));
 }
 
 /** Each part of an answer, the part of the right answer that it was compared with, and the rule that decided. */

@@ -260,7 +260,7 @@ def defaults() -> dict[str, object]:
         for field in fields(dataclass):
             made = field.default_factory() if field.default_factory is not MISSING else field.default
             found.setdefault(field.name, made)
-    for block in ("adora_rollouts", "adora_extensions"):
+    for block in ("adora_rollouts", "adora_extensions", "adora_tool_options"):
         found |= {block: {}, **dotted(block, plain(found[block]))}
     return found
 

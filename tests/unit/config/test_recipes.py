@@ -32,12 +32,12 @@ PAIRS = {
     "grpo_7b_geo3k": "zero3", "noisy_7b_geo3k": "zero3", "adora_llm_kk": "zero3", "adora_3b_1gpu_lora": "gpu1",
     "adora_3b_12gb": "gpu1", "adora_7b_24gb_4bit": "gpu1",
     "adora_3b_24gb": "gpu1", "adora_qwen3_vl_2b_1gpu": "gpu1", "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
-    "adora_qwen3_vl_8b_geo3k": "zero3", "slice_7b_cpu": "cpu",
+    "adora_qwen3_vl_8b_geo3k": "zero3", "slice_7b_cpu": "cpu", "tiny_zoom": "cpu",
 }  # fmt: skip
 # The others have the 2,101 rows of Geometry3K.
 ROWS = {
     "smoke_cpu": 4096, "demo_cpu": 2000, "smoke_text_cpu": 4096, "annotated": 4096, "slice_7b_cpu": 8,
-    "adora_llm_kk": 4500,
+    "adora_llm_kk": 4500, "tiny_zoom": 2000,
 }  # fmt: skip
 
 

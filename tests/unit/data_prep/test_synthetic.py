@@ -341,7 +341,7 @@ def _factor(text: str) -> int:
 def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtests):
     """Every number that is needed is drawn, or stands in the question, apart from the others and inside."""
     pictures = _watched(monkeypatch)
-    for family, level in product(KNOWN, LEVELS):
+    for family, level in product(KNOWN.keys() - {"corners"}, LEVELS):  # that one is no figure
         with subtests.test(f"{family}, level {level}"):
             answers: dict[tuple[str, str], str] = {}
             for number in range(8):

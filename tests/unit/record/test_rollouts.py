@@ -18,10 +18,11 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import group_facts, weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
 from adora_vl.record.recorder import Recorder
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
+from adora_vl.rollout.rollouts import Call, Picture, Rollout, Span
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
 from adora_vl.training.scores import Rewards, Scores, weighted_sum
@@ -184,6 +185,33 @@ def generation_of(asked: list[Any], ranks: int) -> Generation:
     groups = Groups(rewards_BF.view(-1, 2), lengths_B.view(-1, 2), lengths_B.view(-1, 2) > 9)
     generation.advantages = Advantages(groups, weigh_groups(groups), groups.rewards_PG, groups.rewards_PG, {})
     return generation
+
+
+def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
+    recorder = Recorder(step_context(output_dir=str(tmp_path)), decode=lambda tokens: f"said {[*tokens]}")
+    recorder.record.start(0)
+    image, call = Image.new("RGB", (8, 8)), Call("zoom", "{}", "Picture", 0.5, False, 1)
+    spans = Span((1, 2), (0.0, 0.0), 0), Span((5, 6, 7), None, 0), Span((3,), (0.0,), 0)
+    looked = Rollout(spans, "stop", pictures=(Picture("x", image, 1),), calls=(call,))
+    generation = generation_of([{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1)
+    generation.rollouts = [looked, Rollout(spans[:1], "stop")]
+    recorder.add(generation, {"completion": ["so 3"] * 2, "extra": {}}, ["accuracy"])
+    recorder.record.flush(1)
+    first, second = recorded(recorder.record.folder).to_pylist()
+    assert [first["calls"], second["calls"], len(second["turns"])] == [1, 0, 1]
+    assert [(t["by"], t["text"], t["tokens"], t["seconds"]) for t in first["turns"]] == [
+        ("model", "said [1, 2]", 2, 0.0), ("tool", "Picture", 3, 0.5), ("model", "said [3]", 1, 0.0),
+    ]  # fmt: skip
+    assert (recorder.record.folder / "_images" / first["turns"][1]["images"][0]).is_file()
+
+
+def test_what_a_call_gains_is_counted_within_groups_that_have_both():
+    rewards_PG = torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
+    facts = torch.tensor([[1, 0, 0.5, 0], [0, 0, 0, 0], [2, 1, 0.5, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 0, 0, 0]])
+    figures = tool_figures(rewards_PG, facts)
+    assert figures["adora/tool_gain"] == 1 and figures["adora/called"] == 0.5 and figures["adora/tools_s"] == 1
+    assert figures["tools/failure_frequency"] == 0.25 and figures["tools/call_frequency"] == pytest.approx(4 / 6)
+    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts[2:])
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):

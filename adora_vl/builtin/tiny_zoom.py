@@ -1,0 +1,173 @@
+"""`tiny_zoom`: the tiny model, taught to look at a corner of a picture again, or to guess the number that stands there.
+
+It sees 56 x 56 of 448 x 448 pixels (`max_pixels: 3136`), in which no number can be read.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from adora_vl.builtin.processor import END_OF_TURN, build_processor
+from adora_vl.builtin.small_model import check_place, fit, save_built
+from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.config.blocks import ToolOptions
+from adora_vl.data.prompts import conversation_with_images, with_tools
+from adora_vl.models.load import PRETRAINED
+from adora_vl.tools.ours import View
+from adora_vl.tools.run import Toolbox, choose_tools
+from data_prep.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
+
+SIZE, SEEN = 448, 56
+SYSTEM = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
+_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_DATA_SEED = 3000  # other problems than any training run draws by default
+Part = tuple[str, bool]  # of a conversation: a text, and whether the model says it
+
+
+@dataclass(frozen=True)
+class ZoomStart:
+    """Two stages: to read single corners, behind short prompts, by which a vision tower learns several times faster;
+    then conversations of a teacher that calls with the share `calls`, half of the time for any corner, and
+    else guesses.
+
+    `tool`: without it the number is told at once, which nobody can see.
+    """
+
+    steps: int = 400
+    teacher_steps: int = 250
+    calls: float = 0.7
+    batch_size: int = 32
+    learning_rate: float = 1.5e-3
+    seed: int = 0
+    tool: bool = True
+
+
+def call_for(corner: str) -> str:
+    """The call of `zoom` for a corner, in pixels of the picture as it is seen."""
+    part = SEEN // PARTS
+    x, y = (0 if word in corner else SEEN - part for word in ("left", "top"))
+    told = json.dumps({"name": "zoom", "arguments": {"x1": x, "y1": y, "x2": x + part, "y2": y + part}})
+    return f"<tool_call>\n{told}\n</tool_call>"
+
+
+class _Teacher:
+    def __init__(self, processor: Any, toolbox: Toolbox, plan: ZoomStart) -> None:
+        self.processor, self.toolbox, self.plan = processor, toolbox, plan
+        self.rng = random.Random(plan.seed + _DATA_SEED)
+
+    def prompt(self, corner: str) -> str:
+        asked = conversation_with_images(question(corner), 1, with_tools(SYSTEM, self.toolbox.schemas))
+        return str(self.processor.apply_chat_template(asked, add_generation_prompt=True, tokenize=False))
+
+    def single(self) -> tuple[list[Part], list[Image.Image]]:
+        """A corner by itself and its number."""
+        number = self.rng.randrange(10, 100)
+        return [(_IMAGE, False), (answer(number) + END_OF_TURN, True)], [cell(self.rng, number)]
+
+    def direct(self, *, short: bool) -> tuple[list[Part], list[Image.Image]]:
+        """A problem and its answer at once."""
+        image, numbers = drawn(self.rng, SIZE)
+        corner = self.rng.choice(CORNERS)
+        asked = _IMAGE + corner if short else self.prompt(corner)
+        return [(asked, False), (answer(numbers[corner]) + END_OF_TURN, True)], [image]
+
+    def turns(self) -> tuple[list[Part], list[Image.Image]]:
+        """A problem, mostly a call and what comes back, and an answer."""
+        image, numbers = drawn(self.rng, SIZE)
+        corner = self.rng.choice(CORNERS)
+        if self.rng.random() >= self.plan.calls:
+            guess = answer(self.rng.randrange(10, 100)) + END_OF_TURN
+            return [(self.prompt(corner), False), (guess, True)], [image]
+        at = corner if self.rng.random() < 0.5 else self.rng.choice(CORNERS)
+        told = self.toolbox.answer(call_for(at), [image], seed="", last=False)
+        assert told is not None
+        said = "".join(part if isinstance(part, str) else _IMAGE for part in told.parts)
+        shown = [part for part in told.parts if isinstance(part, Image.Image)]
+        back = f"\n<|im_start|>user\n{said}{END_OF_TURN}\n<|im_start|>assistant\n"
+        parts = [(self.prompt(corner), False), (call_for(at) + END_OF_TURN, True), (back, False)]
+        return [*parts, (answer(numbers[at]) + END_OF_TURN, True)], [image, *shown]
+
+
+def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Image]]]) -> Tensor:
+    """Of the tokens that the model says."""
+    seen = processor.image_processor(
+        images=[image.resize((SEEN, SEEN), Image.Resampling.BICUBIC) for _, images in rows for image in images],
+        return_tensors="pt",
+    )
+    image_id, pad_id = model.config.image_token_id, model.config.get_text_config().pad_token_id
+    each = (SEEN // 28) ** 2
+    sequences, labels = [], []
+    for parts, _ in rows:
+        ids, own = list[int](), list[bool]()
+        for text, said in parts:
+            for token in processor.tokenizer(text, add_special_tokens=False)["input_ids"]:
+                ids += [token] * (each if token == image_id else 1)
+            own += [said] * (len(ids) - len(own))
+        sequences.append(torch.tensor(ids))
+        labels.append(torch.where(torch.tensor(own), sequences[-1], -100))
+    ids_BT = pad_sequence(sequences, batch_first=True, padding_value=pad_id)
+    output = model(
+        input_ids=ids_BT,
+        attention_mask=pad_sequence([torch.ones_like(one) for one in sequences], batch_first=True),
+        labels=pad_sequence(labels, batch_first=True, padding_value=-100),
+        mm_token_type_ids=(ids_BT == image_id).int(),
+        **seen,
+    )
+    loss: Tensor = output.loss
+    return loss
+
+
+def _begun(processor: Any, seed: int) -> Any:
+    """The shipped model behind another vocabulary: it has learned to read numbers in drawn figures."""
+    model, known = build_model(processor.tokenizer, seed), AutoModelForImageTextToText.from_pretrained(PRETRAINED)
+    old, own = AutoTokenizer.from_pretrained(PRETRAINED).get_vocab(), model.state_dict()
+    with torch.no_grad():
+        for name, tensor in known.state_dict().items():
+            if "embed_tokens" not in name and "lm_head" not in name:
+                own[name].copy_(tensor)
+                continue
+            for token, row in processor.tokenizer.get_vocab().items():
+                if token in old:
+                    own[name][row].copy_(tensor[old[token]])
+    return model
+
+
+def build_zoom_model(folder: Path, plan: ZoomStart | None = None) -> dict[str, object]:
+    """Teach the shipped tiny model, and save it with its processor. Returns and saves (`build.json`) how it was made.
+
+    `folder` appears complete or not at all. The same versions and number of threads give the same weights. Raises
+    `UserError` where `folder` holds anything else than such a model.
+    """
+    check_place(folder)
+    plan = plan or ZoomStart()
+    toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
+    told = with_tools(SYSTEM, toolbox.schemas)
+    often = f"system {told} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
+    texts = [call_for(corner) + answer(number) + question(corner) for corner in CORNERS for number in range(10, 100)]
+    processor = build_processor([*[often] * 200, *texts])
+    model = _begun(processor, plan.seed)
+    teacher = _Teacher(processor, toolbox, plan)
+
+    def reading(_: int) -> Tensor:
+        row = teacher.single if plan.tool else lambda: teacher.direct(short=True)
+        return _loss(model, processor, [row() for _ in range(2 * plan.batch_size)])
+
+    def talking(_: int) -> Tensor:
+        row = teacher.turns if plan.tool else lambda: teacher.direct(short=False)
+        return _loss(model, processor, [row() for _ in range(plan.batch_size)])
+
+    losses = [
+        fit(model, reading, plan.steps, plan.learning_rate),
+        fit(model, talking, plan.teacher_steps, plan.learning_rate * 2 / 3),
+    ]
+    return save_built(folder, model, processor, plan, final_losses=[round(loss, 4) for loss in losses])

@@ -1,0 +1,189 @@
+"""The tools of this project. None of them reads a file or the network, and nothing is evaluated by Python.
+
+Points come in the family's coordinates (`Vision.relative`), and are taken from the picture as it is: a region holds
+more than the model has seen where the picture was made smaller for it. `{points}` in a docstring is said by family.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from PIL import Image, ImageDraw, ImageFont
+
+from adora_vl.data.images import model_size
+from adora_vl.rewards.answer import plain
+
+_COLOUR = (220, 20, 20)
+_LABEL = 20  # characters
+_DIGITS = 10  # of a number in an answer
+
+
+@dataclass(frozen=True)
+class View:
+    """What a model sees of a picture: `low` to `high` pixels in image tokens of `unit` pixels a side. `relative`: as
+    `Vision` has it.
+    """
+
+    low: int
+    high: int
+    unit: int
+    relative: bool = False
+
+    @property
+    def points(self) -> str:
+        return "in thousandths of its width and height" if self.relative else "in its pixels"
+
+    def size(self, image: Image.Image) -> tuple[int, int]:
+        """Width and height in pixels, as the model sees them."""
+        return model_size(*image.size, self.unit, self.low, self.high)
+
+    def scale(self, image: Image.Image) -> tuple[float, float]:
+        """The largest coordinates."""
+        width, height = self.size(image)
+        return (1000, 1000) if self.relative else (width, height)
+
+    def shares(self, image: Image.Image, *points: tuple[float, float]) -> list[tuple[float, float]]:
+        """The points as shares of width and height. Raises `ValueError` for one that is not in the picture."""
+        wide, high = self.scale(image)
+        for x, y in points:
+            if not (0 <= x <= wide and 0 <= y <= high):
+                raise ValueError(f"({x:g}, {y:g}) is not in the picture, which ends at ({wide:g}, {high:g})")
+        return [(x / wide, y / high) for x, y in points]
+
+
+def zoom(
+    x1: float, y1: float, x2: float, y2: float, picture: int = 0, *, images: Sequence[Image.Image], view: View
+) -> Image.Image:
+    """Look closer at a region of a picture.
+
+    Args:
+        x1: Left side of the region, {points}.
+        y1: Upper side.
+        x2: Right side.
+        y2: Lower side.
+        picture: Number of the picture, from 0.
+    """
+    image = _chosen(images, picture)
+    (left, top), (right, bottom) = view.shares(image, (x1, y1), (x2, y2))
+    if left >= right or top >= bottom:
+        raise ValueError("the region is empty: x1 has to be below x2, and y1 below y2")
+    wide, high = image.size
+    box = math.floor(left * wide), math.floor(top * high), math.ceil(right * wide), math.ceil(bottom * high)
+    cut = image.crop(box)
+    longer = max(1.0, view.unit / min(cut.size))
+    return cut if longer == 1 else cut.resize((math.ceil(cut.width * longer), math.ceil(cut.height * longer)))
+
+
+def mark(
+    x: float, y: float, label: str, picture: int = 0, *, images: Sequence[Image.Image], view: View
+) -> Image.Image:  # fmt: skip
+    """Mark a point of a picture with a dot and a label.
+
+    Args:
+        x: Place from the left, {points}.
+        y: Place from the top.
+        label: A few letters.
+        picture: Number of the picture, from 0.
+    """
+    if len(label) > _LABEL:
+        raise ValueError(f"the label has {len(label)} characters, at most {_LABEL}")
+    image = _chosen(images, picture).convert("RGB")
+    [place] = view.shares(image, (x, y))
+    (x, y), thick, drawn = _at(image, place), _thick(image), ImageDraw.Draw(image := image.copy())
+    drawn.ellipse((x - 2 * thick, y - 2 * thick, x + 2 * thick, y + 2 * thick), fill=_COLOUR)
+    drawn.text((x + 3 * thick, y), label, fill=_COLOUR, font=ImageFont.load_default(max(10, min(image.size) // 20)))
+    return image
+
+
+def line(
+    x1: float, y1: float, x2: float, y2: float, picture: int = 0, *, images: Sequence[Image.Image], view: View
+) -> Image.Image:
+    """Draw a straight line into a picture.
+
+    Args:
+        x1: Where it begins from the left, {points}.
+        y1: Where it begins from the top.
+        x2: Where it ends from the left.
+        y2: Where it ends from the top.
+        picture: Number of the picture, from 0.
+    """
+    image = _chosen(images, picture).convert("RGB").copy()
+    ends = [_at(image, share) for share in view.shares(image, (x1, y1), (x2, y2))]
+    ImageDraw.Draw(image).line([*ends[0], *ends[1]], fill=_COLOUR, width=_thick(image))
+    return image
+
+
+def measure(
+    x1: float, y1: float, x2: float, y2: float, x3: float | None = None, y3: float | None = None, picture: int = 0, *,
+    images: Sequence[Image.Image], view: View,
+) -> str:  # fmt: skip
+    """Measure the distance of two points of a picture, or with a third one the angle at the second.
+
+    Args:
+        x1: First point from the left, {points}.
+        y1: First point from the top.
+        x2: Second point from the left.
+        y2: Second point from the top.
+        x3: Third point from the left.
+        y3: Third point from the top.
+        picture: Number of the picture, from 0.
+    """
+    image = _chosen(images, picture)
+    wide, high = view.size(image)
+    points = [(x1, y1), (x2, y2), *([(x3, y3)] if x3 is not None and y3 is not None else [])]
+    first, second, *third = [(x * wide, y * high) for x, y in view.shares(image, *points)]
+    sides = [math.dist(second, other) for other in (first, *third)]
+    if not all(sides):
+        raise ValueError("two of the points are the same")
+    if not third:
+        return f"{sides[0]:.1f} pixels of the picture, which may not be to scale"
+    angles = [math.atan2(other[1] - second[1], other[0] - second[0]) for other in (first, *third)]
+    degrees = abs(math.degrees(angles[0] - angles[1])) % 360
+    return f"{min(degrees, 360 - degrees):.1f} degrees in the picture, which may not be to scale"
+
+
+_SPELLED = (
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)(?=\s*[({\d])"), r"\\\1"),
+    (re.compile(r"\^\s*(\d{2,}|\d+\.\d+)"), r"^{\1}"),
+    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
+)
+
+
+def calculate(expression: str) -> str:
+    r"""Compute the value of an expression of numbers.
+
+    Args:
+        expression: For example 2*sqrt(3)+1, 7/4, 2^10 or sin(30), with angles in degrees.
+    """
+    for pattern, replacement in _SPELLED:
+        expression = pattern.sub(replacement, expression)
+    answer = plain(expression)
+    if answer.kind != "number" or answer.real is None:
+        why = answer.reason.replace("_", " ") or answer.kind
+        raise ValueError(f"the expression has no value here ({why})")
+    value = answer.real.value
+    if getattr(value, "denominator", 0) == 1:
+        return str(value)
+    return f"{float(value):.{_DIGITS}g}"
+
+
+OURS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
+
+
+def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:
+    if not 0 <= number < len(images):
+        there = f"0 to {len(images) - 1}" if images else "none"
+        raise ValueError(f"picture: {number} is not there ({there})")
+    return images[number]
+
+
+def _at(image: Image.Image, share: tuple[float, float]) -> tuple[float, float]:
+    return share[0] * (image.width - 1), share[1] * (image.height - 1)
+
+
+def _thick(image: Image.Image) -> int:
+    return max(1, min(image.size) // 150)

@@ -1,0 +1,238 @@
+"""The tools of a run: which they are, and what they say to a turn, within limits of time, number and size.
+
+A tool is code of the user's. It may fail, hang, exit, fork or return anything, and each of these is one line for the
+model; it gets views of the pictures, and draws from random states of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from adora_vl.config.blocks import ToolOptions
+from adora_vl.data.images import MAX_DECODED_PIXELS, WIDEST, size_within
+from adora_vl.data.prompt_lengths import Limits
+from adora_vl.data.prompts import NO_CALLS_LEFT, tool_response
+from adora_vl.models.families import family_of, sees_images
+from adora_vl.rewards.safe_call import own_copy
+from adora_vl.rollout.rollouts import Call
+from adora_vl.tools.calls import CallError, calls_in, checked, clean, error_line, read_call, schema_of, tool_named
+from adora_vl.tools.ours import OURS, View
+from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+from adora_vl.utils.own_files import (
+    OverdueError,
+    back_in,
+    backstop,
+    deadline,
+    from_file,
+    function_name,
+    in_one_process,
+    is_function,
+    is_own,
+    source_hash,
+)
+from adora_vl.utils.seeding import kept_random_state, number_at
+
+Part = str | Image.Image
+_NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).parameters]
+
+
+@dataclass(frozen=True)
+class ToolAnswer:
+    """What a user's turn says to the calls of a policy's, in order. `calls` have no span yet."""
+
+    parts: tuple[Part, ...]
+    calls: tuple[Call, ...]
+
+
+@dataclass(frozen=True)
+class ChosenTools:
+    """The tools of a run by their names. `hashes`: of each file of the user's, with its neighbours."""
+
+    functions: Mapping[str, Callable[..., Any]]
+    hashes: Mapping[str, str] = field(default_factory=dict)
+
+    def schemas(self, view: View | None) -> list[dict[str, Any]]:
+        """What the model is told of each. `view`: of a model that sees; None: of one that reads text alone."""
+        words = {"points": view.points} if view else {}
+        return [schema_of(name, tool, words) for name, tool in self.functions.items()]
+
+
+def choose_tools(asked: Sequence[str | Callable[..., Any]]) -> ChosenTools:
+    """The tools of the key: names of ours, `FILE.py:FUNCTION`, or from Python functions. Raises `UserError`."""
+    found: dict[str, Callable[..., Any]] = {}
+    hashes = {}
+    for entry in asked:
+        if not isinstance(entry, str):
+            tool, name = entry, function_name(entry)
+            hashes[name] = source_hash(entry)
+        elif is_own(entry):
+            own = from_file("tools", entry)
+            tool, name = own.value, own.value.__name__
+            hashes[own.file] = own.hash
+        elif entry in OURS:
+            tool, name = OURS[entry], entry
+        else:
+            known = ", ".join(OURS)
+            raise UserError(f"tools: {entry!r} is none of {known}, nor FILE.py:FUNCTION{did_you_mean(entry, OURS)}")
+        if not is_function(tool):
+            raise UserError(f"tools: {entry!r:.80} is no function")
+        if name in found:
+            raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
+        schema_of(entry if isinstance(entry, str) else name, tool)
+        found[name] = tool
+    return ChosenTools(found, hashes)
+
+
+def view_of(config: Any, pixels: Limits) -> View | None:
+    """What a model of this Transformers config sees within these limits; None for one that reads text alone."""
+    family = family_of(config)
+    vision = family.vision if family is not None else None
+    relative = vision is not None and vision.relative
+    return View(pixels.low, pixels.high, pixels.unit, relative) if sees_images(config) else None
+
+
+class Toolbox:
+    """Answers the calls of a run."""
+
+    def __init__(self, chosen: ChosenTools, options: ToolOptions, view: View | None) -> None:
+        """`view`: what the model sees of a picture; None: it reads text alone."""
+        self.chosen, self.options, self.view = chosen, options, view
+        self.schemas = chosen.schemas(view)
+        self._by_name = {schema["function"]["name"]: schema for schema in self.schemas}
+        self._said_late = False
+        blind = next((name for name, tool in chosen.functions.items() if view is None and tool in _NEED_PICTURES), None)
+        if blind is not None:
+            raise UserError(f"tools: {blind!r} needs a model that sees images; leave it out")
+
+    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool) -> ToolAnswer | None:
+        """What the tools say to a turn; None: it called nothing. `images`: the problem's, then those that tools have
+        returned. `seed`: names the turn's random numbers. `last`: whether no further call will be answered.
+        """
+        shown, parts, calls = list(images), list[Part](), list[Call]()
+        for number, written in enumerate(calls_in(text)):
+            began, failed, name = time.perf_counter(), False, ""
+            try:
+                if number >= self.options.calls_per_turn:
+                    raise CallError(f"too many calls in a turn, at most {self.options.calls_per_turn}")
+                name, arguments = read_call(written)
+                said = self._parts(self._called(name, arguments, shown, f"{seed}/{number}"), len(shown))
+            except CallError as error:
+                failed, said = True, [error_line(str(error))]
+            pictures = [part for part in said if isinstance(part, Image.Image)]
+            words: list[Part] = []
+            for part in said:
+                words += ["\n"] if words else []
+                if isinstance(part, Image.Image):
+                    words += [f"Picture {len(shown)}: ", part]
+                    shown.append(part)
+                else:
+                    words.append(part)
+            parts += [*(["\n"] if number else []), *tool_response(words)]
+            said_text = "\n".join([*(part for part in said if isinstance(part, str)), *["<image>"] * len(pictures)])
+            calls.append(Call(name, written, said_text, time.perf_counter() - began, failed, -1))
+            if number >= self.options.calls_per_turn:
+                break  # one line for all that are too many
+        if not calls:
+            return None
+        return ToolAnswer((*parts, *([f"\n{NO_CALLS_LEFT}"] if last else [])), tuple(calls))
+
+    def _called(self, name: str, arguments: Mapping[str, Any], images: Sequence[Image.Image], seed: str) -> Any:
+        """What a tool returned. Raises `CallError`."""
+        given: dict[str, Any] = checked(arguments, self._by_name[tool_named(name, self._by_name)])
+        tool = self.chosen.functions[name]
+        hidden = {"images": images, "view": self.view}
+        given |= {key: value for key, value in hidden.items() if key in signature(tool).parameters}
+        if OURS.get(name) is tool:
+            try:
+                return tool(**given)
+            except ValueError as error:
+                raise CallError(str(error)) from error
+        seconds = self.options.seconds
+        given = {key: own_copy(value) for key, value in given.items()}
+        try:
+            with (
+                back_in(Path.cwd()), _drawing_from(seed), backstop(seconds), deadline(seconds),
+                in_one_process(f"tool {name}"),
+            ):  # fmt: skip
+                return tool(**given)
+        except KeyboardInterrupt:
+            raise
+        except OverdueError:
+            self._note_late(name)
+            raise CallError(f"the tool took longer than {seconds:g} s") from None
+        except SystemExit:
+            raise CallError("the tool called sys.exit") from None
+        except BaseException as error:
+            raise CallError(in_one_line(error)) from None
+
+    def _note_late(self, name: str) -> None:
+        if not self._said_late:
+            late = f"tools: {name} took longer than adora_tool_options.seconds: {self.options.seconds:g}"
+            print(f"{late}; a resumed run may differ, as it may be in time there", file=sys.stderr)
+        self._said_late = True
+
+    def _parts(self, result: Any, before: int) -> list[Part]:
+        """A tool's result as text and pictures that the model's processor takes. Raises `CallError`."""
+        found = [self._part(one) for one in (result if isinstance(result, list | tuple) else [result])]
+        length = sum(len(part) for part in found if isinstance(part, str))
+        if length > self.options.max_text:
+            raise CallError(f"the tool's text has {length} characters, at most {self.options.max_text}")
+        if before + sum(isinstance(part, Image.Image) for part in found) > self.options.images:
+            raise CallError(f"no further pictures, there are {before} of {self.options.images}")
+        return found or ["nothing"]
+
+    def _part(self, value: Any) -> Part:
+        if isinstance(value, Mapping) and value.get("type") in ("text", "image"):  # TRL's parts
+            value = value.get(value["type"])
+        if isinstance(value, Image.Image):
+            return self._picture(value)
+        if isinstance(value, str):
+            return clean(value)
+        try:
+            value = value.item() if hasattr(value, "item") else value
+            return clean(json.dumps(value, ensure_ascii=False))
+        except (TypeError, ValueError, RecursionError):
+            raise CallError(f"the tool returned a {type(value).__name__}, no text and no picture") from None
+
+    def _picture(self, image: Image.Image) -> Image.Image:
+        if self.view is None:
+            raise CallError("the tool returned a picture, and the model reads text alone")
+        (wide, high), unit = image.size, self.view.unit
+        if wide * high > MAX_DECODED_PIXELS:
+            raise CallError(f"the tool's picture has {wide} x {high} pixels, too many")
+        if min(wide, high) < unit or max(wide, high) >= WIDEST * min(wide, high):
+            raise CallError(f"the tool's picture has {wide} x {high} pixels; sides of at least {unit}")
+        try:
+            image.load()
+            image = image.convert("RGB")
+        except Exception as error:  # what Pillow raises for a file that it reads late
+            raise CallError(f"the tool's picture cannot be read ({in_one_line(error)})") from None
+        try:
+            size = size_within(wide, high, None, self.options.max_pixels or self.view.high, unit)
+        except ValueError as error:
+            raise CallError(f"the picture has {wide} x {high} pixels: {error}") from None
+        return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
+
+
+@contextmanager
+def _drawing_from(seed: str) -> Iterator[None]:
+    """Inside, random numbers are named by `seed`; those of the run go on behind it as if nothing had been drawn."""
+    with kept_random_state():
+        number = number_at(f"tool/{seed}")
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        torch.manual_seed(number >> 1)
+        yield
