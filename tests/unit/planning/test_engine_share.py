@@ -19,7 +19,7 @@ from tests.unit.config.test_recipes import CONFIGS
 
 # recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
 CARDS = {
-    "adora_3b_12gb": ("gpu1", 12), "adora_7b_24gb_4bit": ("gpu1", 24),
+    "adora_3b_12gb": ("gpu1", 12), "adora_7b_16gb_4bit": ("gpu1", 16), "adora_7b_24gb_4bit": ("gpu1", 24),
     "adora_3b_24gb": ("gpu1", 24), "adora_3b_1gpu_lora": ("gpu1", 40), "adora_qwen3_vl_2b_1gpu": ("gpu1", 80),
     "adora_qwen3_vl_4b_1gpu_lora": ("gpu1", 40), "adora_7b_geo3k": ("zero3", 80), "grpo_7b_geo3k": ("zero3", 80),
     "noisy_7b_geo3k": ("zero3", 80), "adora_qwen3_vl_8b_geo3k": ("zero3", 80),
