@@ -336,12 +336,12 @@ def check_tensor_parallel(config: AdoraGRPOConfig, model_config: PretrainedConfi
 
 def check_tools(config: Any) -> None:
     """Check rollouts of several turns against the other keys. Raises `UserError`."""
-    replay, others, strategy = config.adora_rollouts.replay, config.adora_extensions, spelled(config.eval_strategy)
+    replay, ahead = config.adora_rollouts.replay, config.adora_rollouts.ahead
+    others, strategy = config.adora_extensions, spelled(config.eval_strategy)
     _refuse_beside(
         "tools",
         (not config.use_vllm, "use_vllm: false"),
-        (config.vllm_mode != "colocate", f"vllm_mode: {config.vllm_mode}"),
-        (not config.own("cache_images"), "adora_stock_step: cache_images"),
+        (ahead, f"adora_rollouts.ahead: {ahead}, as a turn would wait for the generation that was asked for meanwhile"),
         (replay, f"adora_rollouts.replay: {replay}, which knows the problem's pictures alone"),
         (others.noisy_rollouts.on, "adora_extensions.noisy_rollouts, which distort the problem's pictures alone"),
         (others.visual_tokens.on, "adora_extensions.visual_tokens, which darken the problem's pictures alone"),
