@@ -4,7 +4,7 @@
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
     3. a checkpoint   written beside its place, sealed, renamed
 
-The parts of a step are objects that `_build_collaborators` makes; this file has the order in which they work. Where a
+The parts of a step are objects that `parts.py` makes; this file has the order in which they work. Where a
 method of stock TRL is overridden, the docstring says what TRL does there and why that is not enough.
 """
 
@@ -19,75 +19,52 @@ from typing import Any, cast
 import torch
 from accelerate.utils import is_peft_model
 from torch import Tensor
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers import TrainerState
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import TrainOutput
-from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
 
-from adora_vl.checkpoint.library_state import Losses, MovingReference
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
-from adora_vl.checkpoint.writer import CheckpointWriter, noted, set_aside
+from adora_vl.checkpoint.writer import noted, set_aside
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.advantage import method_run
-from adora_vl.config.batch_plan import Shape, regroup_obstacle, regroups
+from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.where import Where
-from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, NoPrefetch
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import PolicyPass, evaluating, generation_logps, has_dropout
+from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
+from adora_vl.dedup.policy_pass import evaluating, generation_logps, has_dropout
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.dedup.split_attention import plan_no_shapes
-from adora_vl.evaluation import EvaluateOnTheWay
-from adora_vl.experimental import extensions
 from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_alone
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
-from adora_vl.models.precision import RefuseWrongBuffers, restore_buffers
+from adora_vl.models.precision import restore_buffers
 from adora_vl.models.shape import refuse_tied_adapters
+from adora_vl.parts import TrainerParts
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import CardWriter, model_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
-from adora_vl.record.recorder import GenerationLog, KeepRecord, Recorder
-from adora_vl.rollout.agreement import SelfCheck, drift_measured
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
-from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import (
     folder_settings_left_out,
-    never_sample,
-    never_sampled_ids,
 )
-from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead, ServersNow
-from adora_vl.rollout.turns import Tools, Turns
+from adora_vl.rollout.sources import ServersAhead
 from adora_vl.rollout.weight_sync import refuse_unmergeable
 from adora_vl.start.checked import Asked, Checked, ModelSource
 from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objects
 from adora_vl.start.road import walk
-from adora_vl.training.advantages import AdvantageComputer
-from adora_vl.training.collate import collated
 from adora_vl.training.generation import Generation
-from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard, errors_with_step
-from adora_vl.training.judge import Judge
-from adora_vl.training.micro_batches import MicroBatcher
-from adora_vl.training.optimizer_steps import DeepSpeedSteps, ScaledRate, SkipBadSteps
-from adora_vl.training.pool import Pool
-from adora_vl.training.pool_ahead import PoolAhead
-from adora_vl.training.scores import Ends, Grader, RewardFunctions
-from adora_vl.training.unfinished import UnfinishedGeneration
-from adora_vl.types import Batch, Row, StepContext
+from adora_vl.training.guards import errors_with_step
+from adora_vl.types import Batch, Row
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import usual_modes
 
 
-class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
+class AdoraGRPOTrainer(TrainerParts):
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
-
-    reward_funcs: list[Any]
-    toolbox: Tools | None = None  # what the policy may call
 
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, train_dataset: Any = None,
@@ -143,104 +120,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
         self._build_collaborators(args, models)
-
-    def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
-        """The objects that a step is made of; each gets the context, never the trainer."""
-        accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
-        context = StepContext(accelerator, args, log, pad_id, lambda: self.state, self._policy_logps, self.save_here)
-        self.context, self.shape = context, Shape.of(args)
-        self.images = DistinctImages(
-            models,
-            self.processing_class,
-            accelerator.device,
-            args,
-            self.train_dataset,
-            draws=self.toolbox is not None,
-        )
-        self.methods = method_run(args)
-        self.advantages = AdvantageComputer(context, self.methods, self.reward_weights, tools=self.toolbox is not None)
-        self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
-        reference = None if self.ref_model is None else accelerator.unwrap_model(self.ref_model)
-        is_main, zero3 = accelerator.is_main_process, self._dist.is_zero3
-        self.reference = MovingReference(reference, moves=args.sync_ref_model, is_main=is_main, zero3=zero3)
-        self.loss_sums = Losses(self)
-        self.row_guard, self.drift_guard, self.ratio_guard = RowGuard(context), DriftGuard(context), RatioGuard(context)
-        self.reward_guard, self.server_guard = RewardGuard(context), ServerGuard(context)
-        to_device = super(GRPOTrainer, self)._prepare_inputs
-        rewards = RewardFunctions(
-            self.reward_guard.around(self.reward_funcs, self.reward_func_names), self.reward_processing_classes,
-            self.chat_template_kwargs, to_device, lambda: self.async_loop,
-        )  # fmt: skip
-        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
-        grader = Grader(context, self.reward_guard, self.reward_weights, self.reward_func_names)
-        counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
-        self.prefetch = NoPrefetch()  # until there is a loader
-        self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
-        self.unfinished = UnfinishedGeneration(context, self.images.banks)
-        self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
-        self.extensions = extensions(context, self.images, has_dropout=has_dropout(self.model))
-        self.sampler: Sampler = PolicyNow(self._turn)
-        if self.use_vllm:
-            servers = ServersAhead if args.adora_rollouts.ahead else ServersNow
-            who = servers if self.vllm_mode == "server" else EngineNow
-            self.sampler = who(context, self.images, self.vllm_generation)
-        self.ratio, self.recorder = ImportanceRatio(context), Recorder(context, decode if self.toolbox else None)
-        notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
-        sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
-        noted = GenerationLog(context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent)
-        image_id = getattr(self.processing_class, "image_token_id", None)
-        columns = partial(
-            collated, pad_id=pad_id, image_id=image_id, multiple=self.pad_to_multiple_of, to_device=to_device
-        )
-        judge = Judge(
-            context, self.images, self.processing_class, ends, rewards, grader, columns, self._score, self.advantages,
-            self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores, tools=self.toolbox is not None,
-        )  # fmt: skip
-        drift = partial(drift_measured, self, self.drift_guard.check)
-        ahead = partial(PoolAhead, next_rows=self._rows_after, drift=drift)
-        self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
-            context, self.images, self.sampler, judge, (self.row_guard, self.server_guard), self.extensions,
-            self.clock.phase, self.train_dataset, self._turns(),
-        )  # fmt: skip
-        self._generation: Generation | None = None  # the one that is being learned from
-        self._collecting: Generation | None = None  # the one that is being sampled and graded
-        self.log_multimodal = trackers.logs_images(args)
-        if not self.use_vllm:
-            never_sample(never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config)
-        self._add_callbacks(context, args)
-
-    def _turns(self) -> Turns | None:
-        """How calls are answered; None without tools."""
-        options, toolbox = self.args.adora_tool_options, self.toolbox
-        if toolbox is None:
-            return None
-        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        return Turns(
-            toolbox, self.processing_class, self.args.chat_template_kwargs or {}, self.images.tokens_of,
-            self.args.max_tool_calling_iterations, decode, options.turn_tokens,
-            room=self.args.vllm_max_model_length,
-        )  # fmt: skip
-
-    def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:
-        """Ours, in the order in which they act at a step; Transformers' own output goes."""
-        for noisy in (ProgressCallback, PrinterCallback):
-            self.remove_callback(noisy)
-        clock, keep = metrics.StepClock(self.clock, self.log_figure), KeepRecord(self.recorder, self.batcher.take_moved)
-        rate = ScaledRate(lambda: self.methods.rate)
-        sharded = self.is_deepspeed_enabled
-        deepspeed = DeepSpeedSteps(lambda: self.model_wrapped, self.accelerator) if sharded else None
-        self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
-        watching: list[TrainerCallback] = [
-            self.bad_steps,
-            RefuseWrongBuffers(self),
-            *([SelfCheck(self)] if args.adora_self_check else []),
-        ]
-        run = self.run
-        if run.evaluations is not None:
-            watching.append(EvaluateOnTheWay(self, run.evaluations, run.system_prompt, run.revision))
-        for callback in (self.loss_sums, rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile(), *watching):
-            self.add_callback(callback)
 
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None

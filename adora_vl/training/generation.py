@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,3 +69,21 @@ class Extension:
 
     def after_weighing(self, generation: Generation) -> None:
         """The advantages of a training batch are final, (B,). They may become (B, C)."""
+
+
+def other_images(
+    extensions: Sequence[Extension], groups: Sequence[RolloutGroup], asked: Sequence[tuple[int, int]],
+    images: Sequence[list[Any] | None],
+) -> list[list[Any] | None]:  # fmt: skip
+    """The images on which a rollout is sampled where they are not the trainer's, as extensions say. `asked`: of each
+    the number of its group and in it. `images`: the trainer's.
+    """
+    found: list[list[Any] | None] = [None] * len(asked)
+    for extension in extensions:
+        seen: dict[int, list[list[Any] | None]] = {}
+        for place, ((number, member), own) in enumerate(zip(asked, images, strict=True)):
+            if own and number not in seen:
+                seen[number] = extension.images_of(groups[number], own)
+            if own and seen[number][member] is not None:
+                found[place] = seen[number][member]
+    return found

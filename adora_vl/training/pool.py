@@ -43,7 +43,7 @@ from adora_vl.rollout.rollouts import (
 from adora_vl.rollout.sources import Sampler, Ticket
 from adora_vl.rollout.turns import Turns, play
 from adora_vl.training.batch_rows import chosen_groups
-from adora_vl.training.generation import Extension, Generation
+from adora_vl.training.generation import Extension, Generation, other_images
 from adora_vl.training.guards import RowGuard, ServerGuard
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
@@ -55,7 +55,7 @@ from adora_vl.training.policies import (
     groups_to_complete,
     how_many_begin,
 )
-from adora_vl.training.pool_state import PoolState
+from adora_vl.training.pool_state import EARLIER_FILES, PoolState
 from adora_vl.training.replay import Replay
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import RolloutError, UserError
@@ -222,7 +222,7 @@ class Pool:
         fewest has ended.
         """
         learned, groups, fewest = self._judged(generation, groups)
-        lengths, replaced, size = self._lengths(generation), 0, generation.group_size
+        lengths, replaced, size = _lengths(generation), 0, generation.group_size
         if self.asked.refill:
             live = live_units(generation.batch["signal"], size)
             own = torch.tensor([live.count(True) / len(live)], device=self.accelerator.device)
@@ -239,7 +239,7 @@ class Pool:
             more, groups, fewest = self._judged(further, groups)
             if not more:  # on no rank: none has ended within the budget
                 continue
-            lengths = (*lengths, *self._lengths(further))
+            lengths = (*lengths, *_lengths(further))
             if not all(gather_object([further.batch.keys() == generation.batch.keys()])):
                 continue  # only one of the two batches has images, so their rows have different columns
             chosen = admitted(live, live_units(further.batch["signal"], size), self.places if self.aged else 0)
@@ -295,11 +295,6 @@ class Pool:
         if count:
             self.judge(generation, graded, self._prompts(graded), aged=self.aged)
         return graded, kept, fewest - count
-
-    @staticmethod
-    def _lengths(generation: Generation) -> tuple[int, ...]:
-        assert generation.scores is not None
-        return tuple(int(length) for length in generation.scores.lengths_B.tolist())
 
     # ------------------------------------------------------------------------------------------ sampling
 
@@ -361,7 +356,8 @@ class Pool:
         rows = [groups[number].row for number, _ in began]
         prompts = self.images.prompts(rows, generation.mode, further=generation.attempt > 0)
         self._read = [groups[number].problem for number, _ in began], prompts
-        others = self._other_images(generation, groups, prompts, [*began])
+        extensions = self.extensions if generation.mode == "train" else ()
+        others = other_images(extensions, groups, [*began], prompts.images or [None] * len(began))
         asked = {}
         for place, (number, member) in enumerate(began):
             group, own = groups[number], (prompts.images or [None] * len(began))[place]
@@ -405,27 +401,6 @@ class Pool:
         seed = f"{self.config.seed}/{problem.where}/{problem.place}/{asked.group.first_member + asked.member}"
         images, prompt = images_of(asked.group.row), len(asked.prompt)
         return self.turns(rollout, images, prompt=prompt, longest=asked.longest, step=step, seed=seed)
-
-    def _other_images(
-        self,
-        generation: Generation,
-        groups: list[RolloutGroup],
-        prompts: PromptBatch,
-        asked: list[tuple[int, int]],
-    ) -> list[list[Any] | None]:
-        """The images on which a rollout is sampled where they are not the trainer's, as extensions say."""
-        found: list[list[Any] | None] = [None] * len(asked)
-        if generation.mode == "eval" or prompts.images is None:
-            return found
-        for extension in self.extensions:
-            seen: dict[int, list[list[Any] | None]] = {}
-            for place, (number, member) in enumerate(asked):
-                own = prompts.images[place]
-                if own and number not in seen:
-                    seen[number] = extension.images_of(groups[number], own)
-                if own and seen[number][member] is not None:
-                    found[place] = seen[number][member]
-        return found
 
     def _ended(self, rollout: Rollout, ask: RolloutAsk, answer: RolloutAnswer, longest: int) -> Any:
         """By what, nothing where the answer goes on. A server does not say why it stopped."""
@@ -501,8 +476,19 @@ class Pool:
 
         Raises `UserError` where another number of processes wrote it.
         """
+        unread = [file.name for name in EARLIER_FILES for file in checkpoint.glob(name)]
+        if unread and self.accelerator.is_main_process:
+            tqdm.write(
+                f"resume_from_checkpoint: {str(checkpoint)!r} is of an earlier version: rollouts that it has set aside "
+                f"({', '.join(sorted(unread))}) are not read, and their problems come again in a later epoch",
+                file=sys.stderr,
+            )
         found = PoolState.load(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
         kept = found.kept[-self.asked.replay :] if self.asked.replay else ()
         coming = [replace(one, groups=tuple(self._with_rows(one.groups))) for one in found.coming]
         groups = tuple(self._with_rows(found.groups))
         self.state = replace(found, groups=groups, coming=tuple(coming), kept=kept)
+
+
+def _lengths(generation: Generation) -> tuple[int, ...]:
+    return () if generation.scores is None else tuple(map(int, generation.scores.lengths_B.tolist()))

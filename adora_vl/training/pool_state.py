@@ -21,6 +21,7 @@ from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
 FILES = "pool"  # in a checkpoint
+EARLIER_FILES = ("partial-*.pt", "replay-*.pt", "rollouts-ahead.json")  # of versions before
 
 
 @dataclass(frozen=True)
