@@ -40,6 +40,16 @@ def case(tmp_path: Path, subtests: pytest.Subtests) -> Case:
     return begun
 
 
+@pytest.fixture
+def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is refused or planned is so before weights are loaded."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("weights were loaded before the input was checked")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
+
+
 @pytest.fixture(scope="session")
 def repository() -> Path:
     return REPOSITORY

@@ -15,7 +15,7 @@ import pytest
 import trl
 from datasets import Dataset
 from PIL import Image
-from transformers import Gemma3Config, PreTrainedModel, Qwen2Config
+from transformers import Gemma3Config, Qwen2Config
 from trl import get_quantization_config
 
 from adora_vl.config.reading import read
@@ -88,11 +88,7 @@ def here(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _no_weights(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("weights were loaded before the input was checked")
-
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+def _no_hub(no_weights, monkeypatch):
     for place in ("utils.hub", "start.road"):
         monkeypatch.setattr(f"adora_vl.{place}.no_hub", lambda: "the hub does not answer")
 

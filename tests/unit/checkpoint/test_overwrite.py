@@ -37,6 +37,7 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError
 from tests.support.tiny_run import STEPS, arguments, train
 from tests.unit.checkpoint.test_checkpoint import RUN, make
+from tests.unit.utils.test_half_written import contents
 
 BEGUN = '{"made_by": "adora_vl.train"}'
 OLD, CRASHED = (f'{{"step": {step}, "kind": "train", "time": null}}\n' for step in (8, 1))
@@ -212,12 +213,6 @@ def finished(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def run(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
-
-
-def contents(folder: Path) -> dict[str, str | bytes]:
-    """Every file, and where every link leads."""
-    paths = [path for path in folder.rglob("*") if path.is_symlink() or path.is_file()]
-    return {str(path): str(path.readlink()) if path.is_symlink() else path.read_bytes() for path in paths}
 
 
 def link(path: Path, target: Path) -> None:

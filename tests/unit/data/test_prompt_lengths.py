@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, Features
-from transformers import PreTrainedModel
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
@@ -79,14 +78,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder, problems)
     write(folder, [SHORT, LONG, SHORT], split="test")
     return folder
-
-
-@pytest.fixture
-def no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("weights were loaded before the prompts were measured")
-
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
 
 
 @pytest.fixture(scope="module")

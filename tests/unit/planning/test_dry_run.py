@@ -7,7 +7,6 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from transformers import PreTrainedModel
 
 from adora_vl.builtin import TINY_FAMILIES
 from adora_vl.builtin.processor import processor_around
@@ -26,15 +25,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from tests.unit.config.test_recipes import CONFIGS, PAIRS
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(autouse=True)
-def _no_weights(monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("a dry run loads no weights")
-
-    monkeypatch.setattr(PreTrainedModel, "from_pretrained", refuse)
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 
 
 @pytest.fixture(scope="module")

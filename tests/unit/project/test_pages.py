@@ -107,7 +107,7 @@ def test_every_kind_of_thread_is_on_the_page():
     assert len(starters) > 3 and starters == set(re.findall(r"^\| [^|]+ \| `([\w/]+\.py)`", table, re.MULTILINE))
 
 
-NOTEBOOKS = sorted((Path(__file__).parents[3] / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -128,9 +128,6 @@ def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys, tmp_pat
 
 def test_there_are_notebooks():
     assert {path.stem for path in NOTEBOOKS} == {"grpo_and_adora", "reading_a_record", "weights_by_hand"}
-
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_the_request_of_the_page_arrives_with_its_image_and_the_trainings_prompt(tmp_path, serve):

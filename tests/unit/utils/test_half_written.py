@@ -39,10 +39,12 @@ def disk_of(size: int) -> Iterator[None]:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file with its bytes and every folder below `folder`, hidden ones too."""
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")
-    }
+    """Every file with its bytes, where every link leads, and every folder below `folder`, hidden ones too."""
+
+    def held(path: Path) -> bytes | None:
+        return bytes(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+
+    return {path.relative_to(folder).as_posix(): held(path) for path in folder.rglob("*")}
 
 
 def row(pid: str) -> dict[str, str]:
