@@ -317,6 +317,8 @@ def main() -> None:
     options = parser.parse_args()
     plan = yaml.safe_load(options.plan.read_text())
     if options.tables:
+        if not options.tables.is_file():
+            raise SystemExit(f"--tables: {options.tables} is no file; the runs write OUTPUT/runs.jsonl")
         print(tables(plan, read_runs(options.tables)))
         return
     options.output.mkdir(parents=True, exist_ok=True)
