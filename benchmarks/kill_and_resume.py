@@ -77,7 +77,7 @@ def child(arguments: list[str]) -> int:
 
 def place_of(phase: str) -> tuple[Any, Any, str]:
     """The trainer's class, and what is patched for this phase: owner and name."""
-    from adora_vl.checkpoint import writer
+    from adora_vl.checkpoint import store
     from adora_vl.trainer import AdoraGRPOTrainer
     from adora_vl.training.scores import RewardFunctions
 
@@ -85,7 +85,7 @@ def place_of(phase: str) -> tuple[Any, Any, str]:
         "rollout": (AdoraGRPOTrainer, "_generate_and_score_completions"),
         "grading": (RewardFunctions, "__call__"),
         "backward": (AdoraGRPOTrainer, "_compute_loss"),
-        "saving": (writer, "publish"),
+        "saving": (store, "publish"),
     }
     return AdoraGRPOTrainer, *places[phase]
 
