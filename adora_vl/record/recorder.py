@@ -255,7 +255,8 @@ class GenerationLog:
         if self.recorder.decode is not None:
             facts = [[len(r.calls), sum(c.failed for c in r.calls), sum(c.seconds for c in r.calls),
                       r.ended in ("calls", "room")] for r in generation.rollouts]  # fmt: skip
-            facts_N4 = self.recorder.accelerator.gather(torch.tensor(facts, device=self.recorder.accelerator.device))
+            gather, device = self.recorder.accelerator.gather, self.recorder.accelerator.device
+            facts_N4 = gather(torch.tensor(facts, dtype=torch.float32, device=device))  # whole where nothing was called
             for name, value in tool_figures(judged.groups.rewards_PG.cpu(), facts_N4.cpu()).items():
                 figures[name].append(value)
         images = (prompts.images or [None] * len(answers)) if self.images else []
