@@ -13,21 +13,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerBase
 
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, read_object, replacing_folder, written_to
 
 
-def fresh_text_model(config: Qwen2Config, tokenizer: PreTrainedTokenizerFast, seed: int) -> Any:
-    """A language model whose matrices are drawn from the seed, wide enough for its few and narrow layers to learn."""
+def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
+    """What `make` makes, its matrices drawn from the seed. The caller's random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model: Any = Qwen2ForCausalLM(config)
+        model = make()
         for name, parameter in model.named_parameters():
-            if parameter.ndim >= 2:
-                std = 0.05 if "embed_tokens" in name else 0.5 / parameter.shape[1] ** 0.5
-                torch.nn.init.normal_(parameter, std=std)
+            if parameter.ndim < 2 or "norm" in name:
+                continue
+            # Wider than the default 0.02, which at this width leaves the first hundreds of steps without a gradient.
+            looked_up = "embed_tokens" in name or "pos_embed" in name
+            std = 0.05 if looked_up else 0.03 if "patch_embed" in name else 0.5 / parameter[0].numel() ** 0.5
+            torch.nn.init.normal_(parameter, std=std)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
-from adora_vl.builtin.small_model import check_place, fit, fresh_text_model, save_built
+from adora_vl.builtin.small_model import check_place, fit, fresh_model, save_built
 from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
 from adora_vl.data.prompts import conversation
 from data_prep.knights import generate
@@ -68,6 +69,6 @@ def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[s
     texts = [f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
              for row in generate(500, seed=_DATA_SEED)]  # fmt: skip
     tokenizer = build_tokenizer(texts)
-    model = fresh_text_model(build_text_config(tokenizer), tokenizer, plan.seed)
+    model = fresh_model(partial(Qwen2ForCausalLM, build_text_config(tokenizer)), tokenizer, plan.seed)
     loss = _warm_start(model, tokenizer, plan)
     return save_built(folder, model, tokenizer, plan, final_loss=round(loss, 4))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedT
 
 from adora_vl.builtin import DEFAULT_FAMILY, WarmStart
 from adora_vl.builtin.processor import END_OF_TURN, build_processor, processor_around
-from adora_vl.builtin.small_model import check_place, fit, save_built
+from adora_vl.builtin.small_model import check_place, fit, fresh_model, save_built
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.families import FAMILIES
@@ -90,21 +91,10 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY) -> Any:
-    """A model with fresh float32 weights, the same for the same seed. The caller's random state is left alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForImageTextToText.from_config(build_config(tokenizer, family), dtype=torch.float32)
-        for name, parameter in model.named_parameters():
-            if parameter.ndim < 2 or "norm" in name:
-                continue
-            # Wider than the default 0.02, which at this width leaves the first hundreds of steps without a gradient.
-            fan_in = parameter[0].numel()
-            looked_up = "embed_tokens" in name or "pos_embed" in name
-            std = 0.05 if looked_up else 0.03 if "patch_embed" in name else 0.5 / fan_in**0.5
-            torch.nn.init.normal_(parameter, std=std)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model
+    """A model with fresh float32 weights, the same for the same seed."""
+    config = build_config(tokenizer, family)
+    make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32)
+    return fresh_model(make, tokenizer, seed)
 
 
 # Share of slips in the teacher's answers, by family: where it is above one half, greedy decoding is wrong at first.

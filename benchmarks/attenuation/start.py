@@ -9,16 +9,17 @@ import hashlib
 import random
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
-from adora_vl.builtin.small_model import fit, fresh_text_model, is_built, save_built
+from adora_vl.builtin.small_model import fit, fresh_model, is_built, save_built
 from adora_vl.builtin.tiny_text import build_text_config
 from benchmarks.attenuation.task import ChainProblem, Regime, Teaching, Trial, draw, teacher
 
@@ -87,7 +88,7 @@ def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
     if is_built(folder, asdict(start)):
         return
     tokenizer, rng = _tokenizer(), random.Random(f"arithmetic/{number}" if number else "arithmetic")
-    model = fresh_text_model(_config(tokenizer, start), tokenizer, seed=number)
+    model = fresh_model(partial(Qwen2ForCausalLM, _config(tokenizer, start)), tokenizer, seed=number)
 
     def example() -> tuple[ChainProblem, str]:
         problem = _problem(rng, start)
