@@ -22,8 +22,17 @@ from adora_vl.utils.files import replacing, replacing_folder
 with imports():
     from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
     from adora_vl.checkpoint.writer import begun, noted
-    from adora_vl.models.adapter import adapters_of, load_merged, served_rank
-    from adora_vl.models.load import ADAPTER, MERGED, auto_class, check_weights, local_model, read_config
+    from adora_vl.models.adapter import adapters_of, load_merged, processor_folder, served_rank
+    from adora_vl.models.families import sees_images
+    from adora_vl.models.load import (
+        ADAPTER,
+        MERGED,
+        auto_class,
+        check_weights,
+        load_processor,
+        local_model,
+        read_config,
+    )
     from adora_vl.utils.hub import why_missing
 
 if TYPE_CHECKING:
@@ -128,6 +137,9 @@ def _merge(source: Path, target: Path) -> None:
         why = why_missing(base, error)
         raise UserError(f"RUN: the adapter's base model {base!r} cannot be loaded ({why})") from error
     model.save_pretrained(target)
+    processor = processor_folder(adapters, base, sees=sees_images(model.config))
+    if processor != str(source):  # whose own files are copied
+        load_processor(processor, adapters[-1].revision).save_pretrained(target)
 
 
 def serve_command(output: Path) -> str:

@@ -85,14 +85,16 @@ def summary_lines(
         lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}"]
         lines += [f"{title:20}{first:>12}{last:>12}" for title, first, last in rows]
     folder = Path(config.output_dir)
-    lines += ["", f"Model         {model}  (README.md: how to load it)"]
+    merge = merge_command(model)
+    alone = "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this memory; " if merge else ""
+    lines += ["", f"Model         {model}  ({alone}README.md: how to load it)"]
     lines.append(f"Metrics       {folder / METRICS}")
     if config.adora_record_every:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
     longest = config.max_completion_length
     steps = {
         "View it": view_command(folder),
-        "Merge it": merge_command(model),  # under ZeRO-3, training leaves that to the user
+        "Merge it": merge,
         # The evaluators answer no calls.
         "Evaluate it": None if config.tools else evaluate_command(model, data, folder / "eval", longest),
         "Train longer": _longer(config, command),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from adora_vl.export import main as export
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.train import main
 from tests.integration.support import launch
 from tests.support.hub_cache import keep_in_hub_cache
@@ -69,7 +69,9 @@ def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, 
     assert "is merged into its base" in capsys.readouterr().out
     new = json.loads((run / "adapter_config.json").read_text())
     assert (new["r"], new["base_model_name_or_path"]) == (2, str(sft))
-    assert export([str(sft), str(tmp_path / "start")]) == export([str(run), str(tmp_path / "out")]) == 0
+    assert not list(sft.glob("tokenizer*")) and export([str(sft), str(tmp_path / "start")]) == 0
+    assert load_processor(str(tmp_path / "start")).chat_template, "the base's, as the adapter has none"
+    assert export([str(run), str(tmp_path / "out")]) == 0
     start, out = whole(tmp_path / "start"), whole(tmp_path / "out")
     assert apart(out, whole(run / "merged")) < 1e-6 < apart(out, start)
     assert {name for name in out if not torch.equal(out[name], start[name])} == {n for n in out if ".q_proj.w" in n}

@@ -20,7 +20,7 @@ from vllm import LLM
 from adora_vl.export import main as export
 from adora_vl.models.adapter import load_merged
 from adora_vl.models.four_bit import FrozenBase, bytes_of, four_bit_folder, keep_gradients
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.rollout.llm import PolicyLLM
 from adora_vl.rollout.weight_sync import adapter_layers
@@ -86,10 +86,12 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (sft, run))
     assert all(not torch.equal(before[name], after[name]) and after[name].dtype == torch.float32 for name in before)
     assert f"adora_vl.export {run} {run / 'merged'}" in said.stdout
+    assert f"Model         {run}  (the adapter alone, as after 4 bits" in said.stdout
     base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert export([str(run), str(tmp_path / "out")]) == 0
     policy = PeftModel.from_pretrained(load_merged(base, (), INIT), run)
     keep_gradients(policy)
+    assert load_processor(str(tmp_path / "out")).chat_template, "as the evaluators load it"
     plain = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(PRETRAINED), run)
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").float()
     ids = torch.arange(20, 60)[None]
