@@ -1,10 +1,11 @@
-"""Seconds of a step with rollouts one generation ahead, and one after the other, with a server that only waits: what
-two machines give.
+"""Seconds of a step with rollouts one and two generations ahead, and one after the other, with a server that only
+waits: what two machines give.
 
     python -m benchmarks.ahead [--seconds 3] [--steps 8]
 
 Each part alone is measured, too: a server that answers at once, and the waiting. A step ahead should take little more
-than the longer of the two; the figures are medians without the first two steps.
+than the longer of the two. At last every second generation takes the server three times as long as the others, as long
+on average. The figures are means without the first two steps.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from benchmarks.stand_in_server import StandIn
 TOKENS = 32  # the limit of an answer
 
 
-def seconds_of_a_step(folder: Path, ahead: int, waiting: float, steps: int) -> float:
-    """Train the tiny model in a process of its own; the median of its steps' seconds."""
+def seconds_of_a_step(folder: Path, ahead: int, waiting: float, steps: int, *, uneven: bool = False) -> float:
+    """Train the tiny model in a process of its own; the mean of its steps' seconds."""
     server = StandIn(vocabulary=200, tokens=TOKENS, seconds_per_token=waiting / TOKENS)
+    if uneven:
+        server.pace = lambda syncs: 0.5 + syncs % 2
     keys = {
         "config": "configs/train/smoke_cpu.yaml", "output_dir": folder, "use_vllm": "true", "vllm_mode": "server",
         "vllm_server_base_url": server.url, "adora_weight_transfer": "file", "adora_rollouts.ahead": ahead,
@@ -39,7 +42,7 @@ def seconds_of_a_step(folder: Path, ahead: int, waiting: float, steps: int) -> f
         server.close()
     logged = [entry for entry in read_metrics(folder / METRICS) if "seconds/rollout" in entry]
     each = [sum(value for name, value in entry.items() if name.startswith("seconds/")) for entry in logged]
-    return statistics.median(each[2:])
+    return statistics.mean(each[2:])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -50,10 +53,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         alone = seconds_of_a_step(Path(name, "alone"), 0, 0.0, asked.steps)
         after = seconds_of_a_step(Path(name, "after"), 0, asked.seconds, asked.steps)
-        ahead = seconds_of_a_step(Path(name, "ahead"), 1, asked.seconds, asked.steps)
+        one, two = (seconds_of_a_step(Path(name, f"{k}"), k, asked.seconds, asked.steps) for k in (1, 2))
+        uneven = [
+            seconds_of_a_step(Path(name, f"uneven{k}"), k, asked.seconds, asked.steps, uneven=True) for k in (1, 2)
+        ]
     longer = max(alone, asked.seconds)
     print(f"trainer alone {alone:.2f} s, server alone {asked.seconds:.2f} s")
-    print(f"one after the other {after:.2f} s, one step ahead {ahead:.2f} s: {ahead / longer:.2f} of the longer part")
+    print(f"one after the other {after:.2f} s")
+    print(f"one step ahead {one:.2f} s, two {two:.2f} s: {one / longer:.2f} and {two / longer:.2f} of the longer part")
+    print(f"uneven: one step ahead {uneven[0]:.2f} s, two {uneven[1]:.2f} s: {uneven[1] / uneven[0]:.2f}")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ class StandIn:
         """
         self.seconds_per_token, self.tokens, self.vocabulary = seconds_per_token, tokens, vocabulary
         self.shortest = tokens if shortest is None else shortest
+        self.pace: Callable[[int], float] = lambda syncs: 1.0  # times those seconds, by the syncs so far
         self.life = uuid.uuid4().hex
         self.logprobs_mode = "raw_logprobs"
         self.dead = False
@@ -94,7 +95,8 @@ class StandIn:
     def answered(self, path: str, body: Body) -> Body | None:
         self.asked.append((path, body))
         if path in GENERATE:
-            time.sleep(self.seconds_per_token * body.get("sampling_params", body)["max_tokens"])
+            tokens = body.get("sampling_params", body)["max_tokens"]
+            time.sleep(self.seconds_per_token * tokens * self.pace(len(self.weights)))
             return self.spoil({"choices": self._rollouts(path, body)})
         if path == "/v1/chat/completions/render":
             return {"features": features(body["messages"])}

@@ -153,7 +153,7 @@ class Pool:
         """What was there before the first generation of an optimizer step: there a run goes on that has stopped within
         them.
         """
-        if self._sampled_at < 0 and self.waits:
+        if self._sampled_at < 0 and self.waits and not self.asked.refill:  # whose groups may be superfluous
             self._say_what_is_lost(generation)
         if generation.step != self._sampled_at:
             self._before, self._sampled_at = self.state, generation.step
