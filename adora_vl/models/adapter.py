@@ -148,7 +148,8 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     model = load_model(base, init)
     if adapters and getattr(model, "is_loaded_in_4bit", False):  # whose merge would be rounded to 4 bits again
         model = model.dequantize()
-        # To save it Transformers would look for a way back to 4 bits.
+        # To save it Transformers would look for a way back to 4 bits. The one public way out of that,
+        # `save_original_format=False`, writes the names of modules, which are not those of the model's files.
         model._weight_conversions = [
             one
             for one in model._weight_conversions

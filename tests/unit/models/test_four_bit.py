@@ -92,6 +92,8 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     policy = PeftModel.from_pretrained(load_merged(base, (), INIT), run)
     keep_gradients(policy)
     assert load_processor(str(tmp_path / "out")).chat_template, "as the evaluators load it"
+    names = [set(load_file(folder / "model.safetensors")) for folder in (tmp_path / "out", PRETRAINED)]
+    assert names[0] == names[1], "named as in the model's own files"
     plain = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(PRETRAINED), run)
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").float()
     ids = torch.arange(20, 60)[None]
