@@ -121,14 +121,16 @@ STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
 
 
 def fingerprint(trainer: Any) -> str:
-    """All that a run could notice: weights, random states, counters, what is to be logged, the engine's place."""
+    """All that a run could notice: weights, random states, counters, what is to be logged. That the engine has the
+    weights of this step by then saves a sync and changes nothing.
+    """
     digest = hashlib.sha256()
     for _, parameter in sorted(trainer.model.named_parameters()):
         digest.update(parameter.detach().numpy().tobytes())
     generation = trainer.vllm_generation
     facts = (
         random.getstate(), np.random.get_state(), torch.get_rng_state().tolist(),
-        trainer._step, trainer.sampler.synced, str(vars(trainer.state)), dict(trainer._metrics["train"]),
+        trainer._step, str(vars(trainer.state)), dict(trainer._metrics["train"]),
         {name: list(values) for name, values in trainer._logs.items() if name in ("prompt", "advantages")},
         generation.max_completion_length, generation.temperature,
         generation.generation_kwargs,
