@@ -136,10 +136,10 @@ def _merge(source: Path, target: Path) -> None:
     except OSError as error:
         why = why_missing(base, error)
         raise UserError(f"RUN: the adapter's base model {base!r} cannot be loaded ({why})") from error
-    model.save_pretrained(target)
     processor = processor_folder(adapters, base, sees=sees_images(model.config))
     if processor != str(source):  # whose own files are copied
         load_processor(processor, adapters[-1].revision).save_pretrained(target)
+    model.save_pretrained(target)
 
 
 def serve_command(output: Path) -> str:

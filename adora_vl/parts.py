@@ -24,10 +24,7 @@ from adora_vl.record import metrics, trackers
 from adora_vl.record.recorder import GenerationLog, KeepRecord, Recorder
 from adora_vl.rollout.agreement import SelfCheck, drift_measured
 from adora_vl.rollout.importance import ImportanceRatio
-from adora_vl.rollout.prompt_tokens import (
-    never_sample,
-    never_sampled_ids,
-)
+from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
 from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead, ServersNow
 from adora_vl.rollout.turns import Tools, Turns
 from adora_vl.start.checked import Checked
@@ -58,14 +55,8 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
         context = StepContext(accelerator, args, log, pad_id, lambda: self.state, self._policy_logps, self.save_here)
         self.context, self.shape = context, Shape.of(args)
-        self.images = DistinctImages(
-            models,
-            self.processing_class,
-            accelerator.device,
-            args,
-            self.train_dataset,
-            draws=self.toolbox is not None,
-        )
+        dataset, draws = self.train_dataset, self.toolbox is not None
+        self.images = DistinctImages(models, self.processing_class, accelerator.device, args, dataset, draws=draws)
         self.methods = method_run(args)
         self.advantages = AdvantageComputer(context, self.methods, self.reward_weights, tools=self.toolbox is not None)
         self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)

@@ -89,7 +89,8 @@ def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
         # rounding of a float32 mean of rewards up to 1; one reward more or less is 1e-3 at least
         assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-5)
         assert of_step["drift"].mean() == pytest.approx(line["adora/drift"], rel=0.5)
-        assert line["seconds/sync"] > 0 and line["seconds/rollout"] > 0
+        # the check before the first step has given the engine the weights of that one
+        assert (line["seconds/sync"] > 0 or line["step"] == 1) and line["seconds/rollout"] > 0
         assert (of_step.groupby("group")["id"].nunique() == 1).all()
     assert table["id"].notna().all() and table["completion"].str.len().gt(0).any()
     return table

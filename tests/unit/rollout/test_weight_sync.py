@@ -182,6 +182,7 @@ def test_every_form_of_lora_is_sent_as_peft_merges_it(base, form, second):
 @pytest.mark.parametrize("form", ["dora", "embedding", "tokens", "modules_to_save"])
 def test_an_export_of_a_checkpoint_has_what_the_engine_was_sent(base, form, tmp_path):
     base.save_pretrained(tmp_path / "base")
+    build_processor(["Find x."]).save_pretrained(tmp_path / "base")
     model = adapted(base, LoraConfig(r=4, **{"target_modules": ["q_proj"], **LORA[form]}), "ref")
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "run")

@@ -34,7 +34,7 @@ FIELDS = {
     "argparse and subprocess": {"choices", "metavar", "returncode", "type"},
     "options of our own commands": {"answer_tags"},
     "a context of mpmath that we have made": {"prec"},
-    "names of our own functions": {"__name__", "__qualname__"},
+    "functions of our own": {"__name__", "__qualname__", "__doc__", "__signature__", "__annotations__"},
     "images of a row, see KeptImage": {"__class__"},
     "an image of Pillow that we have made": {"readonly"},
     "the config of an adapter": {"base_model_name_or_path", "inference_mode"},
