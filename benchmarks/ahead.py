@@ -21,19 +21,21 @@ from pathlib import Path
 from adora_vl.record.metrics import METRICS, read_metrics
 from benchmarks.stand_in_server import StandIn
 
-TOKENS = 32  # the limit of an answer
+# Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take it a 64th of that.
+TOKENS, LIMIT = 32, 512
 
 
 def seconds_of_a_step(folder: Path, ahead: int, waiting: float, steps: int, *, uneven: bool = False) -> float:
     """Train the tiny model in a process of its own; the mean of its steps' seconds."""
-    server = StandIn(vocabulary=200, tokens=TOKENS, seconds_per_token=waiting / TOKENS)
+    server = StandIn(vocabulary=200, tokens=TOKENS, seconds_per_token=waiting / LIMIT)
     if uneven:
         server.pace = lambda syncs: 0.5 + syncs % 2
     keys = {
         "config": "configs/train/smoke_cpu.yaml", "output_dir": folder, "use_vllm": "true", "vllm_mode": "server",
         "vllm_server_base_url": server.url, "adora_weight_transfer": "file", "adora_rollouts.ahead": ahead,
         "adora_max_drift": "null", "adora_self_check": "false", "max_steps": steps, "save_strategy": "no",
-        "logging_steps": 1, "adora_synthetic_rows": 64, "max_completion_length": TOKENS, "entropy_coef": 1.0,
+        "logging_steps": 1, "adora_synthetic_rows": 64, "max_completion_length": LIMIT, "vllm_max_model_length": 1024,
+        "entropy_coef": 1.0,
     }  # fmt: skip
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     try:
