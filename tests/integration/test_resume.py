@@ -58,8 +58,9 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
         assert 0.1 < rollouts[steps]["id"].str.startswith("own/").mean() < 0.8
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("processes", ["1", "2"], ids=["whole", "zero3"])
+@pytest.mark.parametrize(
+    "processes", [pytest.param("1", id="whole", marks=pytest.mark.core), pytest.param("2", id="zero3")]
+)
 def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(tmp_path, processes):
     adapter = ["--model_name_or_path", str(sft_adapter(tmp_path / "sft")), "--beta", "0.1", "--learning_rate", "1e-3"]
     options = ["--kills", "rollout:5", "--processes", processes, "--output", str(tmp_path)]
