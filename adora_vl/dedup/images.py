@@ -135,7 +135,7 @@ class DistinctImages:
             return with_pictures(prompts, pictures, partial(self.image_processor, return_tensors="pt"))
 
     def tokens_of(self, image: Any) -> int:
-        """Of an image that is shown on the way."""
+        """How many image tokens an image takes that is shown on the way."""
         processor, settings = self.image_processor, effective_settings(self.image_processor, {})
         grid_3 = (self._cache or ImageCache(0)).get(processor, image, settings).grid_3
         return int(grid_3.prod()) // int(processor.merge_size) ** 2

@@ -417,7 +417,7 @@ def tool_figures(rewards_PG: Tensor, facts_N4: Tensor) -> dict[str, float]:
         "adora/called": called_PG.float().mean().item(),
         "adora/unanswered_calls": unanswered_N.mean().item(),
         "adora/tools_s": seconds_N.sum().item(),
-        **({"adora/tool_gain": gain} if gain == gain else {}),
+        **({} if math.isnan(gain) else {"adora/tool_gain": gain}),
     }
 
 

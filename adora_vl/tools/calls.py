@@ -10,12 +10,13 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from types import FunctionType
 from typing import Any, get_type_hints
 
 from transformers.utils import get_json_schema
 
+from adora_vl.utils.cli import each_once
 from adora_vl.utils.errors import UserError, in_one_line
 
 HIDDEN = ("images", "view")  # parameters that the model knows nothing of
@@ -83,7 +84,7 @@ def read_call(written: str) -> tuple[str, dict[str, Any]]:
     if len(written) > _MOST:
         raise CallError(f"the call has {len(written)} characters, at most {_MOST}")
     try:
-        call = json.loads(written, object_pairs_hook=_once, parse_constant=_no_number, parse_float=_finite)
+        call = json.loads(written, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite)
     except RecursionError:
         raise CallError("the call is nested too deep") from None
     except ValueError as error:
@@ -96,14 +97,6 @@ def read_call(written: str) -> tuple[str, dict[str, Any]]:
     if _depth(arguments) > _DEPTH:
         raise CallError("the call is nested too deep")
     return call["name"], arguments
-
-
-def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    double = next((name for number, name in enumerate(names) if name in names[:number]), None)
-    if double is not None:
-        raise ValueError(f"{double!r} twice")
-    return dict(pairs)
 
 
 def _no_number(word: str) -> Any:
