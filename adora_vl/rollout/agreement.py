@@ -259,7 +259,7 @@ def drift_measured(
     ticket = trainer.sampler.begin(_asks(trainer, prompts, f"drift/{step}", CHECK_TOKENS))
 
     def judged() -> None:
-        rollouts = _rollouts(trainer, trainer.sampler.join(ticket))
+        rollouts = _rollouts(trainer, ticket.join())
         # a rank may have an image among them where another one has none
         with trainer.images.vision.unshared(), evaluating(trainer.model):
             check(score(trainer, prompts, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)

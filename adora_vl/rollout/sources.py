@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
@@ -24,14 +24,12 @@ from adora_vl.utils.errors import engine_call
 Settings = Mapping[str, Any]  # of vLLM's `SamplingParams`
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Ticket:
     """For what was asked of servers, to be sampled by the weights of a step."""
 
     step: int  # optimizer steps that had been made
-    asks: int  # of this rank
-    found: Future[list[Sampled]] | None = None  # on the first rank
-    answers: list[RolloutAnswer] | None = None  # of this rank, once they are there
+    join: Callable[[], list[RolloutAnswer]]  # waits for this rank's answers; raises what asking raised, on all ranks
 
 
 class Sampler(Protocol):
@@ -45,9 +43,6 @@ class Sampler(Protocol):
         """Sampled now, by the policy's present weights. `prompts`: of the asks, None where there are none. `settings`:
         in place of the run's.
         """
-
-    def join(self, ticket: Ticket) -> list[RolloutAnswer]:
-        """What was asked for before, by those whom that can be."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Inside, an engine does not sleep between two calls."""
@@ -67,9 +62,6 @@ class PolicyNow:
     ) -> list[RolloutAnswer]:
         assert prompts is not None and settings is None
         return [RolloutAnswer(tokens, [None] * len(tokens), "stop") for tokens in self._turn(prompts)]
-
-    def join(self, ticket: Ticket) -> list[RolloutAnswer]:
-        raise NotImplementedError
 
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -99,9 +91,6 @@ class EngineNow:
     ) -> list[RolloutAnswer]:
         self.give_weights()
         return self.engine.sample(asks, settings)
-
-    def join(self, ticket: Ticket) -> list[RolloutAnswer]:
-        raise NotImplementedError
 
     def awake(self) -> AbstractContextManager[None]:
         return self.engine.staying_awake()
@@ -155,23 +144,21 @@ class ServersAhead(ServersNow):
     def begin(self, asks: Sequence[RolloutAsk], settings: Settings | None = None) -> Ticket:
         """Ask the servers, once they have done what they were asked before."""
         requests, place = self._requests(asks, settings), self.engine.served.place
-        return Ticket(self.synced, len(asks), self._put(lambda servers: servers.sample(requests, place)))
+        found = self._put(lambda servers: servers.sample(requests, place))
+        return Ticket(self.synced, cache(partial(self._join, found, len(asks))))
 
-    def join(self, ticket: Ticket) -> list[RolloutAnswer]:
-        """Wait for the answers; at once where they are there. Raises what asking raised, on all ranks."""
-        if ticket.answers is None:
-            began = time.perf_counter()
-            with engine_call("generate"):
-                found = self.engine.served.first_rank(lambda _: ticket.found.result() if ticket.found else [])
-            ticket.answers, ticket.found = self.engine.served.shared(found, ticket.asks), None
-            self._seconds["trainer"] += time.perf_counter() - began
-        return ticket.answers
+    def _join(self, found: Future[list[Sampled]] | None, asks: int) -> list[RolloutAnswer]:
+        began = time.perf_counter()
+        with engine_call("generate"):
+            everyone = self.engine.served.first_rank(lambda _: found.result() if found else [])
+        self._seconds["trainer"] += time.perf_counter() - began
+        return self.engine.served.shared(everyone, asks)
 
     def sample(
         self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
     ) -> list[RolloutAnswer]:
         self.give_weights()
-        return self.join(self.begin(asks, settings))
+        return self.begin(asks, settings).join()
 
     def waited(self) -> dict[str, float]:
         """Seconds since the last call for which the trainer waited for servers, and on the first rank they for it."""

@@ -311,7 +311,7 @@ class Pool:
             asks, step = [self._ask(asked[place], rollout) for place, rollout in going.items()], generation.step
             with mismatch_named([asked[place].group.row for place in going]):
                 if tickets:
-                    step, answers = tickets[0].step, self.sampler.join(tickets.pop())
+                    step, answers = tickets[0].step, tickets.pop().join()
                 else:
                     answers = self.sampler.sample(asks, prompts)
             found = zip(going.items(), asks, answers, strict=True)
@@ -467,7 +467,7 @@ class Pool:
         there = 0
         with suppress(RolloutError, UserError):  # raised on all ranks: servers that have failed are asked again
             for one in now.coming:
-                self.sampler.join(one.ticket)
+                one.ticket.join()
                 there += 1
         replace(now, coming=now.coming[:there]).save(folder, self.accelerator.process_index)
 

@@ -44,7 +44,7 @@ class ComingGeneration:
     ticket: Ticket  # for the rollouts that have not ended
 
     def packed(self) -> dict[str, Any]:
-        spans = [Span(tuple(one.tokens), tuple(one.logps), self.ticket.step) for one in self.ticket.answers or ()]
+        spans = [Span(tuple(one.tokens), tuple(one.logps), self.ticket.step) for one in self.ticket.join()]
         answers = [_tensors(span) for span in spans]
         return {**vars(self), "groups": [*map(_packed, self.groups)], "ticket": (self.ticket.step, answers)}
 
@@ -53,8 +53,7 @@ class ComingGeneration:
         step, found = packed["ticket"]
         answers = [RolloutAnswer(tokens.tolist(), list(_logps(logps) or ())) for tokens, logps in found]
         groups = tuple(_unpacked(one, images) for one in packed["groups"])
-        ticket = Ticket(step, len(answers), answers=answers)
-        return cls(**{**packed, "groups": groups, "ticket": ticket})
+        return cls(**{**packed, "groups": groups, "ticket": Ticket(step, lambda: answers)})
 
 
 @dataclass(frozen=True)

@@ -209,12 +209,13 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
 def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(stand_ins, tmp_path, monkeypatch, capsys):
     """Weights wait as files. A server that was started again is left out until all of them are written."""
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    state, gate = TrainerState(), Event()
+    state, asked, gate = TrainerState(), Event(), Event()
     context: Any = step_context(state=state, adora_rollouts=RolloutOptions(ahead=2))
     ahead = ServersAhead(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
     asks, sample = rows(2), Servers.sample
 
     def slowly(*given: Any) -> Any:
+        asked.set()
         assert gate.wait(60)
         return sample(*given)
 
@@ -224,11 +225,11 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(stand_
         ahead.give_weights()
         ahead.give_weights()
         tickets.append(ahead.begin(asks))
-    assert len(ahead._files) >= 2 and len(stand_ins[0].weights) <= 1, "they sample by the first ones"
+    assert asked.wait(60) and len(ahead._files) == 2 and len(stand_ins[0].weights) == 1, "they sample by the first ones"
     stand_ins[1].start_again()
     gate.set()
-    found = [ahead.join(ticket) for ticket in tickets]
-    assert found[0] == found[1] == found[2] == ahead.join(tickets[2]) and [one.step for one in tickets] == [0, 1, 2]
+    found = [ticket.join() for ticket in tickets]
+    assert found[0] == found[1] == found[2] == tickets[2].join() and [one.step for one in tickets] == [0, 1, 2]
     assert not ahead._files and not (tmp_path / "w").exists() and set(ahead.waited()) == {"trainer", "servers"}
     everything = stand_ins[0].weights[0]
     assert stand_ins[1].weights == [] and len(stand_ins[0].weights[1]) < len(everything)
@@ -240,13 +241,13 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(stand_
     state.global_step = 4
     ahead.give_weights()
     with pytest.raises(NoServerError):
-        ahead.join(ahead.begin(asks))
+        ahead.begin(asks).join()
     for one in stand_ins:
         one.dead = False
     state.global_step = 5
     ahead.give_weights()
     with pytest.raises(NoServerError):  # it would have been sampled by weights that never came
-        ahead.join(ahead.begin(asks))
+        ahead.begin(asks).join()
     ahead.close()
     assert not (tmp_path / "w").exists()
 
