@@ -29,7 +29,7 @@ class RolloutOptions:
 
     refill: Annotated[int, Field(ge=0)] = key(
         0,
-        "DAPO's dynamic sampling: sample up to this many further batches per generation, to replace groups whose "
+        "DAPO's dynamic sampling: sample further problems up to so many times per generation, to replace groups whose "
         "advantages are all zero.",
     )
     budget: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern="^auto$", description="auto")] | None = key(

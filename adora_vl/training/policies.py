@@ -12,6 +12,7 @@ from adora_vl.utils.seeding import generator_at
 # `auto`: the share of the answers that end within the budget, by the answers of so many generations, and how many times
 # as long as the budget the longest answer of a generation has to be on average.
 SHARE, REMEMBERED, TAIL = 0.9, 4, 1.5
+MORE = 1.5  # as many further problems as lack signal on average: then one round is enough as often as with all places
 
 
 def how_many_begin(waiting: int, complete: int, places: int, left: int) -> int:
@@ -48,7 +49,7 @@ def further_rows(rows: int, groups: int, place: str) -> list[int]:
     return [drawn[number % len(drawn)] for number in range(groups)]
 
 
-def groups_for(wanted: int, signal: Sequence[float], most: int) -> int:
+def groups_for(wanted: float, signal: Sequence[float], most: int) -> int:
     """How many groups begin, so that `wanted` of them have signal as far as that is likely: by the shares of the last
     generations, and at most `most`.
     """

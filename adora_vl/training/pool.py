@@ -48,10 +48,12 @@ from adora_vl.training.guards import RowGuard, ServerGuard
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
 from adora_vl.training.policies import (
+    MORE,
     REMEMBERED,
     admitted,
     automatic_budget,
     further_rows,
+    groups_for,
     groups_to_complete,
     how_many_begin,
 )
@@ -221,7 +223,7 @@ class Pool:
         the groups that the batch of the generation has, those that wait, and on how many of them the rank with the
         fewest has ended.
         """
-        learned, groups, fewest = self._judged(generation, groups)
+        learned, groups, fewest = self._judged(generation, groups, self.places)
         lengths, replaced, size = _lengths(generation), 0, generation.group_size
         if self.asked.refill:
             live = live_units(generation.batch["signal"], size)
@@ -231,12 +233,12 @@ class Pool:
         for attempt in range(1, self.asked.refill + 1):
             live = live_units(generation.batch["signal"], size)
             missing = live.count(False) + (self.places - len(live) if self.aged else 0)
-            lacks = self.accelerator.gather(torch.tensor([missing], device=self.accelerator.device))
-            if not lacks.any():
+            lacks = int(self.accelerator.gather(torch.tensor([missing], device=self.accelerator.device)).max())
+            if not lacks:
                 break
-            further = replace(generation, attempt=attempt)
-            groups = self._with_further(further, groups, budget)
-            more, groups, fewest = self._judged(further, groups)
+            further, count = replace(generation, attempt=attempt), groups_for(MORE * lacks, [share], self.places)
+            groups = self._with_further(further, groups, budget, count - fewest)
+            more, groups, fewest = self._judged(further, groups, count)
             if not more:  # on no rank: none has ended within the budget
                 continue
             lengths = (*lengths, *_lengths(further))
@@ -255,21 +257,21 @@ class Pool:
         return learned, groups, fewest
 
     def _with_further(
-        self, generation: Generation, groups: list[RolloutGroup], budget: int | None
+        self, generation: Generation, groups: list[RolloutGroup], budget: int | None, count: int
     ) -> list[RolloutGroup]:
-        """The groups, and those of further problems."""
-        begun = self._further(generation)
+        """The groups, and those of so many further problems."""
+        if count <= 0:
+            return groups
+        begun = self._further(generation, count)
         limits: dict[int, int | None] = {len(groups) + place: budget for place in range(len(begun))}
         self.log("adora/further_batches", 1.0)
         return self._sampled(generation, [*groups, *begun], limits)
 
-    def _further(self, generation: Generation, count: int | None = None) -> list[RolloutGroup]:
-        """Groups of further problems for a generation, as many as it has places unless `count` says another number;
-        where the run stands seeds the choice.
-        """
+    def _further(self, generation: Generation, count: int) -> list[RolloutGroup]:
+        """Groups of so many further problems for a generation; where the run stands seeds the choice."""
         rank, size = self.accelerator.process_index, generation.group_size
         seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
-        numbers = further_rows(len(self.rows), self.places if count is None else count, seed)
+        numbers = further_rows(len(self.rows), count, seed)
         rows: list[Any] = self.rows.__getitems__(numbers)
         self.row_guard.check(rows, generation.step)
         problems = [
@@ -279,17 +281,17 @@ class Pool:
         return [RolloutGroup(problem, row, began, empty) for problem, row in zip(problems, rows, strict=True)]
 
     def _judged(
-        self, generation: Generation, groups: list[RolloutGroup]
+        self, generation: Generation, groups: list[RolloutGroup], most: int
     ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
-        """Grade the oldest complete groups, equally many on every rank. Returns them, the others, and how many of those
-        have ended on the rank with the fewest.
+        """Grade the oldest complete groups, equally many on every rank and at most so many. Returns them, the others,
+        and how many of those have ended on the rank with the fewest.
         """
         complete, count = [number for number, group in enumerate(groups) if group.complete], len(groups)
         fewest = count
         if self.aged:
             own = torch.tensor([len(complete)], device=self.accelerator.device)
             fewest = int(self.accelerator.gather(own).min())
-            count = min(fewest, self.places)
+            count = min(fewest, most)
         graded = [groups[number] for number in complete[:count]]
         kept = [group for number, group in enumerate(groups) if number not in complete[:count]]
         if count:

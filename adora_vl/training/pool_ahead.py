@@ -112,7 +112,7 @@ class PoolAhead(Pool):
         return [replace(group, began=began) for group in found]
 
     def _with_further(
-        self, generation: Generation, groups: list[RolloutGroup], budget: int | None
+        self, generation: Generation, groups: list[RolloutGroup], budget: int | None, count: int
     ) -> list[RolloutGroup]:
         """Those that are there already."""
         return groups

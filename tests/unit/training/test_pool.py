@@ -552,9 +552,13 @@ class Signals(Judges):
                             "signal": signal, "age": ages}  # fmt: skip
 
 
-@pytest.mark.parametrize(("budget", "refill", "live"), [(None, 4, 0.3), (None, 2, 0.0), (60, 4, 0.3), (None, 0, 0.3)])
+@pytest.mark.parametrize(
+    ("budget", "refill", "live"), [(None, 4, 0.3), (None, 2, 0.0), (60, 4, 0.3), (None, 0, 0.3), (None, 2, 0.75)]
+)
 def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget, refill, live):
-    """Until all have signal, or the tries are over; with a budget too, where those that have not ended go on later."""
+    """Until all have signal, or the tries are over; with a budget too, where those that have not ended go on later. A
+    round has half as many again as are likely to be enough.
+    """
     run = Run(3, budget=budget, refill=refill)
     run.pool.judge = judge = Signals(lambda number: random.Random(number).random() < live)  # type: ignore[assignment]
     generation = run.sampled()
@@ -567,10 +571,24 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget,
     elif live and refill:
         assert all(map(judge.live, numbers)) and len(numbers) == PLACES
         assert run.log["adora/refilled_groups"] > 0 and rounds < refill + 1
-        drawn_first = further_rows(len(run.pool.rows), PLACES, "7/0/0/1/0")
+        signal = [*map(judge.live, range(PLACES))].count(True)
+        first = min(PLACES, math.ceil(1.5 * (PLACES - signal) * PLACES / signal))
+        assert len(run.engine.asked[1]) == first * SIZE and (live < 0.5 or first < PLACES)
+        drawn_first = further_rows(len(run.pool.rows), first, "7/0/0/1/0")
         assert {*numbers} & {*drawn_first} and [row["id"] for row in generation.rows[::SIZE]] == [
             f"0/{number}" for number in numbers
         ]
     else:
         assert numbers == list(range(PLACES)) and rounds == refill
         assert run.log.get("adora/refilled_groups", 0) == 0
+
+
+def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_further_ones():
+    def part(rank: int, accelerator: Any) -> list[int]:
+        run = Run(5, accelerator, budget=None, refill=3)
+        run.pool.judge = Signals(lambda number: random.Random(number).random() < 0.9 - 0.5 * rank)  # type: ignore[assignment]
+        run.go_on()
+        return [len(asks) for asks in run.engine.asked]
+
+    one, other = on_two(part)
+    assert one == other and len({*one}) > 2
