@@ -47,9 +47,7 @@ from adora_vl.record.card import CardWriter, model_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
-from adora_vl.rollout.prompt_tokens import (
-    folder_settings_left_out,
-)
+from adora_vl.rollout.prompt_tokens import folder_settings_left_out
 from adora_vl.rollout.sources import ServersAhead
 from adora_vl.rollout.weight_sync import refuse_unmergeable
 from adora_vl.start.checked import Asked, Checked, ModelSource
@@ -220,9 +218,7 @@ class AdoraGRPOTrainer(TrainerParts):
         a pass after each of them: then it needs the engine's memory.
         """
         passes = self.beta != 0.0 or not self._skips_old_pass
-        if not self.use_vllm or not self.args.adora_rollouts.refill or passes:
-            return nullcontext()
-        return cast("AbstractContextManager[None]", self.vllm_generation.staying_awake())
+        return nullcontext() if passes or not self.args.adora_rollouts.refill else self.sampler.awake()
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         """Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the old
@@ -300,17 +296,21 @@ class AdoraGRPOTrainer(TrainerParts):
     # ------------------------------------------------------------------------------------------ 2. a micro-batch
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """Stock TRL runs every micro-batch forward and backward; ours skips those that are empty, which they are on all
-        ranks alike.
+        """Stock TRL runs every micro-batch forward and backward, and counts them through all epochs. Ours skips those
+        that are empty, which they are on all ranks alike. Where several generations make a step and an epoch's last one
+        has fewer, the next begins at its own first micro-batch, as in a run that goes on from there.
         """
         started = time.perf_counter()
         model.train()
         has_work = not self._cuts or bool(self._prepare_inputs(inputs))
         self._current_train_step_time += time.perf_counter() - started
+        loss = torch.zeros((), device=self.args.device)
         if has_work:
-            return cast("Tensor", super().training_step(model, inputs, num_items_in_batch))
-        self._step += 1
-        return torch.zeros((), device=self.args.device)
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step += not has_work
+        if self.shape.has_one_step and self.accelerator.sync_gradients:
+            self._step += -self._step % self.shape.accumulated
+        return loss
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         """Stock TRL takes the ratio to the engine from an earlier pass, averages the loss over the rows of a

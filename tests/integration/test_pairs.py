@@ -15,7 +15,8 @@ from benchmarks.stand_in_server import StandIn
 from tests.integration.test_one_step_ahead import goes_on_after_a_kill, steps, words
 
 pytestmark = pytest.mark.slow
-TWO = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "adora_synthetic_rows": 16}
+# Three generations of four problems, so an epoch is a step and a half.
+TWO = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "adora_synthetic_rows": 12}
 NOISY = "{noisy_rollouts: {share: 0.5}}"
 # the rules, other keys, and the figures that show that both were at work
 PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

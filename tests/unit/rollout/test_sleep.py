@@ -74,10 +74,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def trainer(engine: Any, **changed: Any) -> Any:
     """What decides whether the engine stays awake, with dynamic sampling; `changed` in `facts`."""
-    facts: dict[str, Any] = {"use_vllm": True, "tries": 2, "old_pass": False, "beta": 0.0, "extension": False}
+    facts: dict[str, Any] = {"tries": 2, "old_pass": False, "beta": 0.0, "extension": False}
     facts |= {"model": nn.Linear(1, 1), **changed}
     found: Any = object.__new__(AdoraGRPOTrainer)
-    found.__dict__.update(use_vllm=facts["use_vllm"], beta=facts["beta"], vllm_generation=engine)
+    found.__dict__.update(beta=facts["beta"], sampler=SimpleNamespace(awake=engine.staying_awake))
     found.model, found.shape = facts["model"], SimpleNamespace(has_one_step=True)
     found.extensions = [SimpleNamespace(needs_old_logps=facts["extension"])]
     found.args = SimpleNamespace(
