@@ -26,15 +26,10 @@ PHASES = ("rollout", "grading", "backward", "saving")
 CHILD = "--child"
 KILL = "ADORA_KILL"  # phase:step:delay in seconds, for the child; with :rank that rank alone dies
 UNTIMED = (
-    "step_time",
-    "train_runtime",
-    "train_samples_per_second",
-    "train_steps_per_second",
-    "total_flos",
-    "grading/ms",
-    "seconds/",
+    "step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "grading/ms",
+    "seconds/", "adora/servers_waited_s", "adora/trainer_waited_s", "adora/tools_s",
     "adora/sync_mb",  # the first sync of a start sends the engine everything
-)
+)  # fmt: skip
 
 
 def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:

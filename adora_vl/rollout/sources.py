@@ -21,7 +21,8 @@ from adora_vl.rollout.servers import Sampled, Servers
 from adora_vl.types import StepContext
 from adora_vl.utils.errors import engine_call
 
-Settings = Mapping[str, Any]  # of vLLM's `SamplingParams`
+Asks = Sequence[RolloutAsk]
+Settings = Mapping[str, Any] | None  # of vLLM's `SamplingParams`; None: the run's
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,8 @@ class Sampler(Protocol):
 
     scores: bool  # whether its answers have log-probabilities
 
-    def sample(
-        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
-    ) -> list[RolloutAnswer]:
-        """Sampled now, by the policy's present weights. `prompts`: of the asks, None where there are none. `settings`:
-        in place of the run's.
-        """
+    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
+        """Sampled now, by the policy's present weights. `prompts`: of the asks, None where there are none."""
 
     def awake(self) -> AbstractContextManager[None]:
         """Inside, an engine does not sleep between two calls."""
@@ -57,9 +54,7 @@ class PolicyNow:
         """`turn`: samples a rollout of each prompt."""
         self._turn = turn
 
-    def sample(
-        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
-    ) -> list[RolloutAnswer]:
+    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
         assert prompts is not None and settings is None
         return [RolloutAnswer(tokens, [None] * len(tokens), "stop") for tokens in self._turn(prompts)]
 
@@ -86,9 +81,7 @@ class EngineNow:
     def _give(self) -> None:
         self.engine.sync_weights()
 
-    def sample(
-        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
-    ) -> list[RolloutAnswer]:
+    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
         self.give_weights()
         return self.engine.sample(asks, settings)
 
@@ -99,14 +92,12 @@ class EngineNow:
 class ServersNow(EngineNow):
     """Servers sample, after all of them have got the policy's weights."""
 
-    def sample(
-        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
-    ) -> list[RolloutAnswer]:
+    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
         self.give_weights()
         with engine_call("generate"):
             return self.engine.served.sample(self._requests(asks, settings), len(asks))
 
-    def _requests(self, asks: Sequence[RolloutAsk], settings: Settings | None) -> Any:
+    def _requests(self, asks: Asks, settings: Settings) -> Any:
         """What all ranks ask for, on the first one."""
         return self.engine.served.gathered(asks, self.engine.sampling if settings is None else settings)
 
@@ -141,7 +132,7 @@ class ServersAhead(ServersNow):
         finally:
             self._files.pop(folder, ExitStack()).close()
 
-    def begin(self, asks: Sequence[RolloutAsk], settings: Settings | None = None) -> Ticket:
+    def begin(self, asks: Asks, settings: Settings = None) -> Ticket:
         """Ask the servers, once they have done what they were asked before."""
         requests, place = self._requests(asks, settings), self.engine.served.place
         found = self._put(lambda servers: servers.sample(requests, place))
@@ -154,9 +145,7 @@ class ServersAhead(ServersNow):
         self._seconds["trainer"] += time.perf_counter() - began
         return self.engine.served.shared(everyone, asks)
 
-    def sample(
-        self, asks: Sequence[RolloutAsk], prompts: PromptBatch | None = None, settings: Settings | None = None
-    ) -> list[RolloutAnswer]:
+    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
         self.give_weights()
         return self.begin(asks, settings).join()
 

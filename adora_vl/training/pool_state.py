@@ -76,13 +76,8 @@ class PoolState:
         shown = [picture for group in groups for rollout in group.rollouts for picture in rollout.pictures]
         images = {picture.digest: picture.image for picture in shown}
         encoded = {digest: _bytes_of(image) for digest, image in images.items()}
-        content: dict[str, Any] = {
-            "drawn": drawn,
-            "groups": [*map(_packed, self.groups)],
-            "kept": kept,
-            "images": encoded,
-        }
-        content |= {"complete": self.complete, "lengths": self.lengths, "signal": self.signal}
+        content: dict[str, Any] = {"drawn": drawn, "groups": [*map(_packed, self.groups)], "kept": kept}
+        content |= {"complete": self.complete, "lengths": self.lengths, "signal": self.signal, "images": encoded}
         save_of_rank(folder, FILES, rank, {**content, "coming": [one.packed() for one in self.coming]})
 
     @classmethod

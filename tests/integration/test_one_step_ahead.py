@@ -80,7 +80,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
 
     noted(WeightFiles, "written", "written")
     noted(ServersAhead, "begin", "asked")
-    noted(ServersAhead, "join", "joined")
+    noted(ServersAhead, "_join", "joined")
     noted(DriftGuard, "check", "scored")
     assert main(words(tmp_path, server, max_steps=3, adora_max_drift=99, save_strategy="no")) == 0
     unscored = " ".join(name for name in done if name != "scored")
