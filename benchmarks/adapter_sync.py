@@ -27,7 +27,13 @@ from vllm.lora.request import LoRARequest  # noqa: E402
 from adora_vl.models.families import LANGUAGE_MODEL, component_of  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
-from adora_vl.rollout.weight_sync import merged_parameters, push_adapter, push_weights, reset_caches  # noqa: E402
+from adora_vl.rollout.weight_sync import (  # noqa: E402
+    adapter_tensors,
+    merged_parameters,
+    push_adapter,
+    push_weights,
+    reset_caches,
+)
 
 
 def write_model(folder: str, width: int, layers: int) -> None:
@@ -58,11 +64,13 @@ def main() -> None:
     llm.adapter = LoRARequest("policy", 1, "in memory")
     sent = 0
 
-    def counted() -> Iterator[tuple[str, Any]]:
-        """What a run on a CPU sends: every tensor of the part that is trained."""
+    def counted(way: str) -> Iterator[tuple[str, Any]]:
+        """What a run on a CPU sends: the adapter, or every tensor of the part that is trained."""
         nonlocal sent
         wanted = lambda name: component_of(name) == LANGUAGE_MODEL  # noqa: E731
-        for name, tensor in merged_parameters(policy, lambda parameters: nullcontext(), wanted):
+        whole = lambda parameters: nullcontext()  # noqa: E731
+        alone = way == "adapter"
+        for name, tensor in adapter_tensors(policy, whole) if alone else merged_parameters(policy, whole, wanted):
             sent += tensor.nbytes
             yield name, tensor
 
@@ -71,10 +79,7 @@ def main() -> None:
         times = []
         for _ in range(options.turns):
             sent, began = 0, time.perf_counter()
-            if way == "adapter":
-                sent = push_adapter(llm, policy)[1]
-            else:
-                push_weights(llm, counted())
+            (push_adapter if way == "adapter" else push_weights)(llm, counted(way))
             reset_caches(llm)
             times.append(time.perf_counter() - began)
         found[way] = sent, statistics.median(times)

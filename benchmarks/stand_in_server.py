@@ -42,6 +42,9 @@ class StandIn:
         self.asked: list[tuple[str, Body]] = []
         self.logins: set[str | None] = set()
         self.weights: list[list[str]] = []  # the names of the tensors that each sync brought
+        self.lora: Body | None = None  # vLLM's settings of it
+        self.in_four_bit = False
+        self.served = ["stand-in"]  # the names of the model and of adapters
         self.spoil: Callable[[Body], Body] = lambda reply: reply  # of the replies with rollouts
         outer = self
 
@@ -81,33 +84,43 @@ class StandIn:
 
     def start_again(self) -> None:
         """As a server that was killed and started anew: with the weights of its checkpoint."""
-        self.life, self.dead, self.weights = uuid.uuid4().hex, False, []
+        self.life, self.dead, self.weights, self.served = uuid.uuid4().hex, False, [], self.served[:1]
 
     def told(self, path: str) -> Body | None:
-        model = {"logprobs_mode": self.logprobs_mode}
+        model = {"logprobs_mode": self.logprobs_mode, "quantization": "bitsandbytes" if self.in_four_bit else None}
+        config = {"instance_id": self.life, "model_config": model, "lora_config": self.lora}
         known: dict[str, Body] = {
             "/health": {},
             "/v1/models": {"data": [{"id": "stand-in", "max_model_len": 4096}]},
-            "/server_info": {"vllm_config": {"instance_id": self.life, "model_config": model}},
+            "/server_info": {"vllm_config": config, "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True}},
         }
         return known.get(path)
 
     def answered(self, path: str, body: Body) -> Body | None:
         self.asked.append((path, body))
         if path in GENERATE:
+            if body["model"] not in self.served:
+                return None
             tokens = body.get("sampling_params", body)["max_tokens"]
             time.sleep(self.seconds_per_token * tokens * self.pace(len(self.weights)))
             return self.spoil({"choices": self._rollouts(path, body)})
         if path == "/v1/chat/completions/render":
             return {"features": features(body["messages"])}
         if path == "/collective_rpc":
-            files = sorted(Path(body["kwargs"]["weights_path"]).glob("*.safetensors"))
-            names = []
-            for file in files:
-                with safe_open(file, "pt") as tensors:
-                    names += tensors.keys()
-            self.weights.append(sorted(names))
+            self._read(Path(body["kwargs"]["weights_path"]))
+        if path == "/v1/load_lora_adapter":
+            self._read(Path(body["lora_path"]))
+            self.served.append(body["lora_name"])
+        if path == "/v1/unload_lora_adapter":
+            self.served.remove(body["lora_name"])
         return {"success": True}
+
+    def _read(self, folder: Path) -> None:
+        names: list[str] = []
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "pt") as tensors:
+                names += tensors.keys()
+        self.weights.append(sorted(names))
 
     def _rollouts(self, path: str, body: Body) -> list[Body]:
         parameters = body.get("sampling_params", body)

@@ -14,8 +14,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.config.checks import engine_scores_raw
 from adora_vl.dedup.image_store import ImageCache
-from adora_vl.models.adapter import served_rank
-from adora_vl.models.families import LANGUAGE_MODEL, component_of, trainable_components
+from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.models.load import pixel_limits
 from adora_vl.models.precision import dtype_name
@@ -32,8 +31,8 @@ from adora_vl.rollout.served import Served
 from adora_vl.rollout.servers import Client, Servers, connect
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.rollout.weight_sync import (
-    ADAPTER_NAME,
-    adapter_layers,
+    adapter_tensors,
+    lora_settings,
     merged_parameters,
     push_adapter,
     push_weights,
@@ -62,6 +61,8 @@ def _biases(asked: Any) -> dict[int, float]:
 
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
+
+    lora: Mapping[str, Any] | None = None  # vLLM's settings where it gets the adapter alone; None: merged tensors
 
     def __init__(self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any) -> None:
         """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its seconds.
@@ -92,10 +93,6 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def four_bit(self) -> bool:
         """Whether the base is in 4 bits: then the engine has it from the same folder, and gets the adapter alone."""
         return bool(getattr(self.model, "is_loaded_in_4bit", False))
-
-    @property
-    def _adapter_config(self) -> Any:
-        return self.model.peft_config[ADAPTER_NAME]
 
     def _init_vllm(self) -> None:
         """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them to the same call. Of servers it
@@ -130,6 +127,13 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
             self.served.servers = Servers(clients, patience_s, self.settings.answer_s, self._logprobs_mode())
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
+        if self.served.first_rank(Servers.have_lora) or self.four_bit:
+            self.lora = lora_settings(self.model)
+        if self.lora is not None:
+            base, four_bit = self.model.name_or_path, self.four_bit
+            self.served.first_rank(lambda servers: servers.take_adapter(self.lora, base, four_bit))
+            if self.served.files is not None:
+                self.served.files.rank = self.lora["max_lora_rank"]
 
     def _build_llm(self, **kwargs: Any) -> Any:
         # It imports vLLM, which only a colocated engine needs.
@@ -149,9 +153,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if self.four_bit:
             # It reads the folder that the policy was loaded from, and nothing else sends the base.
             later, kwargs["dtype"] = False, "bfloat16"
-            kwargs |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": served_rank(self._adapter_config)}
-            sees = any(component_of(name) != LANGUAGE_MODEL for name, _ in adapter_layers(self.model))
-            kwargs["enable_tower_connector_lora"] = sees
+            self.lora = lora_settings(self.model)
+            assert self.lora is not None  # `check_four_bit` takes nothing else
+            kwargs |= {"max_loras": 1, **self.lora}
             if self.enable_sleep_mode:
                 base = FrozenBase(self.model)
                 base.leave()
@@ -236,12 +240,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self._llm_weights_sleeping = False
             zero_scratch(self.llm)
         everything = self.enable_sleep_mode or not self._engine_is_complete
-        self.bytes_sent = 0
-        if self.four_bit:
-            self.tensors_sent, self.bytes_sent = push_adapter(self.llm, self.model)
-            reset_caches(self.llm)
-            return
-        self.tensors_sent = push_weights(self.llm, self._counted(self._iter_named_params()), everything)
+        if self.lora is not None:
+            self.tensors_sent = push_adapter(self.llm, self._counted())
+        else:
+            self.tensors_sent = push_weights(self.llm, self._counted(), everything)
         self._engine_is_complete = True
         reset_caches(self.llm)
 
@@ -255,11 +257,16 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             yield folder
 
     def _for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
-        self.bytes_sent = 0
         self._engine_is_complete &= not everything
-        return self._counted(self._iter_named_params())
+        return self._counted()
 
-    def _counted(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _counted(self) -> Iterator[tuple[str, Tensor]]:
+        """What a sync sends."""
+        self.bytes_sent = 0
+        if self.lora is None:
+            tensors = self._iter_named_params()
+        else:
+            tensors = adapter_tensors(self.model, self._dist.gather_params)
         for name, tensor in tensors:
             self.bytes_sent += tensor.nbytes
             yield name, tensor

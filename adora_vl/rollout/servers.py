@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1"
 _CONNECT_S = 10.0
 _LIVING_S, _GONE_S = (_CONNECT_S, 60.0), (1.0, 10.0)  # to connect, and to answer a short question
 _BETWEEN_LOOKS_S = 2.0
+_LORA_BY_REQUEST = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _REFUSED = "Request failed: 4"  # TRL's words for an HTTP status of the 400s
 _AT_A_TIME = 64  # requests that a server has at a time
 # A machine that has lost its power closes no connection: after 2 minutes of silence the kernel does.
@@ -119,12 +120,31 @@ class Server:
         self.life = ""  # which start of the server answers now
         self.synced_life = ""  # which one has the weights of the last sync
         self.logprobs_mode = ""  # vLLM's name for the log-probabilities that it gives
+        self.lora: dict[str, Any] = {}  # vLLM's settings of it; none where it was not started with it
+        self.serves = ("", False)  # its model, and whether that is in 4 bits
 
     def look(self, timeout: tuple[float, float] = _LIVING_S) -> None:
         """See whether it answers, and which start of it does. `timeout`: seconds to connect, and to answer."""
         found = self._json("GET", "server_info?config_format=json", timeout=timeout)
-        self.life = str(found["vllm_config"]["instance_id"])
-        self.logprobs_mode = str(found["vllm_config"]["model_config"]["logprobs_mode"])
+        config, model = found["vllm_config"], found["vllm_config"]["model_config"]
+        self.life, self.logprobs_mode = str(config["instance_id"]), str(model["logprobs_mode"])
+        lora = config.get("lora_config")
+        self.lora = {"enable_lora": True, **lora, **found["vllm_env"]} if lora else {}
+        self.serves = str(model.get("model")), model.get("quantization") == "bitsandbytes"
+
+    def check_lora(self, needs: Mapping[str, Any], base: str, four_bit: bool) -> None:
+        """Raise `UnusableServerError` where it was not started for an adapter on `base`. `needs`: vLLM's settings."""
+        served, in_four_bit = self.serves
+        lacks = [
+            f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"
+            for name, value in needs.items()
+            if self.lora.get(name, 0) < value
+        ]
+        lacks += [] if self.lora.get(_LORA_BY_REQUEST) else [f"{_LORA_BY_REQUEST}=1 in its environment"]
+        if lacks:
+            raise UnusableServerError(f"it has no room for the policy's adapter; start it with {' and '.join(lacks)}")
+        if in_four_bit != four_bit:
+            raise UnusableServerError(f"it serves {served}; start it with {base}, which the policy is trained on")
 
     def check_weights(self) -> None:
         """Raise `UnusableServerError` where it was started again since it read the weights: it has its checkpoint's."""
@@ -143,6 +163,10 @@ class Server:
             given = self.client.generate([ask.prompt_ids], features, ask.rollouts, generation_kwargs=ask.settings)
         except requests.ReadTimeout as error:
             raise UnusableServerError(f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout") from error
+        except Exception as error:
+            if str(error).startswith(_REFUSED):  # as one does that was started again and has no such adapter
+                self.check_weights()
+            raise
         tokens, logps = given["completion_ids"], given["logprobs"]
         lengths, scored = [len(row) for row in tokens], [len(row) for row in logps or ()]
         if len(lengths) != ask.rollouts or not all(lengths) or scored != lengths:
@@ -156,6 +180,17 @@ class Server:
         """Have it read the tensors in `folder`, and forget what it computed with the old ones."""
         arguments = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         self._ask("POST", "collective_rpc", json=arguments)
+        self.forget()
+        self.synced_life = self.life
+
+    def read_adapter(self, folder: Path) -> None:
+        """Have it read the adapter in `folder` in the place of the one before. Requests name it as the folder, as no
+        other one is named: a server that has another one refuses them.
+        """
+        old, self.client.model = self.client.model, folder.name
+        self._ask("POST", "v1/load_lora_adapter", json={"lora_name": folder.name, "lora_path": str(folder)})
+        if self.synced_life == self.life:
+            self._ask("POST", "v1/unload_lora_adapter", json={"lora_name": old})
         self.forget()
         self.synced_life = self.life
 
@@ -190,6 +225,22 @@ class Servers:
         self._all = [Server(client, answer_s) for client in clients]
         self.living = list(self._all)
         self._patience_s, self._logprobs_mode = patience_s, logprobs_mode
+        self._adapter: tuple[Any, ...] = ()  # what `Server.check_lora` is given
+
+    def have_lora(self) -> bool:
+        """Whether all of them were started with it. Raises what looking raises."""
+        for server in self._all:
+            server.look()
+        return all(server.lora for server in self._all)
+
+    def take_adapter(self, *needs: Any) -> None:
+        """They get the adapter alone from now on. `needs`: as of `Server.check_lora`. Raises `EngineError`."""
+        self._adapter = needs
+        for server in self._all:
+            try:
+                server.check_lora(*needs)
+            except UnusableServerError as error:
+                raise EngineError(f"vllm_server_base_url: {server.address}: {error}") from None
 
     def find(self, *, in_part: bool = False) -> bool:
         """See which servers are there, for a sync. Returns whether one of them has not the weights of the last one;
@@ -210,7 +261,7 @@ class Servers:
                 new = [server for server in self.living if server.synced_life != server.life]
                 for server in new:
                     self._compare_modes(server)
-                    if in_part:
+                    if in_part and not self._adapter:
                         self._leave_out(server, _STARTED_AGAIN)
                 if not self.living:
                     raise NoServerError(_none_left(_STARTED_AGAIN))
@@ -229,10 +280,13 @@ class Servers:
     def _look(self, server: Server) -> None:
         """One that is left out may be switched off, and must not delay every sync."""
         server.look(_LIVING_S if server in self.living else _GONE_S)
+        if self._adapter:
+            server.check_lora(*self._adapter)
 
     def read_weights(self, folder: Path) -> None:
         """Give all of them the tensors in `folder`. Raises `NoServerError` where none takes them."""
-        self._all_do(lambda server: server.read_weights(folder), f"Does it see {str(folder.parent)!r}? ")
+        read = Server.read_adapter if self._adapter else Server.read_weights
+        self._all_do(lambda server: read(server, folder), f"Does it see {str(folder.parent)!r}? ")
 
     def forget(self) -> None:
         """Empty the caches that new weights make stale. Raises `NoServerError` where none does."""

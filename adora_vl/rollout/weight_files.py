@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import socket
@@ -10,18 +11,24 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
+from weakref import finalize
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from adora_vl.checkpoint.library_state import save_tensors
-from adora_vl.utils.files import abandoned, locked_folder, unwritable
+from adora_vl.models.load import ADAPTER
+from adora_vl.utils.files import abandoned, locked_folder, replace_file, unwritable
 
 KEY = "adora_weight_transfer"
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightFiles:
     """Folders `adora-weights-RUN-RANDOM`, each there only while it is written and read; servers are told its name.
+    One with an adapter stays until the next one was read: vLLM reads it again where another adapter took its place, and
+    a server that does not find it dies.
 
     One process of a run writes. Other runs may have their weights in the same folder, which stay, also those of a
     container whose machine and `output_dir` have the same names. Servers read a folder as they read a checkpoint, so
@@ -36,12 +43,15 @@ class WeightFiles:
         run = f"{socket.gethostname()}:{output_dir.resolve()}"  # two machines may each have a disk with such a path
         self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self._was_there = self.folder.exists()  # with the rights that its owner gave it, so it stays
+        self.rank: int | None = None  # of the adapter that is written, as PEFT writes one; None: whole tensors
+        self._kept = ExitStack()  # removes the adapter that servers have
+        finalize(self, self._kept.close)
         for path in abandoned(self.folder.glob(f"{self._name}-*")):
             shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
-        """Writes named tensors, which are copied one by one, and yields their folder. It is gone after the block.
+        """Writes named tensors, which are copied one by one, and yields their folder, in which servers read them.
 
         All of `tensors` is gone through in any case, since other ranks take part in each. Raises `UserError` where the
         disk refuses them.
@@ -51,10 +61,15 @@ class WeightFiles:
             try:
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 path, lock = locked_folder(lambda: self.folder / f"{self._name}-{token_hex(8)}")
-                until.callback(self._remove, path, lock)
+                until.callback(_remove, path, lock, not self._was_there)
                 rights = _rights_in(self.folder)
                 path.chmod(rights)
-                save_tensors(rest, path)
+                if self.rank is None:
+                    save_tensors(rest, path)
+                else:
+                    save_file({name: tensor.to("cpu").contiguous() for name, tensor in rest}, path / _ADAPTER_WEIGHTS)
+                    config = {"r": self.rank, "lora_alpha": self.rank, "target_modules": []}
+                    replace_file(path / ADAPTER, json.dumps(config))
                 for file in path.iterdir():
                     file.chmod(rights & 0o640)
             except (OSError, SafetensorError) as error:
@@ -63,14 +78,19 @@ class WeightFiles:
                 for _ in rest:
                     pass
             yield path
+            if self.rank is not None:
+                self._kept.close()
+                self._kept.push(until.pop_all())
 
-    def _remove(self, path: Path, lock: int | None) -> None:
-        shutil.rmtree(path, ignore_errors=True)
-        if lock is not None:
-            os.close(lock)
-        if not self._was_there:
-            with suppress(OSError):  # another run has weights in it
-                self.folder.rmdir()
+
+def _remove(path: Path, lock: int | None, last: bool) -> None:
+    """`last`: the folder that it is in too, unless another run has weights there."""
+    shutil.rmtree(path, ignore_errors=True)
+    if lock is not None:
+        os.close(lock)
+    if last:
+        with suppress(OSError):
+            path.parent.rmdir()
 
 
 def _rights_in(folder: Path) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from typing import Any, cast
@@ -10,9 +10,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from adora_vl.models.adapter import served_rank
+from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.utils.errors import RolloutError, UserError
 
 ADAPTER_NAME = "default"  # PEFT's, of the adapter that is trained
+Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
 def _model_runner(llm: Any) -> Any:
@@ -70,22 +73,46 @@ def push_weights(llm: Any, tensors: Iterable[tuple[str, Tensor]], everything: bo
     return count
 
 
-def push_adapter(llm: Any, policy: Any) -> tuple[int, int]:
-    """Give the engine the policy's LoRA adapter in the place of the one before. Returns its tensors and their bytes.
+def lora_settings(policy: Any) -> Mapping[str, Any] | None:
+    """vLLM's settings of an engine that gets the policy's adapter alone; None where there is more to what is trained
+    than the two factors of linear layers: a bias, `modules_to_save`, an adapter of another kind, all weights.
+    """
+    if ADAPTER_NAME not in getattr(policy, "peft_config", ()):
+        return None
+    config, layers = policy.peft_config[ADAPTER_NAME], dict(_adapter_layers(policy))
+    factors = [part[ADAPTER_NAME] for layer in layers.values() for part in (layer.lora_A, layer.lora_B)]
+    sent = {id(one.weight) for one in factors if isinstance(one, nn.Linear)}
+    trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
+    if not layers or trained - sent or len(sent) < len(factors) or config.target_parameters:
+        return None
+    sees = any(component_of(name) != LANGUAGE_MODEL for name in layers)
+    return {"enable_lora": True, "max_lora_rank": served_rank(config), "enable_tower_connector_lora": sees}
 
-    vLLM multiplies the second factor by alpha / r in place, and its reader drops what single layers have of their own
-    (`rank_pattern`, rsLoRA). So it gets a product that has each layer's own scaling already. What it has no layer for
-    it would pass over: raises `RolloutError`.
+
+def adapter_tensors(policy: Any, gather: Gather) -> Iterator[tuple[str, Tensor]]:
+    """Yields the names and factors of the policy's LoRA adapter, the second one times the scaling of its layer.
+
+    vLLM multiplies it by alpha / r in place, and its reader drops what single layers have of their own
+    (`rank_pattern`, rsLoRA). So it is a product that no one else has, for which alpha is r. `gather` makes sharded
+    parameters whole, so every rank has to iterate.
+    """
+    for name, layer in _adapter_layers(policy):
+        first, second = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+        with gather([first, second]):
+            yield f"{name}.lora_A.weight", first.detach().clone()
+            yield f"{name}.lora_B.weight", second.detach() * layer.scaling[ADAPTER_NAME]
+
+
+def push_adapter(llm: Any, given: Iterable[tuple[str, Tensor]]) -> int:
+    """Give the engine an adapter, of `adapter_tensors`, in the place of the one before. Returns the tensors' number.
+
+    What the engine has no layer for it would pass over: raises `RolloutError`.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    tensors, rank = {}, policy.peft_config[ADAPTER_NAME].r
-    for name, layer in adapter_layers(policy):
-        scaled = layer.lora_B[ADAPTER_NAME].weight.detach() * layer.scaling[ADAPTER_NAME]
-        tensors[f"{name}.lora_A.weight"] = layer.lora_A[ADAPTER_NAME].weight.detach().clone()
-        tensors[f"{name}.lora_B.weight"] = scaled
-    runner = _model_runner(llm)
+    tensors, runner = dict(given), _model_runner(llm)
+    rank = runner.lora_manager.lora_config.max_lora_rank
     manager, renamed = runner.lora_manager._adapter_manager, getattr(runner.get_model(), "hf_to_vllm_mapper", None)
     number = llm.adapter.lora_int_id
     adapter = LoRAModel.from_lora_tensors(
@@ -100,10 +127,10 @@ def push_adapter(llm: Any, policy: Any) -> tuple[int, int]:
             f"the engine has no layer for {len(missing)} parts of the adapter, the first is {missing[0]}; leave it out "
             "of lora_target_modules"
         )
-    return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
+    return len(tensors)
 
 
-def adapter_layers(policy: Any) -> Iterator[tuple[str, Any]]:
+def _adapter_layers(policy: Any) -> Iterator[tuple[str, Any]]:
     """Name and layer of each layer with a part of the LoRA adapter that is trained."""
     for name, module in policy.named_modules():
         if ADAPTER_NAME in getattr(module, "lora_A", ()):
@@ -128,9 +155,6 @@ def reset_caches(llm: Any) -> None:
     if not llm.reset_prefix_cache():
         raise RolloutError("the engine did not reset its prefix cache after a weight sync: requests are still running")
     llm.llm_engine.reset_encoder_cache()
-
-
-Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
 def can_merge(model: Any, gather: Gather = lambda parameters: nullcontext()) -> bool:

@@ -12,11 +12,15 @@ from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import pytest
+from trl import ModelConfig
 
 from adora_vl.data.prompt_lengths import served_length
+from adora_vl.models.four_bit import four_bit_folder
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.rollout import turns
+from adora_vl.rollout.servers import Server, Servers
+from adora_vl.train import main as train_main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
@@ -31,6 +35,7 @@ from tests.support.vllm_server import vllm_server
 pytestmark = pytest.mark.slow
 # Groups without signal move nothing: the entropy moves the weights, far enough to be seen where they do not arrive.
 MOVED = {"entropy_coef": 1.0, "learning_rate": 1e-2}
+LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "q_proj,up_proj"}
 ROUNDING = 1e-5  # nats per token in float32; weights that do not arrive are more than 1e-2 away after a step
 
 
@@ -99,15 +104,44 @@ def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, served, mon
     assert any(seed.endswith("/1") for seed in draws.seeds), "a second turn was answered"
 
 
-def test_an_adapter_reaches_the_server_merged_and_the_seeds_decide_what_it_samples(tmp_path, served):
-    layers = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "q_proj,up_proj"}
-    lora = by_file(served, adora_weight_transfer=tmp_path / "shared", **layers)
-    answers = []
-    for name in ("one", "other"):
+def test_an_adapter_reaches_the_server_alone_or_merged_and_the_seeds_decide_what_it_samples(
+    tmp_path, served, monkeypatch
+):
+    lora = by_file(served, adora_weight_transfer=tmp_path / "shared", **LORA)
+    answers, sent = [], []
+    for name in ("alone", "again", "merged"):
+        if name == "merged":
+            monkeypatch.setattr(Servers, "have_lora", lambda servers: False)
         out = train(tmp_path / name, **lora)
         assert len(drifts(out)) == 3 and max(drifts(out)) < ROUNDING
         answers.append(pq.read_table(out / "rollouts").column("completion").to_pylist())
+        sent.append(max(step["adora/sync_mb"] for step in read_metrics(out / METRICS) if "adora/sync_mb" in step))
     assert answers[0] == answers[1] and len(set(answers[0])) > 8
+    assert sent[0] == sent[1] < sent[2] / 50
+    served.give_back_weights()
+
+
+def test_a_server_that_still_has_the_adapter_before_stops_the_run(tmp_path, served, monkeypatch, capsys):
+    read, folders = Server.read_adapter, []
+
+    def once(server, folder):
+        folders.append(folder)
+        if len(folders) == 1:
+            read(server, folder)
+
+    monkeypatch.setattr(Server, "read_adapter", once)
+    words = arguments(tmp_path / "out", **by_file(served, adora_max_drift=1e-3, **LORA))
+    assert train_main(words) == 1 and len(folders) == 2
+    assert "adora_max_drift" in capsys.readouterr().err
+
+
+def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeypatch):
+    monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
+    base = four_bit_folder(str(PRETRAINED), "main", ModelConfig(use_bnb_nested_quant=True))
+    four = {"load_in_4bit": "true", "use_bnb_nested_quant": "true", "dtype": "bfloat16", **LORA}
+    with vllm_server(tmp_path, base, ("--dtype", "bfloat16")) as server:
+        out = train(tmp_path / "out", **by_file(server, **four))
+    assert len(drifts(out)) == 3 and max(drifts(out)) < 0.05
 
 
 def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, served):
@@ -136,7 +170,8 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
     assert max(drifts(tmp_path / "out")) < ROUNDING and processes_with(mark) == []
 
 
-def test_shards_of_two_processes_reach_the_server_whole(tmp_path, served):
-    words = arguments(tmp_path / "out", **by_file(served, per_device_train_batch_size=8))
+@pytest.mark.parametrize("trained", [{}, LORA], ids=["all", "adapter"])
+def test_shards_of_two_processes_reach_the_server_whole(tmp_path, served, trained):
+    words = arguments(tmp_path / "out", **by_file(served, per_device_train_batch_size=8, **trained))
     launch("cpu_zero3", "-m", "adora_vl.train", *words)
     assert len(drifts(tmp_path / "out")) == 3 and max(drifts(tmp_path / "out")) < ROUNDING

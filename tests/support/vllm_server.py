@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,22 @@ from adora_vl.utils.launch import free_port
 class VLLMServer:
     """One server. Left out of the page's command are the limits of pixels, which the tiny model's processor has."""
 
-    def __init__(self, log: Path) -> None:
-        self.port, self._log = free_port(), log
+    def __init__(self, log: Path, model: str, *words: str) -> None:
+        self.port, self._log, self._words = free_port(), log, ["--model", model, *words]
         self.url = f"http://127.0.0.1:{self.port}"
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         words = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(PRETRAINED), "--port",
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port",
             str(self.port), "--host", "127.0.0.1", "--served-model-name", "mine", "--generation-config", "vllm",
-            "--dtype", "float32", "--max-model-len", "512", "--gpu-memory-utilization", "0.1", "--enforce-eager",
-            "--enable-scale-out", "--logprobs-mode", "raw_logprobs",
+            "--max-model-len", "512", "--gpu-memory-utilization", "0.1", "--enforce-eager", "--enable-scale-out",
+            "--logprobs-mode", "raw_logprobs", "--enable-lora", "--max-lora-rank", "8",
+            "--enable-tower-connector-lora", *self._words,
         ]  # fmt: skip
         quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-        environment = {**os.environ, **quiet, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        asked = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        environment = {**os.environ, **quiet, **asked, "VLLM_CPU_KVCACHE_SPACE": "1"}
         with self._log.open("ab") as log:
             return subprocess.Popen(
                 words, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -68,9 +70,11 @@ class VLLMServer:
 
 
 @contextmanager
-def vllm_server(folder: Path) -> Iterator[VLLMServer]:
+def vllm_server(
+    folder: Path, model: str = str(PRETRAINED), words: Sequence[str] = ("--dtype", "float32")
+) -> Iterator[VLLMServer]:
     """A server that answers inside the block; its log is in `folder`."""
-    server = VLLMServer(folder / "server.log")
+    server = VLLMServer(folder / "server.log", model, *words)
     try:
         server.wait()
         yield server

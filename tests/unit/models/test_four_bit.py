@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,6 @@ from adora_vl.models.four_bit import FrozenBase, bytes_of, four_bit_folder, keep
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.rollout.llm import PolicyLLM
-from adora_vl.rollout.weight_sync import adapter_layers
 from tests.integration.support import run as in_a_process
 from tests.support.sft_adapter import TEXT, sft_adapter
 from tests.support.tiny_run import arguments, train
@@ -118,7 +118,7 @@ def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the
     from adora_vl.rollout import weight_sync
 
     policy = PeftModel.from_pretrained(load_merged(base, (), INIT), sft, is_trainable=True)
-    layers = dict(adapter_layers(policy))
+    layers = {name: layer for name, layer in policy.named_modules() if "default" in getattr(layer, "lora_A", ())}
     before = {name: layer.lora_B["default"].weight.clone() for name, layer in layers.items()}
     got: dict[str, Any] = {}
 
@@ -136,10 +136,11 @@ def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the
         return SimpleNamespace(loras={})
 
     monkeypatch.setattr(LoRAModel, "from_lora_tensors", take)
-    lora = SimpleNamespace(_adapter_manager=Manager(), lora_config=SimpleNamespace(lora_dtype=None))
+    lora = SimpleNamespace(_adapter_manager=Manager(), lora_config=SimpleNamespace(lora_dtype=None, max_lora_rank=16))
     monkeypatch.setattr(weight_sync, "_model_runner", lambda llm: SimpleNamespace(lora_manager=lora, get_model=object))
-    count, size = weight_sync.push_adapter(SimpleNamespace(adapter=SimpleNamespace(lora_int_id=1)), policy)
-    assert count == 2 * len(layers) == len(got) and size == sum(tensor.nbytes for tensor in got.values())
+    sent = weight_sync.adapter_tensors(policy, lambda parameters: nullcontext())
+    count = weight_sync.push_adapter(SimpleNamespace(adapter=SimpleNamespace(lora_int_id=1)), sent)
+    assert count == 2 * len(layers) == len(got)
     scalings = set()
     for name, layer in layers.items():
         assert torch.equal(layer.lora_B["default"].weight, before[name]), "ten syncs would have grown it a thousandfold"

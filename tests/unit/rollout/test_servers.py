@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
@@ -60,12 +62,12 @@ def engine_of(
     accelerator = Accelerator(cpu=True)
     engine.__dict__.update(SAMPLING, mode="server", enable_sleep_mode=False, model=model, accelerator=accelerator)
     engine.__dict__.update(_engine_is_complete=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0)
-    engine.settings = EngineSettings(weight_folder=str(folder))
+    engine.__dict__.update(_asked={}, group_port=0, server_timeout=patience_s)
+    engine.server_base_url = ",".join(one.url for one in stand_ins)
+    engine.settings = EngineSettings(weight_folder=str(folder), answer_s=answer_s, output_dir=str(folder))
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
-    clients = connect([one.url for one in stand_ins], 0, 5.0)
-    servers, files = Servers(clients, patience_s, answer_s, "raw_logprobs"), WeightFiles(folder, folder)
-    engine.served = Served(accelerator, engine._place_features, servers, files)
+    engine._connect(folder)
     return engine
 
 
@@ -204,6 +206,54 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
     stand_ins[1].start_again()
     engine.sync_weights()
     assert stand_ins[1].weights == [everything] and "is back." in capsys.readouterr().out
+
+
+def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(stand_ins, tmp_path, capsys):
+    model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=r".*language_model.*q_proj"))
+    asks = rows(2)
+    for one in stand_ins:
+        one.lora = {"max_lora_rank": 8}
+    engine = engine_of(stand_ins, tmp_path / "w", model)
+    for _ in range(2):
+        engine.sync_weights()
+        (folder,) = (tmp_path / "w").iterdir()  # it stays: vLLM may read it once more
+        assert [one.served for one in stand_ins] == [["stand-in", folder.name]] * 2
+        found = sampled(engine, asks)
+        asked = [[body["model"] for path, body in one.asked if path in GENERATE] for one in stand_ins]
+        assert {models[-1] for models in asked} == {folder.name}
+    assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8, "a rank that vLLM has kernels for"
+    assert stand_ins[0].weights[0] == sorted(load_file(folder / "adapter_model.safetensors"))
+    assert all("lora_" in name for name in stand_ins[0].weights[0]) and engine.bytes_sent == 8 * 96 * 4 * 3
+    stand_ins[1].start_again()
+    assert sampled(engine, asks) == found and "it was started again" in capsys.readouterr().out
+    engine.sync_weights()
+    assert len(engine.served.servers.living) == 2 and sampled(engine, asks) == found
+    stand_ins[1].start_again()
+    stand_ins[1].lora = None
+    engine.sync_weights()
+    assert "start it with --enable-lora and --max-lora-rank 8 and VLLM_ALLOW" in capsys.readouterr().out
+    engine.served.files = None
+    assert not (tmp_path / "w").exists()
+
+
+@pytest.mark.parametrize(
+    ("lora", "targets", "four_bit", "said"),
+    [
+        ({"max_lora_rank": 1}, "language_model.*q_proj", False, "start it with --max-lora-rank 8"),
+        ({"max_lora_rank": 8}, "up_proj", False, "start it with --enable-tower-connector-lora"),
+        ({"max_lora_rank": 8}, "language_model.*q_proj", True, "serves None; start it with .*, which the policy is"),
+        (None, "language_model.*q_proj", True, "start it with --enable-lora and --max-lora-rank 8"),
+    ],
+)
+def test_a_server_that_would_not_serve_the_whole_adapter_is_refused_at_the_start(
+    stand_ins, tmp_path, monkeypatch, lora, targets, four_bit, said
+):
+    monkeypatch.setattr(AdoraVLLMGeneration, "four_bit", four_bit)
+    model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=f".*{targets}"))
+    for one in stand_ins:
+        one.lora = lora
+    with pytest.raises(EngineError, match=f"vllm_server_base_url: {stand_ins[0].url}: it .*{said}"):
+        engine_of(stand_ins, tmp_path / "w", model)
 
 
 def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(stand_ins, tmp_path, monkeypatch, capsys):

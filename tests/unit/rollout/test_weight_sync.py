@@ -22,7 +22,14 @@ from adora_vl.export import export
 from adora_vl.models.families import COMPONENTS, component_of, freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.weight_sync import can_merge, merged_parameters, push_weights, refuse_unmergeable, reset_caches
+from adora_vl.rollout.weight_sync import (
+    can_merge,
+    lora_settings,
+    merged_parameters,
+    push_weights,
+    refuse_unmergeable,
+    reset_caches,
+)
 from adora_vl.utils.errors import RolloutError, UserError
 
 NAMES = ["first", "second", "third"]
@@ -116,6 +123,15 @@ LORA: dict[str, dict[str, Any]] = {
     "tokens": {"trainable_token_indices": [5, 6]},
     "parameter": {"target_modules": [], "target_parameters": ["q_proj.weight"]},
 }
+
+
+@pytest.mark.parametrize("form", LORA)
+def test_only_an_adapter_that_vllm_computes_whole_goes_alone(form):
+    options = dict(LORA[form])
+    model, _ = policy(torch.float32, targets=options.pop("target_modules", ("q_proj",)), **options)
+    assert (lora_settings(model) is not None) == (form in {"plain", "rslora", "head"})
+
+
 ALONE = {"modules_to_save", "tokens", "biases of the base"}  # PEFT activates one such adapter at a time
 OTHERS = {kind.name: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.name != "LORA"}
 TOKENS = {"num_virtual_tokens": 2, "task_type": "CAUSAL_LM", "num_layers": 2, "token_dim": 96, "num_attention_heads": 4}
