@@ -1,19 +1,24 @@
 """A weight sync with LoRA, the adapter alone (as for a base in 4 bits) against merged tensors, into a real engine.
 
-    python -m benchmarks.adapter_sync
+    python -m benchmarks.adapter_sync [--server]
 
 A random Qwen2.5-VL of --width and --layers in bfloat16 on this machine's CPU; medians of --turns. Both syncs are by the
-code of a run: `push_adapter`, and `push_weights` of `merged_parameters`, with the caches emptied after each.
+code of a run: `push_adapter`, and `push_weights` of `merged_parameters`, with the caches emptied after each; with
+--server by files, which a vLLM server on loopback reads.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 from typing import Any
 
 from adora_vl.utils.launch import prepare_engine_environment
@@ -27,6 +32,8 @@ from vllm.lora.request import LoRARequest  # noqa: E402
 from adora_vl.models.families import LANGUAGE_MODEL, component_of  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
+from adora_vl.rollout.servers import Server, connect  # noqa: E402
+from adora_vl.rollout.weight_files import WeightFiles  # noqa: E402
 from adora_vl.rollout.weight_sync import (  # noqa: E402
     adapter_tensors,
     merged_parameters,
@@ -34,6 +41,10 @@ from adora_vl.rollout.weight_sync import (  # noqa: E402
     push_weights,
     reset_caches,
 )
+from adora_vl.utils.launch import free_port  # noqa: E402
+
+Tensors = Iterator[tuple[str, Any]]
+Push = Callable[[str, Tensors], None]
 
 
 def write_model(folder: str, width: int, layers: int) -> None:
@@ -51,17 +62,58 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("width", 512), ("layers", 12), ("rank", 16), ("turns", 5)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--server", action="store_true", help="into a vLLM server, by files")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as until:
         write_model(folder, options.width, options.layers)
         base = AutoModelForImageTextToText.from_pretrained(folder, dtype="bfloat16")
         lora = LoraConfig(r=options.rank, target_modules=r".*language_model.*_proj")
         policy: Any = get_peft_model(base, lora)
-        llm = PolicyLLM(
-            model=folder, dtype="bfloat16", enforce_eager=True, gpu_memory_utilization=0.3, max_model_len=256,
-            limit_mm_per_prompt={"video": 0}, enable_lora=True, max_loras=1, max_lora_rank=options.rank,
-        )  # fmt: skip
+        push = by_files(folder, options.rank, until) if options.server else into_engine(folder, options.rank)
+        compare(policy, push, options.turns)
+
+
+def into_engine(folder: str, rank: int) -> Push:
+    llm = PolicyLLM(
+        model=folder, dtype="bfloat16", enforce_eager=True, gpu_memory_utilization=0.3, max_model_len=256,
+        limit_mm_per_prompt={"video": 0}, enable_lora=True, max_loras=1, max_lora_rank=rank,
+    )  # fmt: skip
     llm.adapter = LoRARequest("policy", 1, "in memory")
+
+    def push(way: str, tensors: Tensors) -> None:
+        (push_adapter if way == "adapter" else push_weights)(llm, tensors)
+        reset_caches(llm)
+
+    return push
+
+
+def by_files(folder: str, rank: int, until: ExitStack) -> Push:
+    port = free_port()
+    words = ["--model", folder, "--dtype", "bfloat16", "--enforce-eager", "--gpu-memory-utilization", "0.3"]
+    words += ["--max-model-len", "256", "--port", str(port), "--host", "127.0.0.1"]
+    words += ["--enable-lora", "--max-lora-rank", str(rank)]
+    told = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    server = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words],
+        env={**os.environ, **told}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    until.callback(server.wait)
+    until.callback(server.terminate)
+    (client,) = connect([f"http://127.0.0.1:{port}"], 0, 300.0)
+    reader = Server(client, 300.0)
+    reader.look()
+    ways = {"adapter": Server.read_adapter, "merged": Server.read_weights}
+    files = {way: WeightFiles(Path(folder, way), Path(folder)) for way in ways}
+    files["adapter"].rank = rank
+
+    def push(way: str, tensors: Tensors) -> None:
+        with files[way].written(tensors) as written:
+            ways[way](reader, written)
+
+    return push
+
+
+def compare(policy: Any, push: Push, turns: int) -> None:
     sent = 0
 
     def counted(way: str) -> Iterator[tuple[str, Any]]:
@@ -77,10 +129,9 @@ def main() -> None:
     found = {}
     for way in ("adapter", "merged"):
         times = []
-        for _ in range(options.turns):
+        for _ in range(turns):
             sent, began = 0, time.perf_counter()
-            (push_adapter if way == "adapter" else push_weights)(llm, counted(way))
-            reset_caches(llm)
+            push(way, counted(way))
             times.append(time.perf_counter() - began)
         found[way] = sent, statistics.median(times)
         print(f"{way:8} {sent / 1e6:9.2f} MB {found[way][1]:8.3f} s")
