@@ -4,6 +4,7 @@ kill. Stand-ins play the servers, whose answers are drawn from prompts and seeds
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 
 from adora_vl.train import main
 from benchmarks.stand_in_server import StandIn
+from data_prep.cli import main as data_prep
+from tests.integration.support import run
 from tests.integration.test_one_step_ahead import goes_on_after_a_kill, steps, words
 
 pytestmark = pytest.mark.slow
@@ -63,3 +66,32 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
     rows = pq.read_table(tmp_path / "whole" / "rollouts").to_pylist()
     assert len({(row["step"], row["id"], row["completion"]) for row in rows}) > 8
     goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2, **keys)
+
+
+ZOOMS = {
+    "model_name_or_path": "tiny_zoom", "tools": "zoom", "adora_prompt": "{problem}", "adora_reward": "[accuracy]",
+    "adora_system_prompt": "Look with zoom.", "min_pixels": 3136, "max_pixels": 3136, "vllm_max_model_length": 640,
+    "max_completion_length": 200, "max_tool_calling_iterations": 2, "adora_rollouts.refill": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["refill + tools", "two: refill + budget + ahead"])
+def test_a_killed_run_goes_on_to_the_bit(tmp_path, server, processes):
+    """On two processes each has other groups, of which other numbers have ended or have signal."""
+    (tmp_path / "mine.py").write_text(REWARD)
+    keys: dict[str, Any] = {**ZOOMS, "dataset_name": tmp_path / "data"}
+    made = ["synthetic", "--families", "corners", "--size", "448", "--rows", "64", "--output", str(tmp_path / "data")]
+    if processes == 1:
+        assert data_prep(made) == 0
+    else:
+        keys = {
+            "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url, "adora_max_drift": "null",
+            "vllm_server_timeout": 0.1, "adora_weight_transfer": "file", "adora_self_check": "false",
+            "adora_reward": f"{tmp_path}/mine.py:reward", "adora_rollouts": "{refill: 2, budget: 6, ahead: 1}",
+        }  # fmt: skip
+    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "5", "--kills", "backward:5"]
+    done = run([*command, "--processes", str(processes), "--output", str(tmp_path / "runs"), "--", *words])
+    assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
+    (whole,) = tmp_path.glob("runs/*/whole")
+    assert max(step["adora/refilled_groups"] for step in steps(whole)) > 0
