@@ -13,19 +13,19 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.data.prompts import asks_for_answer_tags
-from adora_vl.rollout.rollouts import RolloutAsk
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, refuse
-from adora_vl.utils.openai_client import Reply
 from eval.benchmark import for_data, named
+from eval.inference.chat import ChatProcessor
+from eval.inference.local import Conversations
+from eval.inference.runner import Ask, answer
 from eval.inference.views import VIEWS, shown_as
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.data.prompt_lengths import OverlongPrompts, Size
     from adora_vl.rollout.agreement import HasEngine
-    from eval.inference.chat import ChatProcessor
-    from eval.inference.requests import AnswerRequest, Unanswerable
     from eval.records import Benchmark, Problem
 
 
@@ -132,33 +132,22 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     return [Task(replace(benchmark, name=f"{benchmark.name}_{view}"), shown_as(told, view)) for view in VIEWS]
 
 
-class SamplerEngine:
-    """Answers as the engines of the evaluators do, greedily, by whoever samples for the trainer."""
-
-    batch_size = 256
+class SamplerEngine(Conversations):
+    """Answers as the evaluators' engines do, greedily, by whoever samples for the trainer. All ranks ask together, also
+    for nothing.
+    """
 
     def __init__(self, trainer: HasEngine, chat: ChatProcessor) -> None:
-        self.trainer, self.chat, self.asked = trainer, chat, 0
+        def sample(asks: Sequence[RolloutAsk]) -> list[RolloutAnswer]:
+            found: list[RolloutAnswer] = trainer.sampler.sample(asks, settings=trainer.vllm_generation.greedy)
+            return found
 
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
-        from eval.inference.engines import answered
-
-        return answered(self.chat, requests, self.sampled)
-
-    def sampled(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-        """All ranks call it together."""
-        trainer, limit = self.trainer, self.trainer.args.max_completion_length
-        self.asked += 1
-        asks = []
-        for number, request in enumerate(requests):
-            ids = self.chat.encode([(request.messages, request.images)])["input_ids"][0].tolist()
-            asks.append(RolloutAsk(ids, request.images, number))
-        replies, answers = [], trainer.sampler.sample(asks, settings=trainer.vllm_generation.greedy)
-        for ask, answer in zip(asks, answers, strict=True):
-            ended = answer.reason == "stop" or (not answer.reason and answer.tokens[-1] in trainer.eos_token_ids)
-            reason = "stop" if ended or (len(answer.tokens) < limit and not answer.reason) else "length"
-            replies.append(Reply(self.chat.decode(answer.tokens), len(answer.tokens), reason, len(ask.ids)))
-        return replies
+        longest = trainer.args.max_completion_length
+        super().__init__(
+            chat, sample, longest, 256, ended=lambda ids: not ids or ids[-1] in trainer.eos_token_ids,
+            any_rank=trainer.pool.on_any_rank,
+        )  # fmt: skip
+        self.turns = trainer.pool.turns
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -196,18 +185,13 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         accelerator.wait_for_everyone()
 
     def _answer(self, task: Task) -> list[dict[str, Any]]:
-        from eval.in_training import answer_all
-        from eval.inference.chat import ChatProcessor
-
         args, accelerator = self.trainer.args, self.trainer.accelerator
         chat = ChatProcessor(self.trainer.model.name_or_path, args.min_pixels, args.max_pixels, self.revision)
         engine, rows = SamplerEngine(self.trainer, chat), list[dict[str, Any]]()
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
         for start in range(0, -(-len(task.problems) // accelerator.num_processes), engine.batch_size):
-            asked = engine.asked
-            rows += answer_all(share[start : start + engine.batch_size], engine, self.system_prompt)
-            if engine.asked == asked:  # nothing of this rank's can be asked, but the others ask
-                engine.sampled([])
+            batch = [Ask(problem, 0) for problem in share[start : start + engine.batch_size]]
+            rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
 
     def _log(self, name: str, step: int, values: dict[str, float], total: int) -> None:

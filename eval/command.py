@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from adora_vl.utils.cli import (
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.files import check_folder, check_json, make_folder, written_to
 from adora_vl.utils.hub import notes_on
+from adora_vl.utils.own_files import look_beside
 from eval.inference.engines import build_engine, check_loadable, default_engine, settings_of
 from eval.inference.predictions import PREDICTIONS, read_predictions, score_path
 from eval.inference.provenance import FILE_NAME, OF_THE_RUN, Fields, read, settle_prompts, versions, write_json
@@ -53,6 +55,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(words)
     config: Path | None = getattr(options, "config", None)
+    look_beside(config)
     if config is not None:
         # The options of the file come first, because argparse keeps the last of two equal options.
         # `infer` ignores options for the score, so that one file serves `infer` and `run`.
@@ -112,6 +115,17 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     what = "; ".join(f"{name}: {shown}" for name, shown in VIEWS.items())
     add("--view", choices=VIEWS, default="image", help=f"{what}; eval.compare lays them side by side")
     add("--batch-size", type=optional(whole(1, MAX_BATCH)), metavar="N", help="default: 256 for vllm, else 64")
+    what = "what the model may call between its turns, as in training: zoom, line, ... or FILE.py:FUNCTION"
+    add("--tools", nargs="*", type=text, default=[], metavar="TOOL", help=what)
+    add(
+        "--max-tool-calling-iterations",
+        type=whole(1),
+        default=3,
+        metavar="N",
+        help="turns that are answered; default 3",
+    )
+    what = "as adora_tool_options, such as '{images: 4}'; --max-tokens bounds a conversation with what tools say"
+    add("--tool-options", type=optional(text), metavar="MAPPING", help=what)
 
 
 def score_defaults(benchmark: Benchmark) -> Namespace:
@@ -139,9 +153,14 @@ def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]
             continue
         if key not in known:
             raise UserError(f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), known)}")
+        option = "--" + str(key).replace("_", "-")
+        if key == "tools" and isinstance(value, list):
+            words += [option, *map(str, value)]
+            continue
+        if key == "tool_options" and isinstance(value, dict):
+            value = json.dumps(value)
         if isinstance(value, list | dict):
             raise UserError(f"config: {key}: {value!r:.60} in {str(file)!r} is not one value; write one")
-        option = "--" + str(key).replace("_", "-")
         is_switch = isinstance(getattr(options, key), bool)
         if (value is False and str(key).startswith("no_")) or (value is None and is_switch):
             continue
@@ -224,10 +243,11 @@ def ask(
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
     # Not fields of all runs, since earlier versions have begun some without them.
     fingerprint |= {"view": options.view} if options.view != "image" else {}
+    fingerprint |= settings.tools.described if settings.tools else {}
     fingerprint |= {"left_out": left_out} if left_out else {}
     fingerprint |= {"benchmark_file": benchmark.file} if benchmark.file else {}
     summary = infer(
-        problems, options.output, settings, fingerprint, system_prompt=options.system_prompt,
+        problems, options.output, settings, fingerprint, system_prompt=settings.told(options.system_prompt),
         build=build or build_engine, samples=options.samples, in_data=len(shown), ranks=processes,
     )  # fmt: skip
     if processes.rank:

@@ -1,8 +1,4 @@
-"""Evaluation on an engine that a trainer holds already. No model is loaded, and no file is written.
-
-`answer_all` returns predictions rows; `figures` scores them. With several processes the rows of all are put together in
-between.
-"""
+"""The figures of an evaluation on the way of a training: no file is written."""
 
 from __future__ import annotations
 
@@ -11,19 +7,8 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from eval.command import score_defaults
-from eval.inference.requests import AnswerEngine
-from eval.inference.runner import Ask, answer
-from eval.records import Benchmark, Prediction, Problem, Score
+from eval.records import Benchmark, Prediction, Score
 from eval.scoring.score import own_cells, score
-
-
-def answer_all(problems: Sequence[Problem], engine: AnswerEngine, system_prompt: str | None) -> list[Prediction]:
-    """A predictions row for each problem, `engine.batch_size` of them at a time."""
-    asks = [Ask(problem, 0) for problem in problems]
-    rows: list[Prediction] = []
-    for start in range(0, len(asks), engine.batch_size):
-        rows += answer(engine, asks[start : start + engine.batch_size], seed=0, system_prompt=system_prompt)
-    return rows
 
 
 def figures(

@@ -84,7 +84,7 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
     others = [read_run(str(given.beside / each.name), str(given.beside)) for each, _ in tasks] if given.beside else []
     settings = check_options(tasks[0][1])
     asked = [questions(*task) for task in tasks]
-    processes, build = ranks(), _one_engine(settings, asked, tasks[0][1].system_prompt)
+    processes, build = ranks(), _one_engine(settings, asked, settings.told(tasks[0][1].system_prompt))
     for (benchmark, options), each in zip(tasks, asked, strict=True):
         ask(benchmark, options, settings, each, replace(processes, run=benchmark.name), build)
         if processes.rank == 0:

@@ -337,7 +337,7 @@ def check_tensor_parallel(config: AdoraGRPOConfig, model_config: PretrainedConfi
 def check_tools(config: Any) -> None:
     """Check rollouts of several turns against the other keys. Raises `UserError`."""
     replay, ahead = config.adora_rollouts.replay, config.adora_rollouts.ahead
-    others, strategy = config.adora_extensions, spelled(config.eval_strategy)
+    others = config.adora_extensions
     _refuse_beside(
         "tools",
         (not config.use_vllm, "use_vllm: false"),
@@ -345,7 +345,6 @@ def check_tools(config: Any) -> None:
         (replay, f"adora_rollouts.replay: {replay}, which knows the problem's pictures alone"),
         (others.noisy_rollouts.on, "adora_extensions.noisy_rollouts, which distort the problem's pictures alone"),
         (others.visual_tokens.on, "adora_extensions.visual_tokens, which darken the problem's pictures alone"),
-        (strategy != "no", f"eval_strategy: {strategy}, whose evaluators answer no calls"),
     )
     most, least = config.max_completion_length, config.adora_tool_options.turn_tokens
     refuse((least and least > most, f"adora_tool_options.turn_tokens: {least} is above max_completion_length: {most}; "

@@ -67,6 +67,7 @@ class HasEngine(HasModels, Protocol):
     vllm_mode: str
     vllm_generation: AdoraVLLMGeneration
     sampler: Any
+    pool: Any
     server_guard: Any
     eos_token_ids: Sequence[int]
     _tokenizer: PreTrainedTokenizerBase

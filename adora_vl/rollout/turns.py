@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 from PIL import Image
 
 from adora_vl.data.dataloader import kept
-from adora_vl.rollout.rollouts import Call, Picture, Rollout, Span
+from adora_vl.rollout.rollouts import Call, Picture, Rollout, RolloutAnswer, RolloutAsk, Span
 
 CALL = "<tool_call>"  # begins a call in the policy's words
 LEAST = 16  # tokens that an answer of a tool has to leave
@@ -43,6 +43,25 @@ def play(
         going = {key: done[key] for key in going if not done[key].ended and may_go_on(key, done[key])}
         if not any_rank(bool(going)):
             return done
+
+
+def gone_on(
+    rollout: Rollout, ask: RolloutAsk, answer: RolloutAnswer, longest: int, turn: int | None,
+    ended: Callable[[Sequence[int]], bool] | None, *, step: int = 0, distorted: bool = False,
+) -> Rollout:  # fmt: skip
+    """The rollout with what was sampled for it. `longest`: tokens of the whole answer; `turn`: of a turn, None for any
+    number. `ended`: whether a turn has an end, as a server does not say why it stopped. `step`: of the weights.
+    `distorted`: on another image than the trainer's, of which what an engine says does not belong to the trainer's.
+    """
+    logps = (None,) * len(answer.tokens) if distorted else tuple(answer.logps)
+    made = replace(rollout, spans=(*rollout.spans, Span(tuple(answer.tokens), logps, step)), distorted=distorted)
+    reason = answer.reason
+    if not reason:
+        full = len(answer.tokens) >= (ask.limit or longest)
+        reason = "length" if full and not (ended and ended(made.turn)) else "stop"
+    if reason == "length" and len(made.tokens) < longest and not (turn and len(made.turn) >= turn):
+        return replace(made, ended="")
+    return replace(made, ended=reason)
 
 
 class Told(Protocol):

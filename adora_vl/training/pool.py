@@ -36,12 +36,11 @@ from adora_vl.rollout.rollouts import (
     RolloutAnswer,
     RolloutAsk,
     RolloutGroup,
-    Span,
     groups_of,
     open_rollouts,
 )
 from adora_vl.rollout.sources import Sampler, Ticket
-from adora_vl.rollout.turns import Turns, play
+from adora_vl.rollout.turns import Turns, gone_on, play
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.generation import Extension, Generation, other_images
 from adora_vl.training.guards import RowGuard, ServerGuard
@@ -329,7 +328,7 @@ class Pool:
                 ask,
                 lambda place, rollout: self._answered(asked[place], rollout, generation.step),
                 lambda place, rollout: self._room(asked[place], rollout) > 0,
-                self._on_any_rank,
+                self.on_any_rank,
             )
         found = {number: list(groups[number].rollouts) for number in limits}
         for (number, member), rollout in played.items():
@@ -339,7 +338,8 @@ class Pool:
             for number, group in enumerate(groups)
         ]
 
-    def _on_any_rank(self, goes_on: bool) -> bool:
+    def on_any_rank(self, goes_on: bool) -> bool:
+        """Whether something holds on any rank; without tools nothing is asked of the others."""
         if self.turns is None:
             return False
         own = torch.tensor([goes_on], device=self.accelerator.device)
@@ -387,34 +387,23 @@ class Pool:
 
     def _went_on(self, asked: _Asked, rollout: Rollout, ask: RolloutAsk, answer: RolloutAnswer, step: int) -> Rollout:
         """The rollout with what was sampled for it by the weights of this step."""
-        # What an engine says of a rollout on another image does not belong to the trainer's.
-        logps = (None,) * len(answer.tokens) if asked.distorted else tuple(answer.logps)
-        spans = (*rollout.spans, Span(tuple(answer.tokens), logps, step))
-        went_on = replace(rollout, spans=spans, distorted=asked.distorted)
-        return replace(went_on, ended=self._ended(went_on, ask, answer, asked.longest))
+        turn = None if self.turns is None else self.turns.tokens
+        more: dict[str, Any] = {"step": step, "distorted": asked.distorted}
+        return gone_on(rollout, ask, answer, asked.longest, turn, self._has_ended, **more)
 
     def _answered(self, asked: _Asked, rollout: Rollout, step: int) -> Rollout:
         """The rollout, whose turn has ended, with what tools say to it."""
         if self.turns is None:
             return rollout
-        turn, ends, problem = rollout.turn, self.judge.ends, asked.group.problem
-        if not ends.ended(turn, ends.decode(turn)):  # it may have been stopped in a loop
+        problem = asked.group.problem
+        if not self._has_ended(rollout.turn):  # it may have been stopped in a loop
             return rollout
         seed = f"{self.config.seed}/{problem.where}/{problem.place}/{asked.group.first_member + asked.member}"
         images, prompt = images_of(asked.group.row), len(asked.prompt)
         return self.turns(rollout, images, prompt=prompt, longest=asked.longest, step=step, seed=seed)
 
-    def _ended(self, rollout: Rollout, ask: RolloutAsk, answer: RolloutAnswer, longest: int) -> Any:
-        """By what, nothing where the answer goes on. A server does not say why it stopped."""
-        reason = answer.reason
-        if not reason:
-            full = len(answer.tokens) >= (ask.limit or longest)
-            tokens = rollout.turn
-            reason = "length" if full and not self.judge.ends.ended(tokens, self.judge.ends.decode(tokens)) else "stop"
-        if reason != "length":
-            return reason
-        turn = None if self.turns is None else self.turns.tokens
-        return "length" if len(rollout.tokens) >= longest or (turn and len(rollout.turn) >= turn) else ""
+    def _has_ended(self, tokens: Sequence[int]) -> bool:
+        return self.judge.ends.ended(tokens, self.judge.ends.decode(tokens))
 
     def longest(self, group: RolloutGroup, member: int) -> int:
         """The tokens at which an answer is cut off: the same for all, unless `benchmarks.long_tailed` sets it."""

@@ -65,14 +65,15 @@ class Endpoint:
 class Reply:
     """One answer of a model, of an endpoint's or of a local one.
 
-    `finish_reason` is `stop` or `length`. `n_tokens` counts the end token; both numbers of tokens are 0 where a server
-    does not say them.
+    `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's end. `n_tokens` counts the
+    end token; both numbers of tokens are 0 where a server does not say them. `calls`: of tools, in order; None without.
     """
 
     text: str
     n_tokens: int
     finish_reason: str
     n_prompt_tokens: int
+    calls: tuple[Mapping[str, Any], ...] | None = None
 
 
 class EndpointError(SpokenError):

@@ -12,7 +12,7 @@ from adora_vl.models.families import has_linear_attention, known, misplaced_by_v
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import BatchFeature
+    from transformers import BatchEncoding
 
 _TEMPLATE_TOKENS = 256  # more than any chat template and the rounding of image sizes add to a prompt
 
@@ -38,14 +38,14 @@ class ChatProcessor:
 
         here = only_here(model)
         try:
-            self._config: Any = read_config("model", model, revision)
-            self.auto_class = auto_class(self._config)
-            self.text_only = not sees_images(self._config)
+            self.config: Any = read_config("model", model, revision)
+            self.auto_class = auto_class(self.config)
+            self.text_only = not sees_images(self.config)
             kind: Any = AutoTokenizer if self.text_only else AutoProcessor
-            self._processor: Any = kind.from_pretrained(
+            self.processor: Any = kind.from_pretrained(
                 model, revision=revision, local_files_only=here, trust_remote_code=False
             )
-            self._image_processor: Any = None if self.text_only else self._processor.image_processor
+            self._image_processor: Any = None if self.text_only else self.processor.image_processor
         except UserError:
             raise
         except Exception as error:  # a damaged file raises errors of many kinds
@@ -54,16 +54,17 @@ class ChatProcessor:
         own = pixel_limits(self._image_processor)
         if not self.text_only and own is None:
             raise UserError(
-                f"model: {model!r} has model_type {self._config.model_type}, whose image processor has no limits in "
+                f"model: {model!r} has model_type {self.config.model_type}, whose image processor has no limits in "
                 f"pixels; serve it and use --engine openai, or name a model of the families {known()}"
             )
         self._own_limits = own or {}
         self.pixel_limits, self._max_pixels = self._limits(min_pixels, max_pixels)
-        self._tokenizer = self._processor if self.text_only else self._processor.tokenizer
+        self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         self._tokenizer.padding_side = "left"
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
         self.pad_id: int = self._tokenizer.pad_token_id
-        self.context: int = self._config.get_text_config().max_position_embeddings
+        self.context: int = self.config.get_text_config().max_position_embeddings
+        self.image_id: int | None = getattr(self.processor, "image_token_id", None)
 
     def check_vllm(self, model: str, dtype: str) -> None:
         """Raise `UserError` for a model that vLLM cannot run, or would compute differently from Transformers.
@@ -72,10 +73,10 @@ class ChatProcessor:
         """
         from adora_vl.utils.launch import find_cpu_build
 
-        problem = misplaced_by_vllm(self._config)
+        problem = misplaced_by_vllm(self.config)
         if problem:
             raise UserError(f"model: {model!r} {problem}")
-        if find_cpu_build() and self.dtype(dtype) == "float32" and has_linear_attention(self._config):
+        if find_cpu_build() and self.dtype(dtype) == "float32" and has_linear_attention(self.config):
             raise UserError(
                 f"model: {model!r} is in float32, and on a CPU vLLM computes its linear attention in bfloat16 alone; "
                 "use --engine transformers"
@@ -103,18 +104,32 @@ class ChatProcessor:
         """
         if self.text_only:
             messages = [{**message, "content": _text_of(message["content"])} for message in messages]
-        text: str = self._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        text: str = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return text
 
-    def encode(self, requests: Sequence[tuple[list[Message], list[Image.Image]]]) -> BatchFeature:
-        """Left-padded model inputs with expanded placeholders, including `mm_token_type_ids`, which the model needs."""
-        images = [image for _, row_images in requests for image in row_images]
-        kwargs: dict[str, Any] = {"images": images, **self.pixel_limits} if images else {}
-        texts = [self.render(messages) for messages, _ in requests]
-        inputs: BatchFeature = self._processor(text=texts, padding=True, return_tensors="pt", **kwargs)
-        return inputs
+    def ids_of(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:
+        """The prompt's tokens, as many image tokens for each placeholder as the model sees of its image."""
+        found: list[int] = self._tokenizer(self.render(messages))["input_ids"]
+        ids, counts = list[int](), iter([self.tokens_of(image) for image in images])
+        for token in found:
+            ids += [token] * (next(counts) if token == self.image_id else 1)
+        return ids
 
-    def decode(self, ids: list[int]) -> str:
+    def tokens_of(self, image: Image.Image) -> int:
+        """The number of its image tokens."""
+        known, (width, height) = self._image_processor, image.size
+        return int(known.get_number_of_image_patches(height, width, self.pixel_limits)) // int(known.merge_size) ** 2
+
+    def inputs(self, prompts: Sequence[list[int]], images: Sequence[Any]) -> BatchEncoding:
+        """Left-padded model inputs of tokens, and of all their images in order. The model needs `mm_token_type_ids`."""
+        made: BatchEncoding = self._tokenizer.pad({"input_ids": list(prompts)}, padding=True, return_tensors="pt")
+        if self.image_id is not None:
+            made["mm_token_type_ids"] = (made["input_ids"] == self.image_id).int()
+        if images:
+            made.update(self._image_processor(images=list(images), return_tensors="pt", **self.pixel_limits))
+        return made
+
+    def decode(self, ids: Sequence[int]) -> str:
         """The text of completion tokens, without the special ones."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
@@ -125,7 +140,7 @@ class ChatProcessor:
             return name
         import torch
 
-        own = getattr(self._config, "dtype", None)
+        own = getattr(self.config, "dtype", None)
         fallback = "bfloat16" if torch.cuda.is_available() else "float32"
         return str(own).removeprefix("torch.") if own is not None else fallback
 
@@ -133,22 +148,16 @@ class ChatProcessor:
         """The dtype and the pixel limits that are used, with the model's own values where the user gave none."""
         return {"dtype": self.dtype(dtype), **self._own_limits, **self.pixel_limits}
 
-    def overlong(self, messages: list[Message], images: list[Image.Image], context: int) -> str | None:
-        """Why a prompt leaves no room for an answer in a context of so many tokens; None where it does.
-
-        Most prompts are so short that no count is needed, because a byte is at most one token.
-        """
-        text = self.render(messages)
-        if self._most_image_tokens(len(images)) + len(text.encode()) + _TEMPLATE_TOKENS < context:
+    def overlong(self, ids: Sequence[int], context: int) -> str | None:
+        """Why a prompt leaves no room for an answer in a context of so many tokens; None where it does."""
+        if len(ids) < context:
             return None
-        total = self.encode([(messages, images)])["input_ids"].shape[1]
-        if total < context:
-            return None
-        of_text = len(self._tokenizer(text)["input_ids"]) - len(images)  # without the placeholders
-        if not images or of_text >= context:
+        of_images = sum(token == self.image_id for token in ids)
+        of_text = len(ids) - of_images
+        if not of_images or of_text >= context:
             return f"its text has {of_text} tokens and the model's context {context}; fewer pixels would not help"
         return (
-            f"its text has {of_text} tokens, its image {total - of_text}, and the model's context {context}; "
+            f"its text has {of_text} tokens, its image {of_images}, and the model's context {context}; "
             "lower --max-pixels"
         )
 

@@ -1,25 +1,16 @@
-"""The engines that generate answers, vLLM and Transformers. Both get the same prompt, pixels and token bans.
-
-A third one, `eval.inference.endpoint`, asks a server.
-"""
+"""Which engine generates answers, vLLM or Transformers in this process or a server, and whether it can."""
 
 from __future__ import annotations
 
 import importlib.util
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.openai_client import Reply
 from eval.inference.chat import ChatProcessor
 from eval.inference.endpoint import EndpointEngine, endpoint_of
-from eval.inference.requests import HUB_ID, AnswerEngine, AnswerEngineSettings, AnswerRequest, EngineName, Unanswerable
-
-if TYPE_CHECKING:
-    from vllm.config.model import ModelDType
+from eval.inference.requests import HUB_ID, AnswerEngine, AnswerEngineSettings, AnswerTools, EngineName
 
 
 def default_engine() -> EngineName:
@@ -53,7 +44,24 @@ def settings_of(options: Namespace) -> AnswerEngineSettings:
     endpoint = endpoint_of(options)
     model = check_model(options.model) if endpoint is None else options.model
     given = {each.name: vars(options)[each.name] for each in fields(AnswerEngineSettings) if each.name in options}
-    return AnswerEngineSettings(**{**given, "model": model, "endpoint": endpoint})
+    settings = AnswerEngineSettings(**{**given, "model": model, "endpoint": endpoint, "tools": None})
+    return replace(settings, tools=_tools_of(options, settings)) if getattr(options, "tools", None) else settings
+
+
+def _tools_of(options: Namespace, settings: AnswerEngineSettings) -> AnswerTools:
+    """The tools of the options, for what this model sees. Raises `UserError`."""
+    if settings.endpoint is not None:
+        raise UserError("tools: --engine openai answers no calls; use vllm or transformers, or leave --tools out")
+    from adora_vl.config.blocks import ToolOptions
+    from adora_vl.config.values import convert
+    from adora_vl.data.prompt_lengths import limits_of
+    from adora_vl.tools.run import Toolbox, choose_tools, view_of
+
+    limits: ToolOptions = convert("tool_options", options.tool_options or {}, ToolOptions)
+    chosen = choose_tools(options.tools)
+    chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+    pixels = limits_of(chat.processor, chat.config, settings.min_pixels, settings.max_pixels)
+    return AnswerTools(Toolbox(chosen, limits, view_of(chat.config, pixels)), options.max_tool_calling_iterations)
 
 
 def check_loadable(settings: AnswerEngineSettings) -> None:
@@ -71,143 +79,6 @@ def build_engine(settings: AnswerEngineSettings) -> AnswerEngine:
     """Load the model into the engine that `settings` name. Raises `UserError` if the model cannot be loaded."""
     if settings.engine == "openai":
         return EndpointEngine(settings)
-    return VLLMEngine.start(settings) if settings.engine == "vllm" else TransformersEngine(settings)
+    from eval.inference.local import TransformersEngine, VLLMEngine  # seconds, and a score needs no engine
 
-
-def answered(
-    chat: ChatProcessor, requests: Sequence[AnswerRequest], generate: Callable[[Sequence[AnswerRequest]], list[Reply]]
-) -> list[Reply | Unanswerable]:
-    """What `generate` answers to those of the requests that fit the model's context."""
-    faults = [chat.overlong(request.messages, request.images, chat.context) for request in requests]
-    fitting = [request for request, fault in zip(requests, faults, strict=True) if fault is None]
-    replies = iter(generate(fitting) if fitting else [])
-    return [next(replies) if fault is None else Unanswerable(fault) for fault in faults]
-
-
-class VLLMEngine:
-    """vLLM in this process. Prompts have one placeholder per image, because vLLM itself expands placeholders.
-
-    `llm` is a `vllm.LLM`, created by `start` or lent by a trainer.
-    """
-
-    def __init__(self, chat: ChatProcessor, llm: Any, *, max_tokens: int, temperature: float, batch_size: int) -> None:
-        from vllm import SamplingParams
-
-        self.batch_size = batch_size
-        self._chat, self._llm, self._params = chat, llm, SamplingParams
-        self.resolved: dict[str, Any] = {}
-        self._sampling: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "logit_bias": dict.fromkeys(chat.banned_ids, -100.0),
-            "detokenize": False,  # decoded here, as for the other engine
-        }
-
-    @classmethod
-    def start(cls, settings: AnswerEngineSettings) -> VLLMEngine:
-        """Load the model into a new vLLM engine. Raises `UserError` if vLLM is not installed, or would compute this
-        model differently from Transformers.
-        """
-        if importlib.util.find_spec("vllm") is None:
-            raise UserError("engine: vllm is not installed; install it or use --engine transformers")
-        from adora_vl.rollout.engine_settings import engine_is_eager, prefill_options
-        from adora_vl.utils.launch import prepare_engine_environment
-
-        prepare_engine_environment()  # before the import: vLLM reads its environment there
-        import torch
-        from vllm import LLM
-
-        chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
-        chat.check_vllm(settings.model, settings.dtype)
-        longest = chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens)
-        llm = LLM(
-            model=settings.model,
-            revision=settings.revision,
-            dtype=cast("ModelDType", chat.dtype(settings.dtype)),
-            max_model_len=longest,
-            # On a CPU this is a share of the memory of the whole machine.
-            gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
-            enforce_eager=engine_is_eager(),
-            **prefill_options(longest, 4096),
-            limit_mm_per_prompt=None if chat.text_only else {"image": max(settings.max_images, 1), "video": 0},
-            mm_processor_kwargs=chat.pixel_limits or None,
-            seed=settings.seed,
-        )
-        batch_size, temperature = settings.batch_size or 256, settings.temperature
-        engine = cls(chat, llm, max_tokens=settings.max_tokens, temperature=temperature, batch_size=batch_size)
-        engine.resolved = chat.resolved(settings.dtype)
-        return engine
-
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
-        return answered(self._chat, requests, self._generate)
-
-    def _generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-        prompts: list[dict[str, Any]] = []
-        for request in requests:
-            prompt: dict[str, Any] = {"prompt": self._chat.render(request.messages)}
-            if request.images:
-                prompt["multi_modal_data"] = {"image": request.images}
-            prompts.append(prompt)
-        params = [self._params(seed=request.seed, **self._sampling) for request in requests]
-        return [self._reply(output) for output in self._llm.generate(prompts, params, use_tqdm=False)]
-
-    def _reply(self, output: Any) -> Reply:
-        (completion,), ids = output.outputs, list(output.outputs[0].token_ids)
-        return Reply(self._chat.decode(ids), len(ids), completion.finish_reason, len(output.prompt_token_ids))
-
-
-class TransformersEngine:
-    """`model.generate` on left-padded batches. Slower than vLLM, but available wherever Transformers is."""
-
-    def __init__(self, settings: AnswerEngineSettings) -> None:
-        import torch
-        from transformers import GenerationConfig
-
-        self.batch_size = settings.batch_size or 64
-        self._chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
-        self.resolved = self._chat.resolved(settings.dtype)
-        self._device = "cuda" if torch.cuda.is_available() else "cpu"
-        model: Any = self._chat.auto_class.from_pretrained(
-            settings.model, revision=settings.revision, dtype=getattr(torch, self._chat.dtype(settings.dtype)),
-            trust_remote_code=False,
-        )  # fmt: skip
-        self._model = model.to(self._device).eval()
-        self._max_tokens = settings.max_tokens
-        self._eos_ids = _end_tokens(model.generation_config.eos_token_id)
-        # A fresh one, because `generate` fills in what is not given from the model's own: Qwen2.5-VL's has a repetition
-        # penalty of 1.05, which vLLM (given explicit sampling parameters) does not apply.
-        sampled = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
-        model.generation_config = GenerationConfig(
-            eos_token_id=self._eos_ids,
-            pad_token_id=self._chat.pad_id,
-            suppress_tokens=self._chat.banned_ids or None,
-            **(sampled if settings.temperature > 0 else {"do_sample": False}),
-        )
-
-    def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
-        return answered(self._chat, requests, self._generate)
-
-    def _generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-        import torch
-
-        inputs = self._chat.encode([(request.messages, request.images) for request in requests]).to(self._device)
-        width = inputs["input_ids"].shape[1]
-        room = min(self._max_tokens, self._chat.context - width)
-        torch.manual_seed(requests[0].seed)
-        with torch.inference_mode():
-            sequences = self._model.generate(**inputs, max_new_tokens=room)
-        prompt_lengths = inputs["attention_mask"].sum(dim=1).tolist()
-        return [
-            self._answer(ids, length) for ids, length in zip(sequences[:, width:].tolist(), prompt_lengths, strict=True)
-        ]
-
-    def _answer(self, ids: list[int], n_prompt_tokens: int) -> Reply:
-        """An answer up to and with its first end token. Without one it was cut off by the limit on its length."""
-        end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
-        kept = ids if end is None else ids[: end + 1]
-        return Reply(self._chat.decode(kept), len(kept), "length" if end is None else "stop", n_prompt_tokens)
-
-
-def _end_tokens(eos: int | list[int] | None) -> list[int]:
-    """The end tokens of a generation config, which names one, several or none."""
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return VLLMEngine(settings) if settings.engine == "vllm" else TransformersEngine(settings)

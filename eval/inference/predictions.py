@@ -149,6 +149,8 @@ def row_fault(row: Prediction) -> str | None:
     for field in ("finish_reason", "error"):
         if not isinstance(row.get(field) or "", str):
             return f"has {field} = {row[field]!r:.60}, expected a string or null"
+    if not isinstance(row.get("calls") or [], list):
+        return f"has calls = {row['calls']!r:.60}, expected a list or null"
     size = row.get("image_size")
     if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(_is_count, size))):
         return f"has image_size = {size!r:.60}, expected width and height"

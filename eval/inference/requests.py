@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from PIL import Image
 
-from adora_vl.data.prompts import Message
+from adora_vl.data.prompts import Message, with_tools
 from adora_vl.utils.openai_client import Endpoint, Reply
+
+if TYPE_CHECKING:
+    from adora_vl.tools.run import Toolbox
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 EngineName = Literal["vllm", "transformers", "openai"]
@@ -41,6 +44,21 @@ class AnswerEngine(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class AnswerTools:
+    """What the model may call between its turns, and how many turns are answered."""
+
+    toolbox: Toolbox
+    most: int
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What answers depend on, for a fingerprint; files by their hashes."""
+        chosen, options = self.toolbox.chosen, vars(self.toolbox.options)
+        found = {"tools": [*chosen.functions], "max_tool_calling_iterations": self.most, "tool_options": options}
+        return found | ({"tool_files": dict(chosen.hashes)} if chosen.hashes else {})
+
+
 @dataclass(frozen=True)
 class AnswerEngineSettings:
     """The settings from which an engine is built. `temperature` 0 is greedy, and `dtype` `auto` is the model's own.
@@ -61,3 +79,8 @@ class AnswerEngineSettings:
     max_images: int = 1
     max_text_bytes: int = 4096
     endpoint: Endpoint | None = None  # of the engine `openai`
+    tools: AnswerTools | None = None
+
+    def told(self, system_prompt: str | None) -> str | None:
+        """The system prompt with what the tools are."""
+        return with_tools(system_prompt, self.tools.toolbox.schemas) if self.tools else system_prompt

@@ -252,8 +252,7 @@ def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prom
         messages = conversation_with_images(problem.prompt, len(images), system_prompt)
         requests.append(AnswerRequest(messages, images, _seed_of(seed, problem.pid, sample)))
         asked.append(row)
-    generations = engine.generate(requests) if requests else []
-    for row, generation in zip(asked, generations, strict=True):
+    for row, generation in zip(asked, engine.generate(requests), strict=True):
         if generation is None:
             rows = [other for other in rows if other is not row]
             continue
@@ -266,6 +265,7 @@ def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prom
             finish_reason=generation.finish_reason,
             n_tokens=generation.n_tokens,
             n_prompt_tokens=generation.n_prompt_tokens,
+            **({} if generation.calls is None else {"calls": list(generation.calls)}),
         )
     return rows
 

@@ -39,11 +39,18 @@ def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
     }
 
 
+_CUT = (
+    "length",
+    "calls",
+    "room",
+)  # the last two: with a call that nobody answers, or for whose answer there is no room
+
+
 def truncation(finish_reasons: Sequence[str]) -> dict[str, Any] | None:
     """How many answers were cut off at the token limit; None of no answers."""
     if not finish_reasons:
         return None
-    cut, total = sum(reason == "length" for reason in finish_reasons), len(finish_reasons)
+    cut, total = sum(reason in _CUT for reason in finish_reasons), len(finish_reasons)
     return {"count": cut, "total": total, "share": cut / total, "wilson_95": list(wilson(cut, total))}
 
 
@@ -164,10 +171,12 @@ def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str
 
 
 def common_groups(row: Prediction) -> dict[str, list[str]]:
-    """The groups that every benchmark has: why the answer ended, and how large the image is."""
+    """The groups that every benchmark has: why the answer ended, whether it called tools, how large the image is."""
     groups = {}
     if row.get("finish_reason"):
         groups["finish_reason"] = [str(row["finish_reason"])]
+    if row.get("calls") is not None:
+        groups["called"] = ["yes" if row["calls"] else "no"]
     size = row.get("image_size")
     if size:
         pixels = size[0] * size[1]

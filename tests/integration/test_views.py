@@ -21,7 +21,7 @@ from data_prep.synthetic.generate import generate
 from eval import command
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
-from eval.inference.engines import TransformersEngine
+from eval.inference.local import TransformersEngine
 
 pytestmark = pytest.mark.slow
 

@@ -24,7 +24,7 @@ from adora_vl.rollout.agreement import difference, read_prompts, score
 from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
 from eval.inference.chat import ChatProcessor
-from eval.inference.engines import TransformersEngine
+from eval.inference.local import TransformersEngine
 from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 
 Rows = Sequence[dict[str, Any]]
@@ -61,7 +61,7 @@ def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
 
 
 def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
-    """Greedy answers of the trainer's own vLLM, and of Transformers to the model that was saved."""
+    """Greedy answers of the trainer's own vLLM, and of Transformers to the saved model, with the same tools."""
     folder = f"{trainer.args.output_dir}/saved"
     trainer.save_model(folder)
     requests = [
@@ -70,6 +70,7 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     longest = trainer.args.max_completion_length
     other = TransformersEngine(AnswerEngineSettings(folder, "transformers", max_tokens=longest))
     engine = SamplerEngine(trainer, ChatProcessor(folder))
+    other.turns = engine.turns
     return {name: list(map(vars, one.generate(requests))) for name, one in (("vllm", engine), ("transformers", other))}
 
 

@@ -117,6 +117,7 @@ def test_the_doctor_on_another_family(qwen3_vl):
 def test_both_engines_of_the_evaluators_answer_alike_for_another_family(qwen3_vl):
     found = qwen3_vl["looks"]["answers"]
     assert found["vllm"] == found["transformers"] and len(found["vllm"]) == 4
+    assert any(answer["calls"] for answer in found["vllm"])
     assert len({answer["text"] for answer in found["vllm"]}) > 1, "the same answer whatever is asked"
 
 

@@ -208,7 +208,7 @@ def test_what_is_too_long_says_whether_fewer_pixels_would_help():
     large = Image.new("RGB", (560, 560))  # 400 image tokens
 
     def fault(text: str, image: Image.Image, context: int) -> str:
-        return chat.overlong(conversation_with_images(text, 1, None), [image], context) or ""
+        return chat.overlong(chat.ids_of(conversation_with_images(text, 1, None), [image]), context) or ""
 
     assert re.fullmatch(
         r"its text has \d+ tokens, its image 400, and the model's context 300; lower --max-pixels",

@@ -236,17 +236,18 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         trainer.control.should_log = False  # as Transformers does after every log
 
     monkeypatch.setattr(Trainer, "log", log)
-    monkeypatch.setattr("eval.inference.chat.ChatProcessor", lambda *given: None)
+    monkeypatch.setattr(evaluation, "ChatProcessor", lambda *given: None)
     monkeypatch.setattr(
-        "eval.in_training.answer_all",
-        lambda problems, engine, prompt: [row for row in rows if row["pid"] in [one.pid for one in problems]],
+        evaluation,
+        "answer",
+        lambda engine, asks, **more: [row for row in rows if row["pid"] in [one.problem.pid for one in asks]],
     )
     first = Namespace(process_index=0, num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
     args = Namespace(model_init_kwargs=None, min_pixels=None, max_pixels=None, max_completion_length=8)
     trainer: Any = Namespace(
         accelerator=first, args=args, model=Namespace(name_or_path="x"), control=Namespace(should_log=True),
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []), server_guard=Namespace(watching=nullcontext),
-        vllm_generation=Namespace(greedy={}),
+        vllm_generation=Namespace(greedy={}), pool=Namespace(turns=None, on_any_rank=bool),
     )  # fmt: skip
     plan = evaluation.EvaluationPlan(
         [evaluation.Task(named("geometry3k"), asked)], every=2, at_start=False, prompt=None

@@ -20,7 +20,7 @@ from eval import command
 from eval.command import score_file
 from eval.geometry3k import BENCHMARK, answer_form
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
-from eval.in_training import answer_all, figures
+from eval.in_training import figures
 from eval.inference.predictions import IMAGE_FAILED, read_predictions
 from eval.inference.requests import AnswerRequest
 from eval.inference.runner import Ask, answer
@@ -337,14 +337,8 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
     data = write_mathvista(tmp_path, mathvista_rows(7))
     problems, _ = MATHVISTA.load(Namespace(data=str(data), split="testmini", data_revision=None))
-    calls: list[int] = []
-
-    class Counted(Guess):
-        def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-            calls.append(len(requests))
-            return super().generate(requests)
-
-    slices = [row for rank in range(2) for row in answer_all(problems[rank::2], Guess(), None)]
-    assert figures(MATHVISTA, slices) == figures(MATHVISTA, answer_all(problems, Counted(), None))
-    assert calls == [4, 3], "the engine's batches"
+    asks = [Ask(problem, 0) for problem in problems]
+    slices = [row for rank in range(2) for row in answer(Guess(), asks[rank::2], seed=0, system_prompt=None)]
+    whole = answer(Guess(), asks, seed=0, system_prompt=None)
+    assert figures(MATHVISTA, slices) == figures(MATHVISTA, whole)
     assert "mathvista_accuracy_ID" in figures(MATHVISTA, slices)
