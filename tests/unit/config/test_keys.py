@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.blocks import NoiseOptions, RolloutOptions, VisualOptions
+from adora_vl.config.blocks import NoiseOptions, RolloutOptions, ToolOptions, VisualOptions
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.config.values import RANGES, convert, declared
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[3]
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
 KEYS: dict[str, Any] = {key: hint for dataclass in DATACLASSES for key, hint in declared(dataclass).items()}
 BLOCKS = {"adora_rollouts": RolloutOptions, "adora_extensions.noisy_rollouts": NoiseOptions,
-          "adora_extensions.visual_tokens": VisualOptions}  # fmt: skip
+          "adora_extensions.visual_tokens": VisualOptions, "adora_tool_options": ToolOptions}  # fmt: skip
 KEYS |= {f"{block}.{name}": hint for block, kind in BLOCKS.items() for name, hint in declared(kind).items()}
 OURS = (
     {key for key in KEYS if "." in key}
@@ -55,6 +55,12 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_rollouts.replay_alpha": ([-1], [0, 2], "a number of at least 0"),
     "adora_extensions.visual_tokens.share": ([0, 1.1], [0.4, 1], "a number above 0 and at most 1"),
     "adora_extensions.visual_tokens.scale_min": ([-0.1, 1.1], [0, 1], "a number of at least 0 and at most 1"),
+    "adora_tool_options.max_pixels": ([783, 1.5], [784, None], "a whole number of at least 784 or null"),
+    "adora_tool_options.seconds": ([0, -1], [0.1, 10], "a number above 0"),
+    "adora_tool_options.calls_per_turn": ([0, 1.5], [1], "a whole number of at least 1"),
+    "adora_tool_options.turn_tokens": ([0, 1.5], [1, None], "a whole number of at least 1 or null"),
+    "adora_tool_options.max_text": ([0, 1.5], [1], "a whole number of at least 1"),
+    "adora_tool_options.images": ([0, 1.5], [1], "a whole number of at least 1"),
     "adora_correct_above": ([], [-3, 0, 0.5], "a number"),
     "adora_truncated": ([0, 1.5], [1, None], "a whole number of at least 1 or eos or null"),
     "adora_max_drift": ([0, -1], [0.3, None], "a number above 0 or null"),
