@@ -37,7 +37,6 @@ class ScoreFile:
     name: str
     score: Score
     shares: dict[str, float]
-    answers: int  # to one problem, at most
 
     @classmethod
     def of(cls, name: str, score: Score) -> ScoreFile:
@@ -45,8 +44,7 @@ class ScoreFile:
         verdicts: dict[str, list[bool]] = {}
         for item in score["items"]:
             verdicts.setdefault(item["pid"], []).append(item["verdict"] == "correct")
-        shares = {pid: sum(right) / len(right) for pid, right in verdicts.items()}
-        return cls(name, score, shares, max(map(len, verdicts.values()), default=0))
+        return cls(name, score, {pid: sum(right) / len(right) for pid, right in verdicts.items()})
 
     @property
     def cells(self) -> dict[str, Any]:
@@ -128,8 +126,8 @@ def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) ->
     return replace(_gain(*sides), over=amount(len(common), "problem"))
 
 
-def cautions(runs: Sequence[ScoreFile]) -> list[str]:
-    """Warnings about everything but the model in which these scores differ.
+def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
+    """Warnings about everything but the model, and the fields that are the subject, in which these scores differ.
 
     They are read from a score's `rules`, its `coverage`, and its `fingerprint`: `fields` as the user gave them,
     `resolved` as the engine had them, and `versions`.
@@ -142,7 +140,7 @@ def cautions(runs: Sequence[ScoreFile]) -> list[str]:
             "the data were the same"
         )
     known = [run for run in runs if run.name not in without]
-    free = (*_FREE, *_OF_A_VIEW) if views_of(runs) else _FREE
+    free = (*_FREE, *subject, *(_OF_A_VIEW if views_of(runs) else ()))
     fields = _differing(known, "fields", free)
     # `auto` and a limit that is not given are the model's own, which only the engine knows.
     resolved = _differing([run for run in known if _part(run.score, "resolved")], "resolved", tuple(fields))
@@ -188,6 +186,33 @@ def sees_or_reasons(found: Mapping[str, ScoreFile]) -> list[str]:
     return [*lines, _verdict(right)] if {"text", "image", "blank"} <= right.keys() else lines
 
 
+_OF_TOOLS = ("tools", "max_tool_calling_iterations", "tool_options", "tool_files")
+
+
+def _tools(run: ScoreFile) -> str:
+    return ", ".join(_part(run.score, "fields").get("tools", ()))
+
+
+def differ_in_tools(first: ScoreFile, other: ScoreFile) -> bool:
+    """Whether one of two runs of the same model and view had tools, and the other none."""
+    one, two = (_part(run.score, "fields") for run in (first, other))
+    same = all(one.get(key) == two.get(key) for key in ("model_hash", "view"))
+    return same and bool(_tools(first)) != bool(_tools(other))
+
+
+def gain_and_harm(first: ScoreFile, other: ScoreFile) -> list[str]:
+    """Of two runs that `differ_in_tools`: what is solved only with tools and only without, and whether they help."""
+    common, (without, having) = common_problems([first, other]), sorted([first, other], key=_tools)
+    before, after = ([run.shares[pid] for pid in common] for run in (without, having))
+    gained, lost, p = _paired_test(before, after)
+    how, test = ("more often", "") if p is None else ("only", f", McNemar p = {p:.3g}")
+    said = "helps" if _solves_more(before, after) else "harms" if _solves_more(after, before) else "shows no effect"
+    return [
+        f"  gain {gained} (solved {how} with {_tools(having)}), harm {lost} ({how} without){test}",
+        f"  having {_tools(having)} {said}: {100 * fmean(after):.1f} % right, {100 * fmean(before):.1f} % without",
+    ]
+
+
 def _share(part: Sequence[float], whole: Sequence[float]) -> str:
     """The sum of paired values as a share of that of others."""
     return percent(sum(part) / sum(whole), list(bootstrap_ratio(part, whole))) if sum(whole) else "nothing of nothing,"
@@ -219,10 +244,14 @@ def _verdict(right: Mapping[str, Sequence[float]]) -> str:
 
 def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
     """By McNemar's test at 5 %; of several answers to a problem, by the interval of the difference."""
+    gained, lost, p = _paired_test(before, after)
+    return (_gain(before, after).low or 0) > 0 if p is None else gained > lost and p < 0.05
+
+
+def _paired_test(before: Sequence[float], after: Sequence[float]) -> tuple[int, int, float | None]:
+    """How many values are larger after, how many before, and McNemar's p; None if they are not all 0 or 1."""
     gained, lost = (sum(sign * (b - a) > 0 for a, b in zip(before, after, strict=True)) for sign in (1, -1))
-    if {*before, *after} <= {0.0, 1.0}:
-        return gained > lost and mcnemar(lost, gained) < 0.05
-    return (_gain(before, after).low or 0) > 0
+    return gained, lost, mcnemar(lost, gained) if {*before, *after} <= {0.0, 1.0} else None
 
 
 def _part(score: Score, name: str) -> dict[str, Any]:
@@ -287,7 +316,7 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
     for key in by or ["version"] * bool(found and benchmark == "mathverse"):
         lines += ["", *_by_group(runs, key, width)]
     if len(runs) > 1:
-        lines += ["", *(_test(runs[0], other) for other in runs[1:])]
+        lines += ["", *(line for other in runs[1:] for line in _test(runs[0], other))]
         lines += [line for views in found for line in sees_or_reasons(views)]
     return lines + _notes(runs, quoted)
 
@@ -320,24 +349,25 @@ def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
     return lines
 
 
-def _test(first: ScoreFile, other: ScoreFile) -> str:
+def _test(first: ScoreFile, other: ScoreFile) -> list[str]:
     """The difference on common items with its paired bootstrap interval, and for single answers McNemar's test."""
     found = between_problems([first], [other])
     if found is None:
         raise UserError(f"run: {other.name!r} and {first.name!r} have no problem in common")
     common = common_problems([first, other])
-    number = amount(len(common), "common problem")
-    text = f"{other.name} - {first.name}: {found.points} (paired bootstrap, {number})"
-    if max(first.answers, other.answers) > 1:
-        return text + "; several answers a problem, so no McNemar test"
-    gained, lost = (sum(a.shares[pid] > b.shares[pid] for pid in common) for a, b in ((other, first), (first, other)))
-    return text + f"; McNemar p = {mcnemar(lost, gained):.3g} ({gained} gained, {lost} lost)"
+    text = f"{other.name} - {first.name}: {found.points} (paired bootstrap, {amount(len(common), 'common problem')})"
+    if differ_in_tools(first, other):
+        return [text, *gain_and_harm(first, other)]
+    gained, lost, p = _paired_test(*([run.shares[pid] for pid in common] for run in (first, other)))
+    if p is None:
+        return [text + "; several answers a problem, so no McNemar test"]
+    return [text + f"; McNemar p = {p:.3g} ({gained} gained, {lost} lost)"]
 
 
 def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
     """What a reader has to know before comparing: settings and problems that differ, and partial scores."""
     if len(runs) > 1:
-        notes = cautions(runs)
+        notes = cautions(runs, _OF_TOOLS if all(differ_in_tools(runs[0], other) for other in runs[1:]) else ())
     else:
         notes = [f"warning: {line}" for line in [missing_answers(runs[0].score)] if line]
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):

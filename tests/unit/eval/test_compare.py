@@ -30,14 +30,15 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_difference_and_its_tests(tmp_path, capsys):
+def test_the_difference_its_tests_and_the_groups(tmp_path, capsys):
     one = score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
     score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
-    text = shown(capsys, one, str(tmp_path / "two"))
-    assert "+35.0 points" in text
+    text = shown(capsys, one, str(tmp_path / "two"), "--by", "task")
     # 8 gained and 1 lost: 2 * (1 + 9) / 2^9.
-    assert "McNemar p = 0.0391 (8 gained, 1 lost)" in text
-    assert "50.0 [29.9, 70.1] of 20" in text
+    assert "+35.0 points" in text and "McNemar p = 0.0391 (8 gained, 1 lost)" in text
+    assert "50.0 [29.9, 70.1] of 20" in text and text.index("task = a") < text.index("task = b")
+    assert main([one, "--by", "tsk"]) == 2
+    assert "no run has the group 'tsk'; they have task" in capsys.readouterr().err
 
 
 def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
@@ -48,16 +49,7 @@ def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     assert any("not measured here" in line for line in lines)
     assert "quoted" not in shown(capsys, path, "--no-published")
     mmstar = shown(capsys, score_file(tmp_path / "m.json", "01", "mmstar"))
-    assert "Vision-R1" not in mmstar  # it has no MMStar figure
-    assert "GRPO (quoted)" in mmstar
-
-
-def test_groups_are_shown_on_request(tmp_path, capsys):
-    paths = [score_file(tmp_path / f"{name}.json", right) for name, right in (("a", "0101"), ("b", "0111"))]
-    text = shown(capsys, *paths, "--by", "task")
-    assert text.index("task = a") < text.index("task = b")
-    assert main([*paths, "--by", "tsk"]) == 2
-    assert "no run has the group 'tsk'; they have task" in capsys.readouterr().err
+    assert "GRPO (quoted)" in mmstar and "Vision-R1" not in mmstar  # which has no MMStar figure
 
 
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
@@ -65,18 +57,23 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     other = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
     text = shown(capsys, one, other)
     assert "4 common problems" in text
-    assert "warning: the runs were scored by different rules" in text
+    assert "warning: the runs were scored by different rules" in text and "score with --rules vlmevalkit to" in text
     assert "warning: the runs do not have the same problems" in text
-    assert "score with --rules vlmevalkit to compare" in text
+    part = score_file(tmp_path / "part.json", "0110", coverage={"answers": 7, "asked": 40, "in_data": 40})
+    for text in (shown(capsys, part), shown(capsys, part, one), gained(capsys, part, one)):
+        assert "the score of a part: 7 of 40 answers are there" in text
 
 
-def test_several_answers_a_problem_are_compared_by_their_share(tmp_path, capsys):
+def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, capsys):
     items = [{"pid": pid, "sample": s, "verdict": v} for pid in "ab" for s, v in ((0, "correct"), (1, "wrong"))]
     one = score_file(tmp_path / "one.json", "0101", items=items)
     two = score_file(tmp_path / "two.json", "0101", items=[item | {"verdict": "correct"} for item in items])
     text = shown(capsys, one, two)
     assert "+50.0 points, 95 % [+50.0, +50.0] (paired bootstrap, 2 common problems)" in text
     assert "no McNemar" in text
+    samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
+    head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[1:3]
+    assert head.split() == ["all", "avg@4", "pass@4"] and line.split()[-2:] == ["50.0", "75.0"]
 
 
 def test_what_is_no_score_is_named(case, tmp_path, capsys):
@@ -88,8 +85,7 @@ def test_what_is_no_score_is_named(case, tmp_path, capsys):
                 (folder / "x.json").write_text(content)
             assert main([str(folder / "x.json")]) == 2
             assert message in capsys.readouterr().err
-    folder = tmp_path
-    assert main([score_file(folder / "a.json", "01"), score_file(folder / "b.json", "01", "mmstar")]) == 2
+    assert main([score_file(tmp_path / "a.json", "01"), score_file(tmp_path / "b.json", "01", "mmstar")]) == 2
     assert "is of mmstar and" in capsys.readouterr().err
 
 
@@ -102,12 +98,13 @@ def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str
     return {"fingerprint": {"fields": {**FIELDS, **fields}, "resolved": {**RESOLVED, **(resolved or {})}}}
 
 
-def test_every_setting_that_differs_is_a_warning_here_and_in_the_gain_report(case, capsys):
-    for name in [*FIELDS, "a setting of the future"]:
+def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, capsys):
+    settings = [(name, made_with(None, **{name: "different"})) for name in [*FIELDS, "a setting of the future"]]
+    for name, made in [*settings, *((name, made_with({name: "different"})) for name in RESOLVED)]:
         with case(name) as folder:
             one = score_file(folder / "one.json", "0110", **made_with())
             same = score_file(folder / "same.json", "0111", **made_with(model="another", seed=3))
-            other = score_file(folder / "other.json", "0111", **made_with(None, **{name: "different"}))
+            other = score_file(folder / "other.json", "0111", **made)
             for run in (lambda *files: shown(capsys, *files), lambda *files: gained(capsys, *files)):
                 assert "warning" not in run(one, same)
                 warnings = [line for line in run(one, other).splitlines() if line.startswith("warning")]
@@ -159,26 +156,26 @@ def shown_how(view: str) -> dict[str, Any]:
     return {} if view == "image" else {"view": view, **({} if view == "blank" else {"left_out": 2})}
 
 
-def test_several_answers_have_columns_of_their_own(tmp_path, capsys):
-    samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
-    head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[1:3]
-    assert head.split() == ["all", "avg@4", "pass@4"] and line.split()[-2:] == ["50.0", "75.0"]
+TOOL: dict[str, Any] = {"tools": ["zoom"], "max_tool_calling_iterations": 2, "tool_options": {}, "tool_files": {}}
 
 
-def test_what_two_models_leave_to_themselves_is_compared_too(case, capsys):
-    for name in RESOLVED:
-        with case(name) as folder:
-            one = score_file(folder / "one.json", "0110", **made_with())
-            other = score_file(folder / "other.json", "0111", **made_with({name: "own"}))
-            assert f"warning: the runs differ in {name}" in shown(capsys, one, other)
-
-
-def test_the_score_of_a_part_is_a_warning_wherever_it_is_read(tmp_path, capsys):
-    part: dict[str, Any] = {"coverage": {"answers": 7, "asked": 40, "in_data": 40}}
-    one = score_file(tmp_path / "one.json", "0110111", **made_with(), **part)
-    other = score_file(tmp_path / "other.json", "0111111", **made_with())
-    said = "the score of a part: 7 of 40 answers are there"
-    assert said in shown(capsys, one) and said in shown(capsys, one, other) and said in gained(capsys, one, other)
+@pytest.mark.parametrize(
+    ("won", "lost", "p", "said"),  # p by hand: 2 * (1 + 9) / 2^9 and 2 * (1 + 4) / 2^4
+    [(8, 1, 0.0391, "helps: 90.0 % right, 20.0 % without"), (1, 8, 0.0391, "harms"), (3, 1, 0.625, "shows no effect")],
+)
+def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(tmp_path, capsys, won, lost, p, said):
+    right, same = "1" * won + "0" * lost + "1", dict[str, Any](model_hash="m")
+    bare = score_file(tmp_path / "bare.json", "0" * won + "1" * lost + "1", **made_with(**same))
+    zoom = score_file(tmp_path / "zoom.json", right, **made_with(seed=3, **same, **TOOL))
+    for files in ((bare, zoom), (zoom, bare)):
+        text = shown(capsys, *files)
+        assert f"gain {won} (solved only with zoom), harm {lost} (only without), McNemar p = {p}" in text
+        assert f"having zoom {said}" in text and "warning" not in text
+    assert "warning: the runs differ in tools" in gained(capsys, bare, zoom)  # which does not say what tools gain
+    for more, warned in ((dict[str, Any](model_hash="n"), [*TOOL]), ({**same, "max_tokens": 9}, ["max_tokens"])):
+        text = shown(capsys, bare, score_file(tmp_path / "other.json", right, **made_with(**TOOL, **more)))
+        assert [line.split()[5].strip(":") for line in text.splitlines() if "warning" in line] == warned
+        assert (f"having zoom {said}" in text) is (warned == ["max_tokens"])
 
 
 def gained(capsys: pytest.CaptureFixture[str], *files: str) -> str:

@@ -17,6 +17,7 @@ from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.utils.openai_client import Reply
 from data_prep.synthetic.generate import generate
 from eval.command import check_options, main, parse
+from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
 from eval.inference.chat import ChatProcessor
 from eval.inference.local import _Local
@@ -44,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def test_with_its_tool_the_start_reads_what_it_cannot_see(folder):
+def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
     groups = {}
     for name in ("with", "without"):
         score = json.loads((folder / name / "score.json").read_text())
@@ -55,6 +56,8 @@ def test_with_its_tool_the_start_reads_what_it_cannot_see(folder):
     [call] = first["calls"]
     assert (call["name"], call["text"], call["failed"]) == ("zoom", "<image>", False) and "x1" in call["arguments"]
     assert "<tool_call>" not in first["response"] and r"\boxed" in first["response"]
+    assert compare([str(folder / "without"), str(folder / "with")]) == 0
+    assert "having zoom helps" in (text := capsys.readouterr().out) and "warning" not in text
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def test_one_of_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "train 1 row, test 1 row" in said
     config = AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="x", per_device_train_batch_size=4, num_generations=4)
     plan = batch_plan(config, 1)
-    score = ScoreFile("a", {}, {"p": 1.0}, 1)
+    score = ScoreFile("a", {}, {"p": 1.0})
     said += plan.describe() + between_problems([score], [score]).over
     assert ONE_OF_MANY.search(said) is None, said
 
