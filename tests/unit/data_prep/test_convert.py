@@ -94,6 +94,9 @@ def test_texts_numbers_and_options_are_golds(case: Case) -> None:
         (-0.25, None, "-0.25"),
         (10**30, None, str(10**30)),
         ("Paris", None, "Paris"),
+        (r"$\boxed{\frac{16}{7}}$", None, r"\frac{16}{7}"),  # a box is opened
+        (r"$$ \boxed {12} $$.", None, "12"),
+        (r"\boxed{B}", ["red", "blue"], "blue"),
     ]
     for answer, choices, gold in cases:
         with case(f"{answer} {choices!r:.80} {gold}") as folder:

@@ -103,19 +103,6 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
             }
 
 
-def test_a_box_around_an_answer_is_opened(case: Case) -> None:
-    for answer, gold in [
-        (r"$\boxed{\frac{16}{7}}$", r"\frac{16}{7}"), (r"\boxed{5}", "5"), (r"$$ \boxed {12} $$.", "12"),
-    ]:  # fmt: skip
-        with case(answer) as folder:
-            assert convert(jsonl(folder / "in", [{**ONE, "a": answer}]), folder / "out", columns=COLUMNS[:3]) == 0
-            assert kept(folder / "out")[0]["answer"] == gold
-    with case("a letter") as folder:
-        source = jsonl(folder / "in", [{**ONE, "a": r"\boxed{B}", "c": ["red", "blue"]}])
-        assert convert(source, folder / "out", columns=COLUMNS) == 0
-        assert kept(folder / "out")[0]["answer"] == "blue"
-
-
 def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
     for split, sign in (("train", "+"), ("test", "-")):
         source = jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
@@ -149,48 +136,13 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
 SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
 
 
-def _rows(form: str) -> list[dict[str, Any]]:
-    asked = f"<image>Find x in {form}. {SAID}"
-    rows: dict[str, list[dict[str, Any]]] = {
-        "easyr1": [{"prompt": asked, "answer": "5", "images": ["pics/0.png"]}],
-        "verl": [
-            {
-                "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": asked}],
-                "images": [{"path": "pics/0.png"}],
-                "reward_model": {"style": "rule", "ground_truth": "5"},
-                "extra_info": {"index": 0},
-            }
-        ],
-        "swift": [{"messages": [{"role": "user", "content": asked}], "images": ["pics/0.png"], "solution": "5"}],
-    }
-    return rows[form]
-
-
 def test_rows_of_other_trainers_are_read_as_they_are(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    for form in ("easyr1", "verl", "swift"):
-        with case(form) as folder:
-            words = ["--preset", form, "--input", str(jsonl(folder / "in", _rows(form)))]
-            capsys.readouterr()
-            assert main(["convert", *words, "--output", str(folder / "out")]) == 0
-            (row,) = kept(folder / "out")
-            assert (row["problem"], row["answer"], len(row["images"])) == (f"Find x in {form}. {SAID}", "5", 1)
-            said = capsys.readouterr().out
-            assert "1 of the rows end with an instruction" in said and "--drop-instruction takes it off" in said
-            assert main(["convert", *words, "--output", str(folder / "short"), "--drop-instruction"]) == 0
-            assert kept(folder / "short")[0]["problem"] == f"Find x in {form}."
-            assert "it was taken off" in capsys.readouterr().out
-
-
-def test_the_documented_rows_of_other_trainers(case: Case) -> None:
     """As their own pages have them: verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's pages
     Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
     """
-    count = "How many items are there in the image? Output the thinking process in <think> </think> and\n final answer "
-    count += "(number) in <answer> </answer> tags."
+    count = "Output the thinking process in <think> </think> and\n final answer (number) in <answer> </answer> tags."
     first = (
         "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
-    )
-    first += (
         "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
     )
     geo3k = {"data_source": "hiyouga/geometry3k", "images": ["pics/0.png"], "ability": "math"} | {
@@ -198,24 +150,40 @@ def test_the_documented_rows_of_other_trainers(case: Case) -> None:
         "reward_model": {"style": "rule", "ground_truth": "3"},
         "extra_info": {"split": "train", "index": 0, "answer": "3", "question": "<image>Find x."},
     }
-    asked = {"messages": [{"role": "user", "content": count}], "images": ["pics/0.png"]}
+    brief = [{"role": "system", "content": "Be brief."}, *geo3k["prompt"]]
+    asked = {"messages": [{"role": "user", "content": f"How many? {count}"}], "images": ["pics/0.png"]}
     system = {"role": "system", "content": "You are a useful and harmless math calculator"}
-    rows: list[tuple[str, dict[str, Any], str, int]] = [
-        ("verl", geo3k, "Find x.", 1),
-        ("easyr1", {"images": ["pics/0.png"], "problem": "<image>Find x.", "answer": "3"}, "Find x.", 1),
-        ("swift", {**asked, "solution": "<answer> 3 </answer>"}, "How many items are there in the image?", 1),
-        ("swift", {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"}, "1 + 2?", 0),
-        ("swift", {"query": "Solve the equation x + 2 = 5", "solution": "3"}, "Solve the equation x + 2 = 5", 0),
-        ("swift", {"image": "pics/0.png", "problem": "How many?", "solution": "<answer> 3 </answer>"}, "How many?", 1),
-        ("swift", {"query": "1 + 2?", "solution": "We add. The value is \\(\\boxed{3}\\)."}, "1 + 2?", 0),
-        ("swift", {"query": "1 + 2?", "solution": "<think>One, two.</think><answer>3</answer>"}, "1 + 2?", 0),
+    plain, said = {"images": ["pics/0.png"], "answer": "3"}, f"<image>Find x. {SAID}"
+    rows: list[tuple[str, dict[str, Any], str, str, int]] = [  # the problem, the instruction behind it, its images
+        ("verl", geo3k, "Find x.", first, 1),
+        ("verl", {**geo3k, "prompt": brief, "images": [{"path": "pics/0.png"}]}, "Find x.", first, 1),
+        ("easyr1", {**plain, "problem": "<image>Find x."}, "Find x.", "", 1),
+        ("easyr1", {**plain, "prompt": said}, "Find x.", SAID, 1),
+        ("swift", {**asked, "solution": "<answer> 3 </answer>"}, "How many?", count, 1),
+        ("swift", {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"}, "1 + 2?", "", 0),
+        ("swift", {"query": "Solve the equation x + 2 = 5", "solution": "3"}, "Solve the equation x + 2 = 5", "", 0),
+        (
+            "swift",
+            {"image": "pics/0.png", "problem": "How many?", "solution": "<answer> 3 </answer>"},
+            "How many?",
+            "",
+            1,
+        ),
+        ("swift", {"query": "1 + 2?", "solution": "We add. The value is \\(\\boxed{3}\\)."}, "1 + 2?", "", 0),
+        ("swift", {"query": "1 + 2?", "solution": "<think>One, two.</think><answer>3</answer>"}, "1 + 2?", "", 0),
     ]
-    for form, row, problem, images in rows:
+    for form, row, problem, instruction, images in rows:
         with case(f"{form} {row}") as folder:
-            words = ["--preset", form, "--input", str(jsonl(folder / "in", [row])), "--drop-instruction"]
-            assert main(["convert", *words, "--output", str(folder / "out")]) == 0
-            (found,) = kept(folder / "out")
-            assert (found["problem"], found["answer"], len(found["images"])) == (problem, "3", images)
+            words = ["convert", "--preset", form, "--input", str(jsonl(folder / "in", [row]))]
+            for option, whole, noted_as in (
+                ([], f"{problem} {instruction}".strip(), "--drop-instruction takes it off"),
+                (["--drop-instruction"], problem, "it was taken off"),
+            ):
+                capsys.readouterr()
+                assert main([*words, *option, "--output", str(folder / "".join(["out", *option]))]) == 0
+                (found,) = kept(folder / "".join(["out", *option]))
+                assert (found["problem"], found["answer"], len(found["images"])) == (whole, "3", images)
+                assert (noted_as in capsys.readouterr().out) == bool(instruction)
 
 
 def test_pictures_inside_of_a_conversation(case: Case) -> None:
@@ -287,46 +255,38 @@ def _asked(content: list[dict[str, Any]], *before: dict[str, Any], **columns: An
     return {"messages": [*before, {"role": "user", "content": content}], "solution": "3", **columns}
 
 
-def test_a_percentage_that_nobody_asked_for_is_counted(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    for problem, answer, counted in [
+COUNTED: dict[str, tuple[str, list[tuple[str, str, int]]]] = {  # by what is noted: its line, and how often of one row
+    "percent": ("50 is wrong for 50%", [
         ("What share is shaded?", "50%", 1), ("What share is shaded?", r"50\%", 1), ("What share is shaded?", "50", 0),
         ("What percent is shaded?", "50%", 0), ("How many % are shaded?", "50%", 0),
-    ]:  # fmt: skip
-        with case(f"{problem} {answer}") as folder:
-            source = jsonl(folder / "in", [{"q": problem, "a": answer, "i": "pics/0.png"}])
-            words = ["--input", str(source), "--columns", *COLUMNS[:3], "--output", str(folder / "out")]
-            capsys.readouterr()
-            assert main(["convert", *words]) == 0
-            assert noted(folder / "out").get("percent", 0) == counted
-            assert ("50 is wrong for 50%" in capsys.readouterr().out) == bool(counted)
+    ]),
+    "words": ("the number alone is wrong for them", [  # a text, so that the number would be wrong at every step
+        *(("How long?", answer, 1) for answer in ("3 pens", "The answer is 5")),
+        *(("How long?", answer, 0) for answer in ("#### 5", "10 km/h", "5 cm", "x = 5", "3x + 1", "12:30")),
+        *(("How long?", answer, 0) for answer in ("rhombus", "AD and BE", r"\angle 2 and \angle 6")),
+    ]),
+    "no_answer": ("it is taken as a text", [
+        *(("Which figure is it?", answer, 1) for answer in ("N/A", "null", "None", "?", "-")),
+        *(("Which figure is it?", answer, 0) for answer in ("no", "nonagon")),
+    ]),
+}  # fmt: skip
 
 
-def test_a_number_with_words_beside_it_is_counted(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is a text, so that the number alone would be wrong at every step of a training."""
-    for answer, counted in [
-        ("3 pens", 1), ("#### 5", 0), ("The answer is 5", 1), ("10 km/h", 0), ("5 cm", 0), ("x = 5", 0), ("3x + 1", 0),
-        ("12:30", 0), ("rhombus", 0), ("AD and BE", 0), (r"\angle 2 and \angle 6", 0),
-    ]:  # fmt: skip
-        with case(answer) as folder:
-            source = jsonl(folder / "in", [{"q": "How long?", "a": answer, "i": "pics/0.png"}])
-            assert convert(source, folder / "out", columns=COLUMNS[:3]) == 0
-            assert noted(folder / "out").get("words", 0) == counted
-            said = f"such as mine/train/0 ({answer!r}): the number alone is wrong for them"
-            assert (said in capsys.readouterr().out) == bool(counted)
+def test_an_answer_that_is_graded_otherwise_than_meant_is_counted(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, (said, rows) in COUNTED.items():
+        for problem, answer, counted in rows:
+            with case(f"{problem} {answer}") as folder:
+                source = jsonl(folder / "in", [{"q": problem, "a": answer, "i": "pics/0.png"}])
+                capsys.readouterr()
+                convert(source, folder / "out", "--allow-quarantined", "1", columns=COLUMNS[:3])
+                assert noted(folder / "out").get(name, 0) == counted
+                assert (said in capsys.readouterr().out) == bool(counted)
     with case("choices") as folder:
         row = {"q": "How long?", "a": "A", "i": "pics/0.png", "c": ["3 hours", "4 hours"]}
         assert convert(jsonl(folder / "in", [row]), folder / "out", columns=COLUMNS) == 0
         assert "words" not in noted(folder / "out"), "its letter is an answer"
-
-
-def test_an_answer_that_stands_for_none_is_counted(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    for answer, counted in [("N/A", 1), ("null", 1), ("None", 1), ("?", 1), ("-", 1), ("no", 0), ("nonagon", 0)]:
-        with case(answer) as folder:
-            source = jsonl(folder / "in", [{"q": "Which figure is it?", "a": answer, "i": "pics/0.png"}])
-            words = ["--input", str(source), "--columns", *COLUMNS[:3], "--output", str(folder / "out")]
-            code = main(["convert", *words, "--allow-quarantined", "1"])
-            said = capsys.readouterr().out
-            assert (f"such as mine/train/0 ({answer!r}): it is taken as a text" in said) == bool(counted), (code, said)
 
 
 def test_a_column_inside_another_is_named_with_a_dot(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
