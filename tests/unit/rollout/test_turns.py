@@ -1,9 +1,15 @@
-"""Turns of a rollout: what stands between them, when they end, and that all ranks make the same calls."""
+"""Turns of a rollout: what stands between them, what of it is graded, when they end, and that all ranks make the same
+calls.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +17,19 @@ import pytest
 import torch
 from PIL import Image
 
+from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.methods import AdvantagePipeline
+from adora_vl.dedup.images import DistinctImages
 from adora_vl.models.load import PRETRAINED, load_processor
-from adora_vl.rollout.rollouts import Call, Rollout, Span
+from adora_vl.rewards import reward_function
+from adora_vl.rollout.rollouts import Call, DrawnProblem, Rollout, RolloutGroup, Span
 from adora_vl.rollout.turns import CALL, Turns, play
 from adora_vl.training.advantages import AdvantageComputer
-from adora_vl.training.scores import Ends
+from adora_vl.training.collate import collated
+from adora_vl.training.generation import Generation
+from adora_vl.training.guards import RewardGuard
+from adora_vl.training.judge import Judge
+from adora_vl.training.scores import Ends, Grader, RewardFunctions
 from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED))
@@ -98,6 +111,46 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
     assert computer.truncation.at is None, "by the end alone, however few tokens of its own it has"
     assert len(once.spans) == 2 and len(answered(tools, sampled(CALLED), longest=50).spans) == 1
+
+
+@pytest.mark.parametrize("wide", [28, 196])
+def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
+    """A right answer in a tool's words is no reward, and however large its picture, a group has the same weight: of the
+    right one and the wrong one that ended, the right one said more. As many image tokens are learned behind as images.
+    """
+    weights = torch.ones(1)
+    context = step_context(use_vllm=True, num_generations=3)
+    tools = Says("It is \\boxed{7}.", Image.new("RGB", (wide, 28)))
+    looked = answered(tools, sampled(CALLED))
+    rollouts = (
+        replace(looked, spans=sampled("so 3", *looked.spans).spans, ended="stop"),
+        sampled("so it is " * 4 + "\\boxed{7}"),
+        answered(tools, sampled(CALLED), longest=50),
+    )
+    images, guard = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config), RewardGuard(context)
+    ends = Ends.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
+    watched: Any = SimpleNamespace(check_batch=lambda *_: None, graded=lambda *_: None)
+    columns = partial(collated, pad_id=0, image_id=IMAGE, multiple=None, to_device=lambda batch: batch)
+    functions = RewardFunctions([reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop)
+    judge = Judge(
+        context, images, PROCESSOR, ends, functions,
+        Grader(context, guard, weights, ["accuracy"]), columns, lambda *_: None,
+        AdvantageComputer(context, AdvantagePipeline({"adora": Adora()}), weights, tools=True), watched, watched,
+        lambda _: nullcontext(), scored=True, tools=True,
+    )  # fmt: skip
+    prompt = [{"role": "user", "content": "Which?"}]
+    asked: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
+    group = RolloutGroup(DrawnProblem(0, "train/0/0", 0), asked, 0, rollouts)
+    generation = Generation([], "train", 0, "0/0", 0, 3)
+    judge(generation, [group], None, aged=False)
+    judged, batch = generation.advantages, generation.batch
+    assert judged is not None and judged.groups.rewards_PG.tolist() == [[0, 1, 0]]
+    own, right, _ = judged.groups.lengths_PG[0].tolist()
+    assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1 and own < right < len(rollouts[0].tokens)
+    assert judged.groups.truncated_PG.tolist() == [[False, False, True]] and judged.weighting.weights_P.tolist() == [1]
+    shown = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) == IMAGE
+    grids = batch["image_grid_thw"].prod(dim=1) // 4
+    assert shown.sum(dim=1).tolist() == [one.sum() for one in grids.split(batch["num_images"])] and len(grids) == 4
 
 
 def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
