@@ -27,6 +27,15 @@ def batch(rewards, lengths=None, surprisal=None, **facts) -> Groups:
     return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, **facts)
 
 
+def random_batch(prompts=40, generations=8, seed=0, step=0) -> Groups:
+    generator = torch.Generator().manual_seed(seed)
+    rewards = torch.tensor([0.0, 0.1, 1.0])[torch.randint(0, 3, (prompts, generations), generator=generator)]
+    rewards[0], rewards[1] = 0.1, 1.0  # without signal
+    lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
+    surprisal = torch.rand(prompts, generations, generator=generator)
+    return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal, step=step)
+
+
 def run(name, groups, options=None, scale="group"):
     """A method as the trainer applies it, on GRPO's advantages."""
     method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)

@@ -21,7 +21,7 @@ from adora_vl.config.schema import parse
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
 from tests.support.tiny_run import train
-from tests.unit.advantage.methods_support import adora_weights, batch, run
+from tests.unit.advantage.methods_support import adora_weights, batch, random_batch, run
 
 NAN = float("nan")
 
@@ -160,43 +160,16 @@ def test_keeping_ties_amplifies_them(subtests):
             assert adora_weights(*group, mode="amplification", factor=4.0, ties=ties).tolist() == [weight]
 
 
-def _random_groups(seed=0, prompts=64, generations=8):
-    generator = torch.Generator().manual_seed(seed)
-    choices = torch.tensor([0.0, 0.1, 1.0])
-    rewards = choices[torch.randint(0, 3, (prompts, generations), generator=generator)]
-    return rewards, torch.randint(1, 110, (prompts, generations), generator=generator)
-
-
 def test_with_both_options_the_length_criterion_is_the_llm_references():
     """`compute_grpo_outcome_advantage_ADORA` written out: a maximum or a mean over nothing is -inf."""
-    rewards, lengths = _random_groups(prompts=400, generations=5)
+    drawn = random_batch(prompts=400, generations=5)
+    rewards, lengths = drawn.rewards_PG, drawn.lengths_PG
     weights = adora_weights(rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate")
     for reward, length, weight in zip(rewards, lengths, weights, strict=True):
         right, wrong = length[reward > 0.5], length[(reward <= 0.5) & (length < 60)]
         longest = right.max().item() if len(right) else float("-inf")
         mean = wrong.float().mean().item() if len(wrong) else float("-inf")
         assert weight.item() == pytest.approx(1.0 if longest > mean else 0.1)
-
-
-def test_permuting_the_rollouts_of_a_group_changes_nothing(subtests):
-    cases: list[Any] = [{}, {"criteria": ("length", "difficulty"), "combine": "all"}, {"no_correct": "attenuate"}]
-    for options in cases:
-        with subtests.test(f"{options!r:.80}"):
-            rewards, lengths = _random_groups()
-            weights = adora_weights(rewards, lengths, truncated_at=100, **options)
-            assert 0 < (weights < 1).sum() < len(weights)  # both kinds of group are there
-            order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
-            assert torch.equal(
-                weights, adora_weights(rewards[:, order], lengths[:, order], truncated_at=100, **options)
-            )
-
-
-def test_a_duplicated_prompt_changes_nothing_for_others():
-    rewards, lengths = _random_groups()
-    doubled = adora_weights(torch.cat([rewards, rewards[:1]]), torch.cat([lengths, lengths[:1]]), truncated_at=100)
-    single = adora_weights(rewards, lengths, truncated_at=100)
-    assert torch.equal(doubled[:-1], single)
-    assert doubled[-1] == single[0]
 
 
 def test_a_wrong_argument_is_named(subtests):
@@ -246,11 +219,7 @@ CONTROLS = ("random", "reversed", "rate")
 
 
 def groups(seed=0, step=0, prompts=40) -> Groups:
-    generator = torch.Generator().manual_seed(seed)
-    rewards = torch.tensor([0.0, 1.0])[torch.randint(0, 2, (prompts, 4), generator=generator)]
-    rewards[0], rewards[1] = 0.0, 1.0  # without signal
-    lengths = torch.randint(1, 100, (prompts, 4), generator=generator)
-    return Groups(rewards, lengths, torch.zeros_like(lengths, dtype=torch.bool), step=step)
+    return random_batch(prompts, 4, seed, step)
 
 
 def judged(assign, batch, seed=5, **options):
@@ -314,18 +283,13 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
             assert bool((wrong.weights_P[swapped] == torch.tensor(factor).float()).all())
 
 
-def test_a_control_gives_the_factor_of_the_step():
+def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
     factor = Schedule(0.1, 0.5, "linear", (0, 4))
     for step, wanted in ((0, 0.1), (2, 0.3), (9, 0.5)):
         weights_P = judged("reversed", groups(step=step), factor=factor).weights_P
         assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [wanted, 1.0]
-
-
-def test_a_control_is_off_outside_its_steps():
-    inside, outside = groups(step=1), groups(step=2)
-    assert bool((judged("random", inside, steps=(0, 2)).weights_P < 1).any())
-    assert bool((judged("random", outside, steps=(0, 2)).weights_P == 1).all())
-    assert applied("rate", outside, steps=(0, 2))[1].rate == 1.0
+        assert bool((judged("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()) is (step < 2)
+    assert applied("rate", groups(step=2), steps=(0, 2))[1].rate == 1.0
 
 
 def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advantages():

@@ -22,7 +22,7 @@ from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins
 from adora_vl.advantage.groups import within
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo, overlong_penalty
 from adora_vl.utils.launch import free_port
-from tests.unit.advantage.methods_support import batch, float64, run  # noqa: F401
+from tests.unit.advantage.methods_support import batch, float64, random_batch, run  # noqa: F401
 
 NAN = float("nan")
 
@@ -383,15 +383,6 @@ NEUTRAL = {
 }
 
 
-def random_batch(prompts=40, generations=8, seed=0) -> Groups:
-    generator = torch.Generator().manual_seed(seed)
-    rewards = torch.tensor([0.0, 0.1, 1.0])[torch.randint(0, 3, (prompts, generations), generator=generator)]
-    rewards[0], rewards[1] = 0.1, 1.0  # without signal
-    lengths = torch.randint(1, 110, (prompts, generations), generator=generator)
-    surprisal = torch.rand(prompts, generations, generator=generator)
-    return Groups(rewards, lengths, lengths >= 100, surprisal_PG=surprisal)
-
-
 def test_every_method_has_a_neutral_setting_and_a_source():
     assert NEUTRAL.keys() == METHODS.keys()
     assert all(method.source.startswith("arXiv") for method in METHODS.values())
@@ -444,13 +435,17 @@ def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
 
 
 def test_permuting_a_group_permutes_its_advantages(subtests):
-    for name in METHODS:
-        with subtests.test(name):
+    cases: list[tuple[str, Any]] = [(name, None) for name in METHODS]
+    cases += [("adora", Adora(no_correct="attenuate", criteria=("length", "difficulty"), combine="all"))]
+    for name, options in cases:
+        with subtests.test(f"{name} {options}"):
             groups = random_batch()
             order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
             names = ("rewards_PG", "lengths_PG", "truncated_PG", "surprisal_PG")
             moved = replace(groups, **{name: getattr(groups, name)[:, order] for name in names})
-            torch.testing.assert_close(run(name, moved), run(name, groups)[:, order], rtol=0, atol=1e-9)
+            torch.testing.assert_close(
+                run(name, moved, options), run(name, groups, options)[:, order], rtol=0, atol=1e-9
+            )
 
 
 def test_a_shift_of_all_rewards_changes_nothing(subtests):
