@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from transformers import AutoConfig, AutoProcessor
 
 from adora_vl.builtin import WarmStart
+from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model
 from adora_vl.builtin.tiny_vl import SLIPS, build_tiny_model
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.models.load import PRETRAINED
@@ -15,6 +17,7 @@ from data_prep.synthetic.families import FAMILIES
 from data_prep.synthetic.generate import generate
 
 SHORT = WarmStart(steps=3, short_prompt_steps=1, batch_size=4, rows=16)
+PERIMETER = PerimeterStart(steps=2, short_prompt_steps=1, teacher_steps=1, batch_size=4, rows=12)
 
 
 def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
@@ -26,9 +29,10 @@ def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
     assert facts["slips"] == SLIPS and facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
 
 
-def test_building_twice_gives_the_same_bytes(tmp_path):
+@pytest.mark.parametrize(("build", "plan"), [(build_tiny_model, SHORT), (build_perimeter_model, PERIMETER)])
+def test_building_twice_gives_the_same_bytes(build, plan, tmp_path):
     for name in ("a", "b"):
-        build_tiny_model(tmp_path / name, SHORT)
+        build(tmp_path / name, plan)
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json", "build.json"} <= set(files)
     for file in files:

@@ -13,7 +13,7 @@ from statistics import fmean, pstdev
 import pytest
 
 from adora_vl.builtin.processor import END_OF_TURN
-from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model, teacher
+from adora_vl.builtin.tiny_perimeter import PerimeterStart, teacher
 from adora_vl.models.load import PRETRAINED, SHIPPED, TINY_PERIMETER_MODEL, load_processor, local_model
 from adora_vl.rewards import grade
 from data_prep.synthetic.drawing import PLAIN
@@ -104,14 +104,6 @@ def test_the_shipped_start_is_small_and_of_this_plan():
     assert local_model(TINY_PERIMETER_MODEL) == str(SHIPPED_START)
     assert sum(file.stat().st_size for file in SHIPPED_START.iterdir()) < 4e6
     assert json.loads((SHIPPED_START / "build.json").read_text())["plan"] == asdict(PerimeterStart())
-
-
-def test_building_twice_gives_the_same_bytes(tmp_path):
-    plan = PerimeterStart(steps=2, short_prompt_steps=1, teacher_steps=1, batch_size=4, rows=12)
-    for name in ("a", "b"):
-        build_perimeter_model(tmp_path / name, plan)
-    for file in (tmp_path / "a").iterdir():
-        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes(), file.name
 
 
 def test_its_tokenizer_is_the_tiny_models_and_ends_turns():

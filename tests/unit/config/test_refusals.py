@@ -56,28 +56,16 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
     """All of them make this config."""
     vllm: dict[str, Any] = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
     sequence = {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask", "temperature": 0.8}
+    of_vllm: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": 0.3}, "temperature: 0.3 is what the key temperature says"),
+        ({"max_tokens": 3}, "max_tokens: 3 .* the key max_completion_length"),
+        ({"n": 2}, "n: 2 is what the key num_generations says; set"),
+        ({"logprobs": 5}, "logprobs: 5 is for the trainer to set; leave"),
+    ]
     cases: list[tuple[dict[str, Any], str]] = [
-        (
-            {**vllm, "generation_kwargs": {"temperature": 0.3}},
-            "generation_kwargs: temperature: 0.3 is what the key temper",
-        ),
-        (
-            {**vllm, "generation_kwargs": {"max_tokens": 3}},
-            "generation_kwargs: max_tokens: 3 .* the key max_completion_len",
-        ),
-        (
-            {**vllm, "generation_kwargs": {"n": 2}},
-            "generation_kwargs: n: 2 is what the key num_generations says; set th",
-        ),
-        (
-            {**vllm, "generation_kwargs": {"logprobs": 5}},
-            "generation_kwargs: logprobs: 5 is for the trainer to set; leav",
-        ),
+        *(({**vllm, "generation_kwargs": given}, f"generation_kwargs: {said}") for given, said in of_vllm),
         ({"generation_kwargs": {"num_beams": 4}}, "generation_kwargs: num_beams: 4 is for the trainer to set"),
-        (
-            {"generation_kwargs": {"top_p_": 0.9}},
-            "generation_kwargs: top_p_: 0.9 is nothing that Transformers knows; did",
-        ),
+        ({"generation_kwargs": {"top_p_": 0.9}}, "generation_kwargs: top_p_: 0.9 is nothing that Transformers knows"),
         ({**vllm, "temperature": 0.004}, "temperature: 0.004 is below 0.01"),
         ({**sequence, "top_p": 0.9}, "top_p: 0.9 with .* vllm_importance_sampling_mode: sequence_mask multiplies"),
         ({**sequence, "generation_kwargs": {"bad_words": ["x"]}}, "generation_kwargs: bad_words with another temper"),

@@ -230,10 +230,6 @@ def recipe(seven) -> Setup:
     return Setup(seven, Sharding(8, 3, True), MicroBatch(2, 1580, 4096, 1280), 128, reference=True, engine=engine)
 
 
-def test_the_papers_recipe_fits_80_gib_and_not_24(recipe):
-    assert fits(recipe, 80 * GIB) and not fits(recipe, 24 * GIB)
-
-
 def test_what_saves_memory_saves_memory(recipe, subtests):
     cases: list[Any] = [
         {"checkpointing": False}, {"sharding": Sharding(8, 2)}, {"sharding": Sharding(1)},

@@ -578,7 +578,8 @@ def test_all_but_the_number_of_layers_is_published():
             assert getattr(getattr(part, tower), name) == getattr(getattr(whole, tower), name)
     assert (part.text.layers, part.vision.layers, part.vocabulary, part.tied) == (2, 9, 152_064, False)
     assert slice_config(1, 9).vision_config.fullatt_block_indexes == [7, 8], "a window everywhere but as published"
-    assert slice_config(1, 4).get_text_config().rope_parameters["mrope_section"] == [16, 24, 24]
+    assert slice_config(1, 4).get_text_config().rope_parameters["mrope_section"] == [16, 24, 24] == mrope(128)
+    assert [sum(mrope(head)) for head in (16, 32, 64)] == [8, 16, 32], "half a head"
 
 
 def test_the_tokenizer_has_the_special_tokens_where_the_config_says(built):
@@ -628,10 +629,6 @@ def test_answers_have_the_median_and_some_are_at_the_limit():
     assert lengths == sorted(lengths) and lengths[-1] == 1024 and len(lengths) == 8
     assert statistics.median(lengths) == pytest.approx(400, rel=0.02)
     assert answer_lengths(400, 1024, 8, equal=True) == [400] * 8
-
-
-def test_the_sections_of_mrope_are_half_a_head():
-    assert [sum(mrope(head)) for head in (16, 32, 64, 128)] == [8, 16, 32, 64] and mrope(128) == [16, 24, 24]
 
 
 def scanned_run(place, accuracy):

@@ -17,7 +17,6 @@ import pytest
 
 from adora_vl.data.dataset import load_split
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import replace_file
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
@@ -137,22 +136,6 @@ def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(prepared, tm
     with pytest.raises(UserError, match=r"^dataset: .* cannot be read \(.*\); prepare it again") as caught:
         load_split(tmp_path / "data", "train")
     assert len(str(caught.value).splitlines()) == 1
-
-
-@pytest.mark.parametrize("old", [None, b"old"])
-def test_a_file_that_cannot_take_its_place_is_taken_away(old, tmp_path, monkeypatch):
-    path = tmp_path / "file"
-    if old is not None:
-        path.write_bytes(old)
-    before = contents(tmp_path)
-
-    def refuse(self: Path, target: Path) -> Path:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(KeyboardInterrupt):
-        replace_file(path, "new")
-    assert contents(tmp_path) == before
 
 
 @pytest.mark.parametrize("output", ["file", "file/below", "", "x" * 300], ids=["file", "below a file", "empty", "long"])

@@ -194,8 +194,8 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, place):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_a_folder_that_cannot_take_its_place_is_taken_away(error, place, monkeypatch):
-    """The old one is back, whichever of the two renames fails."""
+def test_what_cannot_take_its_place_is_taken_away(error, place, monkeypatch):
+    """A file, also where there was none; and a folder, whose old one is back whichever of the two renames fails."""
     before = contents(place)
     real = Path.rename
     for fails in ("merged", "new"):
@@ -208,6 +208,11 @@ def test_a_folder_that_cannot_take_its_place_is_taken_away(error, place, monkeyp
         with monkeypatch.context() as patch, pytest.raises(error):
             patch.setattr(Path, "rename", rename)
             merged(place)
+        assert contents(place) == before
+    monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=error))
+    for name in ("manifest.json", "new.json"):
+        with pytest.raises(error):
+            replace_file(place / name, "new")
         assert contents(place) == before
 
 
