@@ -167,7 +167,9 @@ class SharedVision:
             if image_grid_thw is not None and not len(image_grid_thw):
                 return self._nothing(inner, see, image_grid_thw.device)
             if pixel_values.is_floating_point() or image_grid_thw is None:
-                self.seen += 0 if image_grid_thw is None else len(image_grid_thw)
+                if image_grid_thw is not None:
+                    self.seen += len(image_grid_thw)
+                    image_grid_thw = image_grid_thw.to(pixel_values.device)  # a packed pass has it on the host
                 return original(pixel_values, image_grid_thw, **kwargs)
             starts = first_patches(pixel_values, image_grid_thw)  # references may be on the host
             return self._features(inner, partial(see, inner.visual.device), starts)

@@ -166,8 +166,8 @@ def check_room(folder: Path, needed: int, checkpoint: int, kept: int) -> Check:
 
 
 def ranges() -> dict[str, Requirement]:
-    """The requirements of this package and its extras, by distribution."""
-    found = [Requirement(text) for text in requires(OURS) or []]
+    """The requirements of this package and its extras, by distribution; none in a checkout that is not installed."""
+    found = [Requirement(text) for text in requires(OURS) or []] if installed(OURS) else []
     return {requirement.name: requirement for requirement in found}
 
 
@@ -176,7 +176,7 @@ def check_version(name: str, wanted: Mapping[str, Requirement], find: Find, *, n
     title, found = f"version of {name}", find(name)
     requirement = wanted.get(name)
     if requirement is None:
-        return skipped(title, f"{found or 'not installed'}; our package asks for no version of it")
+        return skipped(title, f"{found or 'not installed'}; {OURS} is not installed, or asks for no version of it")
     supported = requirement.specifier
     if found is None:
         if not needed:

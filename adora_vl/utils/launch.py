@@ -83,8 +83,7 @@ def use_expandable_segments() -> None:
     """Let torch grow its blocks of GPU memory instead of keeping one of every size; before torch first uses a GPU.
 
     The packed sequences of every micro-batch have another length, which leaves gaps between fixed blocks that no later
-    tensor fits in. What the user has set stays as it is. vLLM switches this off around the memory that sleeps. Not run
-    on a GPU yet.
+    tensor fits in. What the user has set stays as it is. vLLM switches this off around the memory that sleeps.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"

@@ -116,6 +116,15 @@ def gradients(model: Any, found: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def test_pixels_meet_grids_on_their_own_device() -> None:
+    """A packed pass has its grids on the host, and its pixels on the device where the images are not in the store."""
+    model, devices = model_of("qwen2_5_vl"), []
+    model.model.get_image_features = lambda pixels, grids, **kwargs: devices.append(grids.device)
+    assert SharedVision(ImageBanks()).install(model)
+    model.model.get_image_features(torch.empty(24, 16, device="meta"), GRIDS[:1])
+    assert devices == [torch.device("meta")]
+
+
 def test_a_batch_of_any_mix_is_as_its_rows_alone(subtests):
     for kind, frozen in product(SEEING, (False, True)):
         with subtests.test(f"{kind} {'frozen' if frozen else 'trained'}"):
