@@ -30,7 +30,7 @@ from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.files import check_folder, check_json, make_folder, written_to
 from adora_vl.utils.hub import notes_on
 from adora_vl.utils.own_files import look_beside
-from eval.inference.engines import build_engine, check_loadable, default_engine, settings_of
+from eval.inference.engines import build_engine, check_loadable, default_engine, settings_of, tool_options_of
 from eval.inference.predictions import PREDICTIONS, read_predictions, score_path
 from eval.inference.provenance import FILE_NAME, OF_THE_RUN, Fields, read, settle_prompts, versions, write_json
 from eval.inference.requests import ENGINES, AnswerEngine, AnswerEngineSettings
@@ -61,6 +61,8 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
         # `infer` ignores options for the score, so that one file serves `infer` and `run`.
         unused = set(vars(score_defaults(benchmark))) if options.verb == "infer" else set()
         options = parser.parse_args([options.verb, *_file_options(config, options, unused), *words[1:]])
+    if getattr(options, "tool_options", None) is not None:
+        options.tool_options = tool_options_of(options)
     for name in _NEEDED[options.verb]:
         if getattr(options, name) is None:
             raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
@@ -154,8 +156,8 @@ def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]
         if key not in known:
             raise UserError(f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), known)}")
         option = "--" + str(key).replace("_", "-")
-        if key == "tools" and isinstance(value, list):
-            words += [option, *map(str, value)]
+        if key == "tools" and isinstance(value, list) and all(isinstance(name, str) for name in value):
+            words += [option, *value]
             continue
         if key == "tool_options" and isinstance(value, dict):
             value = json.dumps(value)

@@ -6,11 +6,15 @@ import importlib.util
 from argparse import Namespace
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from adora_vl.utils.errors import UserError
 from eval.inference.chat import ChatProcessor
 from eval.inference.endpoint import EndpointEngine, endpoint_of
 from eval.inference.requests import HUB_ID, AnswerEngine, AnswerEngineSettings, AnswerTools, EngineName
+
+if TYPE_CHECKING:
+    from adora_vl.config.blocks import ToolOptions
 
 
 def default_engine() -> EngineName:
@@ -48,16 +52,26 @@ def settings_of(options: Namespace) -> AnswerEngineSettings:
     return replace(settings, tools=_tools_of(options, settings)) if getattr(options, "tools", None) else settings
 
 
+def tool_options_of(options: Namespace) -> ToolOptions:
+    """The limits of tools that the options ask for. Raises `UserError`."""
+    from adora_vl.config.blocks import ToolOptions
+    from adora_vl.config.values import convert
+
+    if not options.tools:
+        raise UserError("tool_options: without --tools it changes nothing; name tools, or leave it out")
+    limits: ToolOptions = convert("tool_options", options.tool_options, ToolOptions)
+    return limits
+
+
 def _tools_of(options: Namespace, settings: AnswerEngineSettings) -> AnswerTools:
     """The tools of the options, for what this model sees. Raises `UserError`."""
     if settings.endpoint is not None:
         raise UserError("tools: --engine openai answers no calls; use vllm or transformers, or leave --tools out")
     from adora_vl.config.blocks import ToolOptions
-    from adora_vl.config.values import convert
     from adora_vl.data.prompt_lengths import limits_of
     from adora_vl.tools.run import Toolbox, choose_tools, view_of
 
-    limits: ToolOptions = convert("tool_options", options.tool_options or {}, ToolOptions)
+    limits = options.tool_options or ToolOptions()
     chosen = choose_tools(options.tools)
     chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
     pixels = limits_of(chat.processor, chat.config, settings.min_pixels, settings.max_pixels)
