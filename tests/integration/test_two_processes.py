@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.training.pool_state import PoolState
 from benchmarks.kill_and_resume import facts
-from tests.integration.support import launch, processes_with
+from tests.integration.support import launch, processes_with, run
+from tests.parity.test_engine_parity import parity
 from tests.support.endpoint_server import Answer, Reply, Server, completion
 
 pytestmark = pytest.mark.slow
@@ -249,3 +251,14 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
     assert len(set(seen[0].values())) > 16, "the rollouts of a problem differ"
     shared.append(set(Path("/dev/shm").glob("*cpushm*")))
     assert shared[0] == shared[1], "what a run leaves there keeps the next from starting"
+
+
+def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turns(four_heads, tmp_path):
+    keys = ["--model_name_or_path", str(four_heads), "--vllm_tensor_parallel_size", "2", "--adora_rollouts.budget", "9"]
+    command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--processes", "2", "--output", str(tmp_path)]
+    assert "weights: all equal" in run([*command, "--steps", "4", "--kills", "backward:4", "--", *keys]).stdout
+    (rollouts,) = tmp_path.glob("*/killed/rollouts")
+    assert max(pq.read_table(rollouts)["segments"].to_pylist()) > 1
+    words = ["per_device_train_batch_size=8", "num_generations=4", "max_steps=2", "vllm_tensor_parallel_size=2"]
+    result = parity(tmp_path, "cpu_zero3", "--mixed", "--tools", *words, model=four_heads)
+    assert max(result["gaps"]) < 1e-5 and max(result["turns"]) > 1
