@@ -162,7 +162,8 @@ def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]
         if key == "tool_options" and isinstance(value, dict):
             value = json.dumps(value)
         if isinstance(value, list | dict):
-            raise UserError(f"config: {key}: {value!r:.60} in {str(file)!r} is not one value; write one")
+            wanted = "no list of names; write one" if key == "tools" else "not one value; write one"
+            raise UserError(f"config: {key}: {value!r:.60} in {str(file)!r} is {wanted}")
         is_switch = isinstance(getattr(options, key), bool)
         if (value is False and str(key).startswith("no_")) or (value is None and is_switch):
             continue

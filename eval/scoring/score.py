@@ -39,11 +39,7 @@ def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
     }
 
 
-_CUT = (
-    "length",
-    "calls",
-    "room",
-)  # the last two: with a call that nobody answers, or for whose answer there is no room
+_CUT = ("length", "calls", "room")  # the last two: at a call that nobody answers, or whose answer has no room
 
 
 def truncation(finish_reasons: Sequence[str]) -> dict[str, Any] | None:
