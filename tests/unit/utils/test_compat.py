@@ -32,7 +32,7 @@ FIELDS = {
     | {"pad_token_id", "padding_side", "pooler_output", "pre_tokenizer", "size", "suppress_tokens"},
     "vLLM's requests and their outputs, each a copy": {"n", "outputs", "seed"},
     "argparse and subprocess": {"choices", "metavar", "returncode", "type"},
-    "options of our own commands": {"answer_tags"},
+    "options of our own commands": {"answer_tags", "tool_options"},
     "a context of mpmath that we have made": {"prec"},
     "functions of our own": {"__name__", "__qualname__", "__doc__", "__signature__", "__annotations__"},
     "images of a row, see KeptImage": {"__class__"},
