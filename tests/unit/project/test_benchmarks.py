@@ -185,48 +185,6 @@ def test_runs_are_added_once_and_never_to_the_seed_of_another_machine(tmp_path, 
     assert report.paired(lines, "R2", "grpo", "adora", "grpo", end("accuracy")) == pytest.approx([10.0])
 
 
-def test_recipes_and_arithmetic_models_have_a_row_each():
-    runs = [run(arm, seed, (0.2, 0.3, last)) for seed in (0, 1) for arm, last in (("grpo", 0.4), ("adora", 0.8))]
-    runs += [one | {"arithmetic": "2e", "model": 1, "seed": one["seed"] + 6} for one in runs]
-    assert report.by_recipe(runs, "R2") == [], "one recipe needs no table of recipes"
-    rows = report.by_recipe([*runs, run("grpo", 0, (0.2, 0.3, 0.5)) | {"recipe": "kl"}], "R2")[2:]
-    assert [row.split(" | ")[:3] for row in rows] == [
-        ["| `grpo`, GRPO", "4", "40.0"],
-        ["| `grpo`, ADORA 0.1", "4", "80.0"],
-        ["| `kl`, GRPO", "1", "50.0"],
-    ]
-    models = report.by_model(runs, "R2", "grpo")[2:]
-    figures = "2 | 40.0 | 80.0 | **+40.0 [+40.0, +40.0]** | +40.0 |"
-    assert models == [f"| arithmetic model {model} | {figures}" for model in ("0, `1f`", "1, `2e`")]
-    assert report.by_model(runs[:4], "R2", "grpo") == []
-
-
-def test_crossed_runs_have_the_arithmetic_model_as_their_unit():
-    """Three starts of one model are one figure; what one model says alone cannot be certain."""
-    runs = [
-        run(arm, seed, (0.2, 0.3, last + model / 10)) | {"model": model, "plan": "crossed"}
-        for model in (3, 4)
-        for seed in (20, 21, 22)
-        for arm, last in (("grpo", 0.4), ("adora", 0.6 + (seed - 21) / 10))
-    ]
-    levels, differences = report.crossed(runs)
-    assert levels[2:] == [
-        "| steps | `grpo`, GRPO | 6 | 75.0 | 70.0 / 80.0 | 75.0 | 50.0 | 0 of 6 |",
-        "| steps | `grpo`, ADORA 0.1 | 6 | 95.0 | 90.0 / 100.0 | 95.0 | 50.0 | 0 of 6 |",
-    ]
-    assert [row.split(" | ")[1:4] for row in differences[2:]] == [
-        ["`grpo`, ADORA 0.1 - `grpo`, GRPO", "2", "**+20.0 [+20.0, +20.0]**"]
-    ]
-    assert "## Crossed" in report.all_tables([*runs, run("grpo", 0, (0.2, 0.3, 0.4))])
-
-
-def test_a_run_of_the_engine_is_compared_and_not_counted():
-    runs = [run("grpo", 0, (0.2, 0.3, 0.4)), run("grpo", 0, (0.2, 0.3, 0.9), engine=True)]
-    assert any(line.startswith("| GRPO | 1 | 40.0 |") for line in report.levels(runs, "R2", "grpo", report.HELD_OUT))
-    assert report.engines(runs)[2:] == ["| R2, grpo, GRPO, seed 0 | 40.0 | 90.0 | 50.0 | 50.0 |"]
-    assert report.engines(runs[:1]) == []
-
-
 def test_a_thinned_run_keeps_the_means_of_five_steps():
     steps = [{"chains": step / 10, **({"chain_accuracy": 0.5} if step == 7 else {})} for step in range(7)]
     steps.append({"chains": 0.9, "chain_accuracy": 0.5, "loss": 3.0})

@@ -14,9 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adora_vl.doctor.engine import FEATURES
 from adora_vl.models.precision import wrong_buffers
-from adora_vl.models.shape import describe
 from adora_vl.utils.launch import free_port, use_one_gpu
 from benchmarks.gpu import cards, checks, engine, lm_head, offload, precision, server, setting, streaming, vision
 from benchmarks.gpu.__main__ import main
@@ -135,14 +133,6 @@ def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
     assert len(failures(lines_of("lm_head"))) == 3
 
 
-@pytest.mark.parametrize(("gib", "tokens"), [(80, 8192), (40, 8192), (24, range(2048, 8192)), (4, 0)])
-def test_a_plain_head_takes_as_many_tokens_as_the_card_has_room_for(gib, tokens):
-    """At 3B widths, and never more than fits beside the weights: 18 bytes for each token and word."""
-    found = lm_head.tokens_that_fit(gib * 2**30, lm_head.VOCABULARY, 2048)
-    assert found in tokens if isinstance(tokens, range) else found == tokens
-    assert found * lm_head.VOCABULARY * 18 < gib * 2**30
-
-
 def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
     monkeypatch.setattr(lm_head, "free_bytes", lambda setting: 2**20)
     (line,) = lm_head.run(replace(SMALL, full=True))
@@ -241,14 +231,6 @@ def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(caps
     assert "finished" in line and "half" not in line
 
 
-def test_what_makes_a_run_wrong_comes_before_what_makes_it_slow_and_what_few_need():
-    names = [check.name for check in CHECKS]
-    order = ["rounding", "drift", "recipe", "trainer", "offload", "deepspeed"]
-    assert sorted(order, key=names.index) == order
-    several = [check.name for check in CHECKS if check.cards > 1]
-    assert several == ["cards", "server"] and names.index("cards") > names.index("engine")
-
-
 def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
     monkeypatch.setattr("adora_vl.utils.launch.prepare_engine_environment", use_one_gpu)
     monkeypatch.setenv("WORLD_SIZE", "1")
@@ -316,17 +298,6 @@ def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(mo
     assert found[1].what == "7B: the rest" and "GiB" in found[1].note
 
 
-def test_images_and_layers_are_as_many_as_there_is_room_for():
-    assert [list(vision.sized(gib * 2**30))[1] for gib in (79, 39, 21)] == ["8 x 300", "6 x 300", "2 x 300"]
-    found = {gib: engine.layers_that_fit(gib * 2**30) for gib in (79, 39, 22, 10)}
-    assert found[79][0] == found[39][0] == 36 and 12 < found[22][0] < 36 and found[10][0] == 0
-    for gib, (layers, share) in found.items():
-        config = replace(SMALL, full=True).config("3B", layers=max(layers, 1), eye_layers=32)
-        weights = describe(config, dtype="bfloat16").total * 2 / 2**30
-        assert weights + 4 < share * gib < weights + 6, "the engine's weights and cache"
-        assert layers == 0 or weights + share * gib + 6 < gib, "and the policy beside it"
-
-
 def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(monkeypatch):
     towers: list[torch.nn.Module] = []
 
@@ -337,19 +308,6 @@ def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(mon
     monkeypatch.setattr(vision, "_image", noted)
     assert len(list(vision.run(SMALL))) == 3
     assert len(towers) == 6 and [wrong_buffers(tower) for tower in towers] == [[]] * 6
-
-
-def test_the_doctors_lines_about_the_machine_are_one():
-    def line(name, status="passed"):
-        return {"name": name, "status": status, "detail": "1", "remedy": "mend it"}
-
-    right = [line("version of torch"), line("driver", "skipped"), line(FEATURES), line("agreement, cold")]
-    found = list(engine.engine_lines(right, "V2"))
-    names = ["V2: versions, data, folders", f"V2: {FEATURES}", "V2: agreement, cold"]
-    assert [(each.what, each.verdict) for each in found] == [(name, Verdict.OK) for name in names]
-    wrong = list(engine.engine_lines([line("version of torch", "failed"), line("driver")], "V2"))
-    assert [(each.verdict, each.figure) for each in wrong] == [(Verdict.FAIL, "1 of 2"), (Verdict.FAIL, "1")]
-    assert wrong[1].what == "V2: version of torch" and wrong[1].note == "mend it"
 
 
 HEALTHY = """
@@ -405,12 +363,6 @@ def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
     assert engine.free_after_sleeps(SMALL, lambda: None).verdict is Verdict.SKIPPED
 
 
-def test_rollout_tokens_per_second_leave_the_first_step_out():
-    steps = [{"completions/mean_length": 50.0, "seconds/rollout": spent} for spent in (99.0, 2.0, 2.0)]
-    assert engine.rate("x", steps).figure == f"{50 * engine.ROWS / 2:.0f}"
-    assert engine.rate("x", steps[:1]).verdict is Verdict.FAIL
-
-
 def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
     (tmp_path / "stuck.py").write_text("import threading; threading.Event().wait()")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -428,23 +380,6 @@ def test_one_card_is_told_what_two_would_show(monkeypatch):
         *found, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
         assert line.verdict is Verdict.SKIPPED and "NCCL needs 2 cards, here is 1" in line.note
         assert len(found) == before, "weights go by files to a server on the same card"
-
-
-def test_a_sum_that_lacks_a_rank_is_wrong():
-    numbers = torch.arange(10.0)
-    assert cards.added(numbers, 2 * numbers + 1) and not cards.added(numbers, numbers)
-
-
-def test_without_vllm_and_deepspeed_the_rest_runs_and_says_so(monkeypatch, capsys):
-    for package in ("vllm", "deepspeed"):
-        monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr(checks, "_in_a_child", lambda *_: [holds("x", "1", "1", True, "a test")])
-    assert main(["--size", "small"]) == 0
-    printed = capsys.readouterr().out
-    for check in CHECKS:
-        (line,) = [line for line in printed.splitlines() if line.startswith(f"{check.name} ")]
-        hidden = [package for package in check.needs if package in ("vllm", "deepspeed")]
-        assert (f"{' '.join(hidden)} not installed" in line) if hidden else line.endswith("ok"), line
 
 
 @pytest.mark.parametrize(

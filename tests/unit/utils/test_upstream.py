@@ -37,7 +37,7 @@ def test_every_override_has_stocks_parameters_and_says_what_stock_does():
 
 
 def test_trl_still_reads_ratios_and_advantages_where_we_put_them():
-    """The ratio goes into the micro-batch during the policy's pass, and a micro-batch is used as it lies in the buffer."""
+    """The ratio goes into the micro-batch during the pass, and a micro-batch is used as it lies in the buffer."""
     source = inspect.getsource(GRPOTrainer._compute_loss)
     formed = source.index("per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(")
     read = source.index('per_token_loss * inputs["importance_sampling_ratio"]')
