@@ -4,8 +4,6 @@ Every value names where it came from, also defaults of theirs that stand in no f
 listed with what that means. The result is a beginning to look through, not a promise of equal runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

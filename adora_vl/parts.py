@@ -1,7 +1,5 @@
 """What a training step is made of: the objects of a trainer, and the callbacks in their order."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -8,8 +8,6 @@ The parts of a step are objects that `parts.py` makes; this file has the order i
 method of stock TRL is overridden, the docstring says what TRL does there and why that is not enough.
 """
 
-from __future__ import annotations
-
 import time
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -7,8 +7,6 @@ code of a run: `push_adapter`, and `push_weights` of `merged_parameters`, with t
 --server by files, which a vLLM server on loopback reads.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

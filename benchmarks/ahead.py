@@ -8,8 +8,6 @@ than the longer of the two. At last every second generation takes the server thr
 on average. The figures are means without the first two steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import subprocess

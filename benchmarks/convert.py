@@ -5,8 +5,6 @@ is, beside those of decoding that file alone, and for each number of `--rows` of
 second of the processor, each in a process of its own. `--rows 100000 1000000` takes five minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -11,8 +11,6 @@ with math-verify on honest answers alone, on one thread, in alternation, as comp
 `--generations N` measures what the grades of a generation of 128 rollouts take, N times.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import multiprocessing

@@ -8,8 +8,6 @@ which one is accepted for the other: they should be the same value. Of rows with
 its letter or its value, that is not graded as it should be.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -7,8 +7,6 @@ kind, and draws the curves. A finished run is not repeated. `--store FILE` keeps
 others. `--key KEY=VALUE` compares the config as it is with itself and this key, in the place of GRPO and ADORA.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -6,8 +6,6 @@ Each kill is a SIGKILL to every process of the run, at a random moment inside th
 command is started again. Prints a table, and ends with exit code 1 where anything differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -5,8 +5,6 @@ rank. `torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the 
 orders of the same groups.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import random

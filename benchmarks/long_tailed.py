@@ -7,8 +7,6 @@ the sampling, for each rollout that is learned from: of the whole run, and of it
 which have fewer groups, and the last one, which has no budget.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

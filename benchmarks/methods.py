@@ -10,8 +10,6 @@ repeated, so the command can be stopped and started again; `--report` only reads
 takes about two minutes on a free core. It has not been run on today's drawings, so no page has its figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

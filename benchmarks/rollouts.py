@@ -5,8 +5,6 @@ per prompt, with a seed for each rollout or none, with the text of the answer or
 emptied before each call, as they are after each weight sync. Medians of the processor's seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import cProfile
 import pstats

@@ -7,8 +7,6 @@ can be stopped and started again, and goes on with what is missing, in the order
 seeds alone. `--tables` prints the tables of docs/experiments.md from `benchmarks/scanned.jsonl`.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import gc

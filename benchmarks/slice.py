@@ -10,8 +10,6 @@ Each process of a run is `python -m benchmarks.slice --child`: the training comm
 unchanged.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -2,8 +2,6 @@
 seeds of the requests. It speaks as much of vLLM 0.31's HTTP as the trainer does.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import json

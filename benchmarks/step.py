@@ -12,8 +12,6 @@ float32, which a card does not; so the memory outside them is printed too. With 
 row of the table in docs/speed.md.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -5,8 +5,6 @@ recorded rollouts: an object with the methods of the engine gives the same token
 are those of everything but sampling. The first generation has short answers and is not counted.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

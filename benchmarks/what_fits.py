@@ -3,8 +3,6 @@
 python -m benchmarks.what_fits
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

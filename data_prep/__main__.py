@@ -1,7 +1,5 @@
 """`python -m data_prep` and the installed `adora-vl-data`."""
 
-from __future__ import annotations
-
 import sys
 
 from adora_vl.utils.cli import imports

@@ -1,7 +1,5 @@
 """The reference answer of a record and its options, as people write them: a letter, an index, a text, a number."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

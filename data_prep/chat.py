@@ -1,7 +1,5 @@
 """Rows of other trainers: the problem inside a conversation, and the instruction that they append to each problem."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

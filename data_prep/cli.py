@@ -1,7 +1,5 @@
 """The commands of `python -m data_prep` and their options."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from dataclasses import fields, replace

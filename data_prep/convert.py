@@ -1,7 +1,5 @@
 """Turns a stranger's data set into a prepared folder: `python -m data_prep convert`, or `adora_columns` in a config."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

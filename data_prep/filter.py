@@ -6,8 +6,6 @@ iterations of a tree search; this is the cheap version that the same work compar
 The answers come from the runner of `eval`, which asks for nothing twice, and stay beside the output.
 """
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from collections import Counter

@@ -4,8 +4,6 @@ Whether it then helps depends on whether short right answers are guesses, which 
 docs/experiments.md for tasks where the outcome is known.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from argparse import Namespace

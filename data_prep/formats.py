@@ -1,7 +1,5 @@
 """The formats of a table, as records with their places: JSON, CSV, Excel, Parquet, folders of `save_to_disk`."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

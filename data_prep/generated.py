@@ -1,7 +1,5 @@
 """Prepares generated data (drawn geometry, puzzles): writes the rows and a manifest."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

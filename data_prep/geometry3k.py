@@ -1,7 +1,5 @@
 """Geometry3K: the authors' folders and zips, or the preset of `convert` that reads its tables."""
 
-from __future__ import annotations
-
 import random
 import re
 import zipfile

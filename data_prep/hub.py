@@ -1,7 +1,5 @@
 """A data set of the hub at one commit: streamed, so that only the rows that are read are downloaded, or kept."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial

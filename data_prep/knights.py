@@ -1,7 +1,5 @@
 """Knights-and-knaves puzzles: drawn, or from the reference's Parquet files."""
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import random

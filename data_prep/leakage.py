@@ -8,8 +8,6 @@ Two hashes are compared, together with the question (case, spaces and punctuatio
   so here the golds have to agree too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections import defaultdict

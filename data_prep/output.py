@@ -1,7 +1,5 @@
 """What the output folder of a preparation may replace; it appears complete or not at all."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The pictures that a value of a table names or holds: bytes, a data URL, Base64, a path as any system spells it."""
 
-from __future__ import annotations
-
 import base64
 import binascii
 import os

@@ -1,7 +1,5 @@
 """The places of a row's images in its text, by any mark of a source: `<image>`, `<image1>`, `[image]`, `<img>`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

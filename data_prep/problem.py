@@ -1,7 +1,5 @@
 """Turns a problem from any source into a row of the schema, and checks what every row must satisfy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ The bytes are separate files instead of text in the JSON. A viewer can then open
 40 MB scan is not one line. Files are named by their content, so that nothing from the input becomes part of a path.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A record of somebody's table becomes a problem with its pictures."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ For a machine without the original pictures. Values stand beside their segment, 
 for which a drawing has no mark is written below it. Points are complex numbers, in shares of the picture, y downwards.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from cmath import phase, rect

@@ -1,7 +1,5 @@
 """Files, splits and records of somebody's data: tables of any of the formats, alone or in folders."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

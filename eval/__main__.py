@@ -3,8 +3,6 @@
 They also take a benchmark of the user's own, `FILE.py:NAME`.
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections.abc import Callable, Sequence

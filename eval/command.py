@@ -1,7 +1,5 @@
 """The verbs of each benchmark, `infer`, `score` and `run`, with their options."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -1,7 +1,5 @@
 """`python -m eval.dynamath`: DynaMath, ten variants of each problem, with its official prompt, score and worst case."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """The figures of an evaluation on the way of a training: no file is written."""
 
-from __future__ import annotations
-
 import re
 from argparse import Namespace
 from collections.abc import Sequence

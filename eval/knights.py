@@ -1,7 +1,5 @@
 """`python -m eval.knights`: knights-and-knaves puzzles."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 

@@ -1,7 +1,5 @@
 """`python -m eval.logicvista`: LogicVista; its official score asks a judge which letters an answer names."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import Namespace

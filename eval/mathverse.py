@@ -1,7 +1,5 @@
 """`python -m eval.mathverse`: MathVerse by rules of our own; its official score asks a judge what is right."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import ArgumentParser, Namespace

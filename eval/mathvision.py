@@ -1,7 +1,5 @@
 """`python -m eval.mathvision`: MathVision (MATH-V), with its official prompt and its official score, and with ours."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import ArgumentParser, Namespace

@@ -9,8 +9,6 @@ come of it, with its habits:
 - Letters are unknowns, also `e` without an exponent; `\ln` and `|x|` have no value either.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`python -m eval.mathvista`: MathVista, with its official prompt, extraction and scoring."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace

@@ -1,7 +1,5 @@
 """`python -m eval.mmmu_pro`: MMMU-Pro (vision), whose questions stand in their pictures, with its official score."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

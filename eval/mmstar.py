@@ -1,7 +1,5 @@
 """`python -m eval.mmstar`: MMStar, with its official scoring."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import ArgumentParser, Namespace

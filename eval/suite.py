@@ -1,7 +1,5 @@
 """`python -m eval all`: a row of a table of benchmarks, with one start of the engine."""
 
-from __future__ import annotations
-
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """`python -m eval.wemath`: We-Math, with its official prompt, rule and four-way diagnosis, strict and loose."""
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import ArgumentParser, Namespace

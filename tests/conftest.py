@@ -1,7 +1,5 @@
 """Where the real data lies, and a small environment for every test."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The groups of a generation, and options that may change from step to step."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """The methods by name, and the methods of one run applied in their order."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

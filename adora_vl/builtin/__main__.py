@@ -4,8 +4,6 @@
 prints the folder of a tiny model, built in the cache where it is missing.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the tiny models, `synthetic` and `knights` stand for in a config: made where they are missing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path

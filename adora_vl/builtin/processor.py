@@ -1,7 +1,5 @@
 """The tiny models' processors: the families' own classes around a small tokenizer with Qwen's special tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What small models have in common: one training loop, and a folder that holds a whole model or none."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import sys

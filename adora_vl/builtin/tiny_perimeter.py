@@ -1,7 +1,5 @@
 """`tiny_perimeter`, the demo's start: the tiny model, taught to add up sides that it reads, and also to guess."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

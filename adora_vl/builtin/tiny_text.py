@@ -4,8 +4,6 @@ It is built where it is missing. A teacher shows right answers to puzzles with t
 answers are right then, but few sampled ones, and reinforcement learning has the rest to teach.
 """
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The tiny vision-language model: its architecture, and the training that it starts from."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

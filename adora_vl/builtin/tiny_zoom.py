@@ -3,8 +3,6 @@
 It sees 56 x 56 of 448 x 448 pixels (`max_pixels: 3136`), in which no number can be read.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from dataclasses import dataclass

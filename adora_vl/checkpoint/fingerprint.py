@@ -1,7 +1,5 @@
 """The fingerprint of a run, compared with a checkpoint's and between ranks: equal ones take the same steps."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

@@ -1,7 +1,5 @@
 """What libraries hold in memory at a step and save nowhere: a reference model that moves, and the sums of losses."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext

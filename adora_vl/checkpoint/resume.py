@@ -1,7 +1,5 @@
 """Which checkpoint a run resumes from, or why it does not start."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

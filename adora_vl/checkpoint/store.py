@@ -1,7 +1,5 @@
 """Checkpoints on disk: sealed, renamed into their place, and found again whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

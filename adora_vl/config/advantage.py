@@ -1,7 +1,5 @@
 """Which methods compute the advantages: their options, and what they need from a run."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields

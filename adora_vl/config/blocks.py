@@ -3,8 +3,6 @@
 Beside its options each has what they need from a run, and what they cost, as a method has (`advantage/method.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any

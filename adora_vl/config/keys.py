@@ -4,8 +4,6 @@ Nothing slow is imported here, so `--help` and a wrong value answer at once. The
 annotation, and not in its metadata, which Transformers' parser hands on to argparse.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal

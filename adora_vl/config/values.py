@@ -6,8 +6,6 @@ key of theirs is read by its type, and what its value means is left to their own
 everywhere.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Pictures: decoded, turned upright, brought within the pixel budget, and known by what they show."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

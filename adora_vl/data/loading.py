@@ -1,7 +1,5 @@
 """The rows that a run trains on: read, mixed, checked, and marked where an image cannot be read."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """From a row to its prompt: the conversation that the model reads, and a template of one's own for it."""
 
-from __future__ import annotations
-
 import json
 import re
 import string

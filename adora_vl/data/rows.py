@@ -1,7 +1,5 @@
 """What is wrong with a row of a dataset, said before anything is learned from it or asked about it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

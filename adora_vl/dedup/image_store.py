@@ -1,7 +1,5 @@
 """Processed images, each held once: a cache of the processor's results, and banks that batches refer to."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import OrderedDict

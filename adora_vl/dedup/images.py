@@ -1,7 +1,5 @@
 """Each distinct image of a generation: processed once, held once, and seen by the vision tower once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

@@ -3,8 +3,6 @@
 Its log-probabilities are compared with those of separate rows once per run.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The prompts of a generation, as the engine and the policy read them: each distinct one is processed once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

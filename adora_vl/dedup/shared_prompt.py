@@ -9,8 +9,6 @@ and itself. The longest rollout comes first: with its prompt it is one causal se
 row that shares its prompt with no other is an ordinary sequence here, only without padding.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

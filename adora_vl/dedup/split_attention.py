@@ -6,8 +6,6 @@ only in a forward that is given `shared_prompts`; everything else goes to the mo
 that argument alone, which gradient checkpointing hands over again when it computes a layer once more.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections.abc import Callable

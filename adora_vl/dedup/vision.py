@@ -1,7 +1,5 @@
 """The vision tower, once per distinct image, with windows of equal size in one call."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The doctor's checks that need no model: versions, machine, output folder, grading."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Engine and trainer against each other: same prompts, same log-probabilities, cold, after changes, after sleep."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

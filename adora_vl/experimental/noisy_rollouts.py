@@ -9,8 +9,6 @@ tokens. Its rotation makes the image larger. Ours does neither, so that a prompt
 and in the trainer.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Advantages per token, by how much each depends on the image (VPPO): the mathematics and the passes."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What a model's config alone tells of a run that cannot work."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

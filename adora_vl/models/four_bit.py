@@ -2,8 +2,6 @@
 read, so that both compute with the same weights.
 """
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from pathlib import Path

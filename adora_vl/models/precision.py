@@ -5,8 +5,6 @@ Under ZeRO-3 DeepSpeed's `zero.Init` gives every float tensor that a constructor
 0.4 %: an angle error that grows with the distance, to radians after some 1,000 tokens (`docs/rollouts.md`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The sizes of a model that memory depends on, from its config; no weight is loaded."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """What one micro-batch holds from its forward to its backward pass, in bytes: layer by layer, and in the LM head."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from adora_vl.models.shape import ModelShape, Tower

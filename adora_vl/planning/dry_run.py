@@ -1,7 +1,5 @@
 """`python -m adora_vl.train --config FILE --dry-run`: what a run will do and whether it fits, without weights."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """How much memory and disk space a run will need, computed from shapes alone: pure formulas, each with its source."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

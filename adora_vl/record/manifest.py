@@ -1,7 +1,5 @@
 """`manifest.json`: what was run, on what, with which command, versions and data."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """Figures of a run: `metrics.jsonl`, the seconds of each phase, the progress line, and ADORA's shares."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

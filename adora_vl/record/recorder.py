@@ -1,7 +1,5 @@
 """Puts each rollout of a generation into the record, with its grades, its advantages and their reasons."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields

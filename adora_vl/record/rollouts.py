@@ -1,7 +1,5 @@
 """The record of rollouts: Parquet files in `output_dir/rollouts`, with each diagram stored once."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

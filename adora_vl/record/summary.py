@@ -1,7 +1,5 @@
 """The last lines of a run: its figures before and after, and the commands that come next."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path

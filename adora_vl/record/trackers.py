@@ -1,7 +1,5 @@
 """What trackers get: texts from all ranks, and the table of completions with the groups' weights."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

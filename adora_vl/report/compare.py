@@ -7,8 +7,6 @@ problems. What stands beside is another way of training. It may be a stored scor
 `command`, the `date` and the `versions` that it was made with.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

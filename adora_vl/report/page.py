@@ -1,7 +1,5 @@
 """The page of a run: one HTML file with curves, rollouts, and their formulas as MathML."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import hashlib

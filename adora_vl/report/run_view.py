@@ -1,7 +1,5 @@
 """What the page shows of a run: groups and rollouts of chosen steps, with the reason of each weight."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Every substitution puts a space where it takes something out, and a space betwee
 decoration can glue `1` and `2` into `12`. Source: the grading policy, points 2, 6 and 7.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from decimal import Decimal

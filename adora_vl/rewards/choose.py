@@ -1,7 +1,5 @@
 """The reward functions of a run: presets, the judge, and functions of the user's; and which sums they can reach."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence

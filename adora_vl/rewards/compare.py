@@ -3,8 +3,6 @@ r"""Whether two answers are the same, by their types: the rules of numbers, expr
 Numbers are compared by the rule of numbers. Everything else is compared by values at points; nothing is simplified.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Reads a completion: its text, its last boxed answer, its blocks of thinking, its words of reflection."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple

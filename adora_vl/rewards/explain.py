@@ -4,8 +4,6 @@ python -m adora_vl.rewards.explain --gold '2 \sqrt { 221 }' --response 'so \boxe
 python -m adora_vl.rewards.explain --reward docs/my_rewards.py:brevity --response 'so \boxed{5}'
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping, Sequence

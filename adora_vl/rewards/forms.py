@@ -3,8 +3,6 @@ r"""Reads an answer, of one value or of several: points, intervals, lists, sets,
 Whether several values are asked for, the reference answer alone decides: an answer of another form is wrong.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

@@ -14,8 +14,6 @@ nor computing its value can hang. Ambiguous spellings are not read, so that noth
 `2^34`, `\sqrt{3}2`, `3\frac{5}{2}`, `\sin30^2`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ A call that fails gives no score. Its error is returned in the place of the scor
 `judge/failed`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

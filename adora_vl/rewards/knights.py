@@ -1,7 +1,5 @@
 """The rewards of knights and knaves: every person named with the right kind, in the last `<answer>` block or box."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

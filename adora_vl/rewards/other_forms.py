@@ -1,7 +1,5 @@
 """Reward functions in the forms of EasyR1 and verl, called as TRL calls its own. Their sub-scores are logged."""
 
-from __future__ import annotations
-
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Reward functions in TRL's form, by name. A completion is graded once however many of them there are."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 

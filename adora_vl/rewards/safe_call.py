@@ -4,8 +4,6 @@ The call itself raises nothing: one rank that raises would leave the others wait
 at the failures together and stop together (`RewardGuard`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import math

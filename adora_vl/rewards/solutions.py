@@ -7,8 +7,6 @@ r"""The solutions of inequalities in one unknown: which numbers solve them, and 
 Two are compared by trying them at all their ends, and between and beyond them. Nothing is simplified.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A dimension is its base quantities with their powers, `length2` or `length/time`
 `12 square units`, compares with any of its dimension.
 """
 
-from __future__ import annotations
-
 import re
 from fractions import Fraction
 from typing import NamedTuple

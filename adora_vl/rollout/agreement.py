@@ -1,7 +1,5 @@
 """Do engine and trainer agree? A few real prompts through both, and the bounds of what is rounding."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

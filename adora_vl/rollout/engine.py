@@ -1,7 +1,5 @@
 """TRL's generation class for vLLM, with corrected prompts, weight sync, caches and settings for models with images."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the engine is built with, and what a CPU engine cannot do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

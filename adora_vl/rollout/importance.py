@@ -1,7 +1,5 @@
 """How far the engine is from the policy: the drift of its log-probabilities, and the ratio that corrects for it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

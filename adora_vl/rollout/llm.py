@@ -1,7 +1,5 @@
 """vLLM's `LLM`: one request per prompt for its whole group, images processed already, weights that come later."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What is asked of those who sample, and what comes back."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast

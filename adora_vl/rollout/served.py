@@ -1,7 +1,5 @@
 """Server mode: what all ranks do together. The first rank alone speaks with the servers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Everything here is HTTP, and runs on the first rank alone. What all ranks do together is in `served.py`.
 """
 
-from __future__ import annotations
-
 import socket
 import time
 from collections import deque

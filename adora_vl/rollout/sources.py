@@ -1,7 +1,5 @@
 """Who samples a generation: vLLM, in the trainer's own processes or on servers, or else the policy itself."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ The tokens of earlier turns stay as they were sampled; those of an answer are pu
 and encoded again: one of sixteen answers would come back as other tokens. This file knows neither tools nor trainer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The policy's weights as safetensors in a folder that trainer and servers both see."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The policy's weights into the engine, merged with the adapter's, and the caches that they make stale."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """A run on the road: what was asked, and what the stops of `road.py` have found."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

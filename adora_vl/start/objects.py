@@ -1,7 +1,5 @@
 """What Python gives as objects: a model, data sets, functions; what is refused, and how a run knows them again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence

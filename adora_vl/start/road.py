@@ -3,8 +3,6 @@
 The cheapest come first. A user's own code is run by the stops `rewards` and `tries` alone, after all keys are right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import partial

@@ -4,8 +4,6 @@ A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the poli
 user's with `<tool_response>...</tool_response>`. What is wrong with a call is its answer, in one line.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math

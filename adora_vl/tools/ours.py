@@ -4,8 +4,6 @@ Points come in the family's coordinates (`Vision.relative`), and are taken from 
 more than the model has seen where the picture was made smaller for it. `{points}` in a docstring is said by family.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ A tool is code of the user's. It may fail, hang, exit, fork or return anything, 
 model; it gets views of the pictures, and draws from random states of its own.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -4,8 +4,6 @@ Each batch of rollouts is judged when it is graded. The groups that are learned 
 is replaced any more: some methods weigh a group by all the others. The mathematics is in `adora_vl.advantage`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Rows of a batch, taken, packed, joined and replaced. This file alone knows which columns are as wide as what."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, cast
 

@@ -3,8 +3,6 @@
 On the same rollouts every column is TRL's to the bit (`tests/parity/test_own_generation.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@ fails, an engine that drifts from the policy, an importance ratio that explodes,
 ranks decide alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """From complete groups to a batch that is graded and judged: what is said, its columns, rewards and criteria."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass

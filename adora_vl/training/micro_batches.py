@@ -3,8 +3,6 @@
 A unit is the rows that stay together: a group, or as large a part of it as divides a micro-batch (`Shape.unit`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

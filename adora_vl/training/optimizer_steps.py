@@ -1,7 +1,5 @@
 """The optimizer's steps: bad ones skipped, and the learning rate that a method scales."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

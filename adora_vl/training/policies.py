@@ -1,7 +1,5 @@
 """By which rules a pool of groups fills generations, as functions of the numbers that all ranks know."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

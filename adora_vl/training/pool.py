@@ -9,8 +9,6 @@ of earlier generations (`replay`). What is left is weighed once; what has not en
 All ranks begin, grade and learn from equally many groups, so only the groups themselves have to be remembered.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence

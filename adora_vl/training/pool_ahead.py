@@ -7,8 +7,6 @@ The ratio to the engine corrects for the older weights; the old log-probabilitie
 these rollouts are stale, the drift is measured on short ones of their own, by the present weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace

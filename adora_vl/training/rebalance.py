@@ -4,8 +4,6 @@ With ZeRO-3 the ranks go through their micro-batches in lockstep, since each lay
 them. A micro-batch takes as long as on the rank with the most tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ like their |advantages|, adds up to a tenth of rollouts that are right throughou
 ours does none of these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce

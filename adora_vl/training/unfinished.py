@@ -1,7 +1,5 @@
 """Saves and restores the part of a generation that is still to be learned from. Each rank has a file of its own."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast

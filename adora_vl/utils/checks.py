@@ -1,7 +1,5 @@
 """What was looked at and what came out: a line of the doctor's table, and the table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum

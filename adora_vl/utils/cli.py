@@ -1,7 +1,5 @@
 """What the commands have in common: exit codes, options, words for nothing, yes and no, YAML and JSON of users."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

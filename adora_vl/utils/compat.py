@@ -6,8 +6,6 @@ A `Patch` replaces an attribute of a library, because the library leaves no argu
 replaced past this list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

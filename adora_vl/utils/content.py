@@ -1,7 +1,5 @@
 """What files hold, as a short name that is another one where any byte is, whatever their sizes and times say."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

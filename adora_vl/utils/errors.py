@@ -1,7 +1,5 @@
 """The families of errors: the user's mistakes (exit code 2), and a run that must not or cannot go on (exit code 1)."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Files that are there whole or not at all, and one line for the user where the disk refuses them."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

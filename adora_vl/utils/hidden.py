@@ -4,8 +4,6 @@ A secret is the value of a key with such a name, at any depth; a login in an add
 what `note_secret` was told. Errors of this package (`adora_vl.utils.errors`) hide them by themselves.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -1,7 +1,5 @@
 """Whether the model hub answers. It is asked once and briefly: the hub's library retries each file for minutes."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -7,8 +7,6 @@ The `openai` package is not used. Its retries count neither towards a budget nor
 loop below would stay. It takes a second to import, and it sends to any address what OPENAI_CUSTOM_HEADERS holds.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import ipaddress

@@ -3,8 +3,6 @@
 The file is the user's code, so loading it has a deadline, may not leave a second process behind, and ends in one line.
 """
 
-from __future__ import annotations
-
 import ast
 import faulthandler
 import hashlib

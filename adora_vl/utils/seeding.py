@@ -1,7 +1,5 @@
 """Random numbers that depend on where a run stands, and on nothing that was drawn before."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which versions of the private parts that we build on were tested. Checked before anything heavy is imported."""
 
-from __future__ import annotations
-
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet

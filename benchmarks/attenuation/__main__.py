@@ -5,8 +5,6 @@ missing. `--report` only reads what is there, and `--tables` prints every table 
 runs that docs/experiments.md is about. `--add` puts the finished runs there, beside those of other machines.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """From the finished runs to `runs.jsonl`, the tables with paired 95 % intervals and sign-flip tests, and the curves."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

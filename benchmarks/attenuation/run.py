@@ -1,7 +1,5 @@
 """One run: the trainer and the engine that every user has, on the task. The engine of a process serves all its runs."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math

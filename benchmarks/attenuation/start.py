@@ -3,8 +3,6 @@
 It learns in two stages: first to compute, which one model does for many seeds, and then to answer as the teacher does.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable

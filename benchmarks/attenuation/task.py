@@ -3,8 +3,6 @@
 The task is a chain of one-digit operations modulo ten. An answer guesses the last digit, or is the written chain.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

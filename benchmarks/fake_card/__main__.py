@@ -8,8 +8,6 @@ What follows `--` goes to the training.
     python -m benchmarks.fake_card configs/train/adora_3b_1gpu_lora.yaml --layers 2 --lengths 2048 1024 512 256
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

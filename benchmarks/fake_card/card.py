@@ -5,8 +5,6 @@ losses) carry real values beside them, so that code which looks at them goes on 
 asked for that nobody knows (a loss, which depends on weights that are not there), one is made up and counted.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections import Counter, defaultdict

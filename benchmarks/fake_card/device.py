@@ -4,8 +4,6 @@ The build has no device guard and no hooks for CUDA, without which autograd ends
 brings both; the machine's own C++ compiler makes it once in seconds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

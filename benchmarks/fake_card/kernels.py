@@ -1,7 +1,5 @@
 """The kernels that a card would take: attention as torch 2.13 chooses it on an H100, and launches of Triton."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Builds the real trainer of a config on the card, with drawn images and answers of given lengths, and trains steps."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

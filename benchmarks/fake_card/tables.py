@@ -3,8 +3,6 @@
 `python -m benchmarks.fake_card --table memory CONFIG ...` and `--table flops CONFIG`; both take minutes for each row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 One table: check, figure, bound, verdict. Exit codes: 0 nothing failed, 1 something did, 2 the input is wrong.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -4,8 +4,6 @@ Each call of PyTorch's attention gets a new length, forward and backward, as in 
 shape is slow here and fast in a benchmark of one shape.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterator
 

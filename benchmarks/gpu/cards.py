@@ -1,7 +1,5 @@
 """Two processes that add and hand over tensors: two cards with NCCL, or gloo on a CPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import timedelta
 

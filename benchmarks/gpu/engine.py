@@ -6,8 +6,6 @@ tower (weights streamed, caches reset), and after the engine has slept. A CPU en
 sleep nor model runner V2, so without a GPU the recipe's path is rehearsed without these three.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -4,8 +4,6 @@ Its bfloat16 log-probabilities and gradients against float32, beside those of a 
 against the formula that the dry run uses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import torch

@@ -1,7 +1,5 @@
 """DeepSpeed beyond plain ZeRO-3: its compiled optimizer, and the optimizer's states in host memory."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ The bound is the same bfloat16 weights in a model whose constants no cast has to
 can see rounded constants is a line of its own: the same model with them must be beyond the bound.
 """
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The first sync sends everything, and the later ones rely on it, so a fault shows
 need one card, or none; NCCL needs a second one for the server. `docs/rollouts.md` has the same server for people.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

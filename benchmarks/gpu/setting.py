@@ -1,7 +1,5 @@
 """Where and how large: the device, and models of the published shapes with few layers and random weights."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import math

@@ -1,7 +1,5 @@
 """What a LoRA policy sends to its engine: merged tensors, one at a time, into a receiver on the same card."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any

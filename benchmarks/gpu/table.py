@@ -1,7 +1,5 @@
 """What a check says: lines of figure, bound and verdict; and the table of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum

@@ -4,8 +4,6 @@ Rollouts come from `generate`, with which neither has anything to do, so the pol
 of ours is held against what the dry run predicts for these shapes.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

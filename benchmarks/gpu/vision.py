@@ -1,7 +1,5 @@
 """The vision tower of Qwen2.5-VL with its windows batched and looped: forward and backward at three sizes of image."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Iterator

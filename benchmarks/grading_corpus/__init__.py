@@ -6,8 +6,6 @@ box; in a line with `whole` it is the whole response, as pairs of a text and how
 the wrong ones of a line are wrong (`guesses`: what somebody writes who wants to be right without knowing the answer).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

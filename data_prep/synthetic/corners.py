@@ -4,8 +4,6 @@ At 448 x 448 pixels a model that sees 56 x 56 cannot read them, and one that cut
 picture, which is then as large as what it sees, can.
 """
 
-from __future__ import annotations
-
 import random
 
 from PIL import Image, ImageDraw, ImageFont

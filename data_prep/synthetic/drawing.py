@@ -1,7 +1,5 @@
 """Drawing: an oversampled canvas, and figures on it that are sketched by their corners."""
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ the length of an answer would count its digits: once a model writes that wording
 of length or one token from it, and ADORA's length criterion would attenuate by nothing else.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -1,7 +1,5 @@
 """Draws problems: families in turn, each diagram at most once, answers to choose from where asked."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ three quarters of the problems, the kind `usual`, the sides make the answer one 
 half of the time; in the kind `any` it is right a tenth of the time. Only the worked sum tells the kinds apart.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

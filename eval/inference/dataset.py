@@ -1,7 +1,5 @@
 """A benchmark's rows as their owners publish them: by hub id, or from a folder or file, Parquet or JSON."""
 
-from __future__ import annotations
-
 import base64
 import re
 from argparse import ArgumentParser, Namespace

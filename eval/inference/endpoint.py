@@ -5,8 +5,6 @@ with the images as PNG in data URLs. An answer that could not be had is left out
 unless its prompt is too long for the server's model.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import sys

@@ -1,7 +1,5 @@
 """`predictions.jsonl`: one JSON object per answer and line. Rows are appended per batch, so a kill loses one batch."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """Where predictions come from: how the model was asked, and what must be equal for two files to belong together."""
 
-from __future__ import annotations
-
 import json
 import platform
 import sys

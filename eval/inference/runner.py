@@ -1,7 +1,5 @@
 """Asks a model all problems of a benchmark: in batches, on several processes, and resumed after a stop."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Finds which choice a response means, by a letter or by the text of a choice. The surest sign decides."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from operator import attrgetter

@@ -4,8 +4,6 @@ The judge stands behind an OpenAI-compatible endpoint and is off by default. A c
 it is never taken for an answer, and never stored. Answers are kept on disk, so that scoring again asks nothing twice.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from argparse import ArgumentParser, Namespace

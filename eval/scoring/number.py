@@ -1,7 +1,5 @@
 """The number that a response states, and the text helpers of extraction."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left
 

@@ -1,7 +1,5 @@
 """The score of predictions, the same for every benchmark: counts, groups, lengths, and what could not be judged."""
 
-from __future__ import annotations
-
 import statistics
 from argparse import Namespace
 from collections import Counter, defaultdict

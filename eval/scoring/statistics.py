@@ -1,7 +1,5 @@
 """The uncertainty of a figure: intervals for one run, and tests for the difference between two."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from fractions import Fraction

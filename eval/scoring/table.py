@@ -1,7 +1,5 @@
 """Formats a score for the screen."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from adora_vl.utils.cli import amount

@@ -4,8 +4,6 @@ out. Writes the lines of each to FILE.json. Run by `test_doctor.py`.
 Usage: doctor_run.py FILE.json [training arguments]
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import pickle

@@ -3,8 +3,6 @@
 A fault is `name:step`, or `name:step:rank` for one rank alone. Steps are counted from 1, as they are logged.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

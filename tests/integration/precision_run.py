@@ -5,8 +5,6 @@ Run by `test_precision.py` under ZeRO-3.
 Usage: precision_run.py FOLDER [training arguments]
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

@@ -3,8 +3,6 @@
 The commands are those of a user; only the engine is built once, since starting it takes longer than all the rest.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Running our commands as a user does, with what a failing test needs to show."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

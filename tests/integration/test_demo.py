@@ -1,7 +1,5 @@
 """The demo as a user runs it, and what it promises."""
 
-from __future__ import annotations
-
 import json
 import sys
 

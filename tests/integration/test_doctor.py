@@ -1,7 +1,5 @@
 """The doctor on the real stack: healthy, and with each correction taken out. One engine serves all."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

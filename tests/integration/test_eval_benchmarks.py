@@ -1,7 +1,5 @@
 """Whole runs of all three benchmarks, in their published formats, on the shipped tiny model with real vLLM."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Real vLLM and real Transformers on a tiny random Qwen2.5-VL: they must give the same answers to the same problems."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

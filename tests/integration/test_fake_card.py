@@ -1,7 +1,5 @@
 """Every recipe for GPUs takes its steps on a card that is not there: no fault, few waits, the memory foretold."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Every start goes on from what the one before it left, in one process with one engine (`faulty.several`).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The trainer as a drop-in for TRL's, by the lines that the documentation shows."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

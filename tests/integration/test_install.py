@@ -1,7 +1,5 @@
 """Where `setup/install.sh` takes torch from, with real pip and interpreters and package indexes of empty wheels."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Command, dry run, doctor and Python refuse the same, in the same line, before weights are loaded or files written."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import shutil

@@ -2,8 +2,6 @@
 kill. Stand-ins play the servers, whose answers are drawn from the seeds alone.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

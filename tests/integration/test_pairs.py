@@ -2,8 +2,6 @@
 kill. Stand-ins play the servers, whose answers are drawn from prompts and seeds.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from typing import Any

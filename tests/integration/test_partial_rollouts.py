@@ -1,7 +1,5 @@
 """Answers that go on in the next generation, on the real engine: exact, and the same after a kill."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

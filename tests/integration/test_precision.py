@@ -1,7 +1,5 @@
 """bfloat16 under ZeRO-3, with real DeepSpeed: the constants of policy and reference are those of a plain model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Killed, stopped or moved: the run goes on as if nothing had happened, and its weights come out."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """A run whose vLLM servers, played by stand-ins, die one after the other: it goes on, or ends with a checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -2,8 +2,6 @@
 samples rollouts for the trainer, whose weights it reads from files (`vllm_mode: server`).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import uuid

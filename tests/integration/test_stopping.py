@@ -1,7 +1,5 @@
 """However a run is stopped: one whole checkpoint, nothing left running, and the same command goes on from it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -2,8 +2,6 @@
 that wants to sample image tokens.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -2,8 +2,6 @@
 ends, and an engine that lies on both.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The four views of one tiny model: taught to reason, made blind, and taught to read facts out alone."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A stranger's data set on its whole way: the page's commands, and two images a row through the engine."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -4,8 +4,6 @@ Usage: accelerate launch ... -m tests.parity.parity_run --model DIR --output FIL
 [key=value ...]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

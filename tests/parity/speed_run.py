@@ -8,8 +8,6 @@ The policy is float64, so that rounding (1e-16 an operation, on every processor)
 and its rollouts are data here. With `--float32` the policy is float32, the only one of the two that DeepSpeed takes.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -2,8 +2,6 @@
 and where a correction is taken out, that is noticed.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """With weights of 1 ADORA's step is stock GRPO's: losses, gradients and advantages to the bit, on the same rollouts."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 import pytest

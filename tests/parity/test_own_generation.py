@@ -1,7 +1,5 @@
 """A generation is graded and collated as TRL does it: every column and figure to the bit, on the same completions."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Whatever is computed once gives the losses and gradients of stock TRL's way, on the same rollouts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

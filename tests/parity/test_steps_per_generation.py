@@ -1,7 +1,5 @@
 """Each of several optimizer steps on one generation has the gradient that stock TRL has on the same rollouts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

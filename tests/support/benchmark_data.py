@@ -1,7 +1,5 @@
 """Synthetic problems in each benchmark's exact published format, for whole runs of the evaluators, and their scores."""
 
-from __future__ import annotations
-
 import base64
 import json
 from collections.abc import Sequence

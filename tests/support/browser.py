@@ -1,7 +1,5 @@
 """A page in a headless Chromium that a test clicks in: the machine's own Chromium, driven by Playwright."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A loopback server with the form of an OpenAI-compatible endpoint, which answers as a test wants."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator

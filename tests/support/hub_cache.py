@@ -1,7 +1,5 @@
 """A model as the hub's library keeps one that it has loaded before."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

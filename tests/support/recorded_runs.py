@@ -1,7 +1,5 @@
 """Recorded runs by hand, and their pages."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

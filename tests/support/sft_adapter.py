@@ -1,7 +1,5 @@
 """The adapter of a supervised fine-tuning, as users have one: of the tiny model, with a head of its own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

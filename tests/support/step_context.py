@@ -1,7 +1,5 @@
 """The context that a part of a training step is built from, for tests of that part alone."""
 
-from __future__ import annotations
-
 import copy
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run of the real training command that takes seconds: the tiny model, four steps, without an engine."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import shutil

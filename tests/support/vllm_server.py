@@ -1,7 +1,5 @@
 """A vLLM server of the tiny model on loopback, started as `docs/rollouts.md` says."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Small batches for the tests of the methods."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -2,8 +2,6 @@
 scale the learning rate.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from itertools import product

@@ -2,8 +2,6 @@
 careless formulas, and what a method remembers.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

@@ -1,7 +1,5 @@
 """The tiny model: shipped small, built reproducibly, with Qwen's own classes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

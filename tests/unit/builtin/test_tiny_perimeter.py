@@ -1,7 +1,5 @@
 """The demo's start and problems: a guess pays at first, nothing but the sum tells which problems have a cheap guess."""
 
-from __future__ import annotations
-
 import json
 import random
 import runpy

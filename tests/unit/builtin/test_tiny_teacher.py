@@ -4,8 +4,6 @@ It once was. Vertical angles were copied in 13 tokens, and their slip took 18, s
 was attenuated and no other: GRPO with ADORA ended eight points below GRPO, for a reason that lay in the drawings.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from dataclasses import dataclass, field

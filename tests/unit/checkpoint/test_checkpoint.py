@@ -1,7 +1,5 @@
 """A checkpoint is whole or does not count; a run goes on from the newest whole one of the same run, or says why not."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

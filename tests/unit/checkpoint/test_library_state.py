@@ -1,7 +1,5 @@
 """What libraries hold in memory and do not save comes back, whole or with one line that says what is missing."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any

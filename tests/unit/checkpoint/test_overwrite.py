@@ -1,7 +1,5 @@
 """Starting over in a folder: what a run wrote is put aside until the new one has a checkpoint; a user's file stays."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Signals, Ctrl-C, a launcher that goes, and output that nobody reads any more."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the commands say of themselves: at once, and every key once."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Every key takes what it says, in any spelling, and refuses the rest in one line that names key, value and range."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path

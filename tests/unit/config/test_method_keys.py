@@ -1,7 +1,5 @@
 """Choosing a method by key: its settings, its options, and one clear line where something does not fit."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import MISSING, fields
 from pathlib import Path

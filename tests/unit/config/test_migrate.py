@@ -1,7 +1,5 @@
 """Configs and reward functions of other trainers: what they become, by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

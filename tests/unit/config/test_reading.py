@@ -1,7 +1,5 @@
 """How the command line and the file are read: spellings, precedence, and what is wrong before a value is looked at."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

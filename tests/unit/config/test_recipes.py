@@ -1,7 +1,5 @@
 """Every shipped config is parsed by the code of a real run, and its arithmetic checked for the GPUs that it names."""
 
-from __future__ import annotations
-
 import math
 import re
 import runpy

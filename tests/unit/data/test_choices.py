@@ -1,7 +1,5 @@
 """A problem with choices is asked with them: in training, by the evaluator, and where a person looks at the data."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

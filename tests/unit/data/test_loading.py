@@ -1,7 +1,5 @@
 """Data of the user's own in a training config: columns, several data sets, prompts; and that a resume sees the same."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

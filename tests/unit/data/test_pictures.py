@@ -1,7 +1,5 @@
 """Pictures of any kind become the same RGB, in the size that the model's processor would choose."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

@@ -1,7 +1,5 @@
 """The next generation's images are ready when it begins, and nothing else about the run is different."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Prompts that leave no room for an answer are found before the weights are loaded, and refused or left out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from importlib import import_module

@@ -1,7 +1,5 @@
 """A row that would end a run is named before it begins, and a template makes its prompt of plain columns alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import product
 from typing import Any

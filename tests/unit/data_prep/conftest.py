@@ -1,7 +1,5 @@
 """What all tests of data preparation share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

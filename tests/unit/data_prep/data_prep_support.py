@@ -1,7 +1,5 @@
 """Geometry3K rows made for the tests, in the authors' layout and in the hub's."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A stranger's data set, the same three problems in each of the formats that are read."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import json

@@ -1,7 +1,5 @@
 """Rows are cleaned, kept aside with reason and bytes where they are broken, and stand in one split alone."""
 
-from __future__ import annotations
-
 import json
 import struct
 import zlib

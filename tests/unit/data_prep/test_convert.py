@@ -1,7 +1,5 @@
 """`python -m data_prep convert`: equal problems from every format; bad input ends in quarantine or in one line."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

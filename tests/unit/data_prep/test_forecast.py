@@ -1,7 +1,5 @@
 """The forecast of attenuation: groups by hand, a recorded run, stored answers."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

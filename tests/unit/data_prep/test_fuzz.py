@@ -1,7 +1,5 @@
 """Nonsense in every column and every option of data preparation and evaluation: quarantine, or one line."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Callable, Iterator

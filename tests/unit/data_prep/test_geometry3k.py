@@ -1,7 +1,5 @@
 """Geometry3K from its authors' folders and zip files, and from tables: rows as promised, mistakes named."""
 
-from __future__ import annotations
-
 import json
 import os
 import zipfile

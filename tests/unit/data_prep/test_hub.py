@@ -1,7 +1,5 @@
 """The hub: a small server on loopback that speaks its protocol, and the real client against it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Knights and knaves, drawn or the reference's: one solution each, splits do not meet, strict rewards."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 from argparse import Namespace

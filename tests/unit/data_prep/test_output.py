@@ -1,7 +1,5 @@
 """An output folder is complete or absent whatever happens, never a stranger's, and what it holds can be counted."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Rows as they are in the world: marks of images, boxed answers, conversations, repeats and contradictions."""
 
-from __future__ import annotations
-
 import base64
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `inspect` tells a person: the right numbers as text, and a page on which nothing of the data can run."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Drawn problems: equal bytes for equal arguments, no diagram in two splits, answers that the picture determines."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import math

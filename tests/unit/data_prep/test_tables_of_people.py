@@ -1,7 +1,5 @@
 """Tables as people have them: from Excel in any language, from phones, from other trainers."""
 
-from __future__ import annotations
-
 import base64
 import csv
 import json

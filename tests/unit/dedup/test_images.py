@@ -1,7 +1,5 @@
 """Images are read, decoded and processed once, and give what the processor gives, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts shared by split attention give the log-probabilities and gradients of separate rows, in float64."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The vision tower sees each distinct image once, its windows in few calls: features and gradients are the same."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The doctor's checks that need no engine, each made to fail: right line, right remedy."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """One machine and several: what is found on it, what is refused before a start, and what the ranks compare."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

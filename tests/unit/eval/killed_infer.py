@@ -1,7 +1,5 @@
 """An `infer` with a stub for the engine, to be killed: `python -m tests.unit.eval.killed_infer OUTPUT SECONDS`."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The command line: options, the YAML file under them, and one line with exit code 2 for the user's mistakes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

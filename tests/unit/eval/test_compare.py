@@ -1,7 +1,5 @@
 """Runs side by side: tests of their differences by hand, the published rows marked, and unlike things refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

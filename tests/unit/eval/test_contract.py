@@ -1,7 +1,5 @@
 """Every benchmark of the list keeps the promises of `eval.benchmark.Benchmark`, and a new one needs nothing else."""
 
-from __future__ import annotations
-
 import json
 import re
 from argparse import Namespace

@@ -1,7 +1,5 @@
 """The benchmarks' data in their published formats: same problems from each, prompts as published, faults named."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers read out of responses: by rules, and by a judge that is never trusted with a failure."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable

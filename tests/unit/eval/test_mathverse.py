@@ -1,7 +1,5 @@
 """MathVerse by our rules: options, free answers, its six versions, and the judge."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 r"""MathVision's prompt and score: the published verdicts, the official score's habits, and ours beside it."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MathVista's score: the published counts from stored extractions, the rules against them, and the traps."""
 
-from __future__ import annotations
-
 import json
 from argparse import Namespace
 from itertools import product

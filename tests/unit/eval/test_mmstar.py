@@ -1,7 +1,5 @@
 """MMStar's score: the published hits, both rules, and gain and leakage, which need a model without vision."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """MMMU-Pro, LogicVista and DynaMath: their official rules by hand, their own figures, and rows that are named."""
 
-from __future__ import annotations
-
 import pytest
 
 from eval import dynamath, logicvista, mmmu_pro

@@ -1,7 +1,5 @@
 """The runner: nothing is asked twice, nothing is lost, and one file comes out of several processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

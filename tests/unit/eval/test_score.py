@@ -1,7 +1,5 @@
 """The score: counts, groups and intervals by hand, figures of a training's log, and what is said of a wrong file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from argparse import Namespace

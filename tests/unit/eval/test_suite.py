@@ -1,7 +1,5 @@
 """The row of a table: one start of the engine for all benchmarks, resumed, and beside another model's row."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

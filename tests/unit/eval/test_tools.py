@@ -1,7 +1,5 @@
 """Evaluation with tools: as a rollout of a training, and its answers are those of its tools alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

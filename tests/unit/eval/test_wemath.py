@@ -1,7 +1,5 @@
 """We-Math: the diagnosis by hand, both rules, and the data as the hub and the repository have it."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 from typing import Any

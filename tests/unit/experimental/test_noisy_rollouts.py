@@ -1,7 +1,5 @@
 """Rollouts on distorted images: which see them, what they see, and that nothing compares engine and trainer there."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from types import SimpleNamespace

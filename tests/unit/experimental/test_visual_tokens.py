@@ -1,7 +1,5 @@
 """Advantages by how much tokens depend on the image (VPPO): formulas, half black images, and what the loss gets."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

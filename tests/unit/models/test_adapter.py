@@ -1,7 +1,5 @@
 """A run that starts from an adapter: which weights it starts from, what it is compared with, and what comes out."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The table of families against Transformers' own classes, freezing by its names, and models that are not in it."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from typing import Any

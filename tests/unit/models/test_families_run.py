@@ -3,8 +3,6 @@
 The weights of the other families are random, so that nothing is ever right: entropy moves them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

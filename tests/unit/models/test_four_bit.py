@@ -1,7 +1,5 @@
 """A base in 4 bits: its gradients, its engine, what is trained, what comes out, and how much of it is on a card."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Constants that a cast has rounded are found and put right, and nothing else of a model is touched."""
 
-from __future__ import annotations
-
 import copy
 from itertools import product
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`--dry-run` on every shipped config, and what it says of rows that are too long and of cards that are too small."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

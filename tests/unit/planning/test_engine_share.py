@@ -1,7 +1,5 @@
 """The engine's share of a GPU: what the dry run proposes, and what the recipes ask for."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes of the real models, sharding as accelerate says it, and the arithmetic of what fits."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

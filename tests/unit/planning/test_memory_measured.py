@@ -1,7 +1,5 @@
 """The memory formulas against what torch itself counts in the policy's real forward and backward pass, on a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from itertools import product

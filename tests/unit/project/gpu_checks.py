@@ -1,7 +1,5 @@
 """Checks that go wrong in one way each, for `test_gpu.py`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

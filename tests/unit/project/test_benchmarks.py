@@ -1,7 +1,5 @@
 """The benchmarks measure what they say: their data, arithmetic and tables."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

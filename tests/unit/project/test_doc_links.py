@@ -1,7 +1,5 @@
 """Every link in a page, every file of ours that a page names, and every `python -m` that it shows exists."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from pathlib import Path

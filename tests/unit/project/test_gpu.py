@@ -1,7 +1,5 @@
 """The command that accepts a GPU: every check at the small size on a CPU, and what becomes of one that goes wrong."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """`setup/install.sh` says what Triton lacks on a machine with a GPU before it downloads anything."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """What `lint-imports` does not hold: that every room has a floor, and that a name means one thing."""
 
-from __future__ import annotations
-
 import ast
 import re
 import tomllib

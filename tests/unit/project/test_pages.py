@@ -1,7 +1,5 @@
 """The pages name what there is: the way through the code, the notebooks, and the request of docs/evaluation.md."""
 
-from __future__ import annotations
-
 import ast
 import base64
 import json

@@ -1,7 +1,5 @@
 """The record of the rollouts: right, whole after a crash, nothing twice after a resume, and bounded."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from types import SimpleNamespace

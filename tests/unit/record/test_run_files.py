@@ -1,7 +1,5 @@
 """What a run says and leaves behind: its log line, metrics, manifest, model cards and the commands to go on with."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Trackers: each has our figures, and what it has room for of images and rollouts; nothing is sent."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """The page of a run in a real browser: what a person finds there, and that no text of a model does anything."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

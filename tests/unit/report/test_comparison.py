@@ -1,7 +1,5 @@
 """Did it help? Training runs against each other, and scores before and after a training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The page of a run without a browser: what it says, the formulas in it, and that no text does anything."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

@@ -3,8 +3,6 @@ r"""Answers of several parts, relations and intervals: what must not matter does
 Each property is tried on generated answers; the labelled ones are in `benchmarks/grading_corpus`.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@ r"""The grader on answers that people and models really write, near misses, and 
 `cases/README.md` says how to add one. The labelled corpus in `benchmarks/` names no rules, and other graders run on it.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

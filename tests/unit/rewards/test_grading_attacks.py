@@ -4,8 +4,6 @@ Each hack knows that the answer is among a few candidates, as a policy does that
 all; its box may even hold the reference answer.
 """
 
-from __future__ import annotations
-
 import queue
 import subprocess
 import sys

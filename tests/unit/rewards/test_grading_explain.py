@@ -1,7 +1,5 @@
 """The explanation of a grade, as a person calls it."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re

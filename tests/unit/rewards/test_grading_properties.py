@@ -1,7 +1,5 @@
 r"""Properties of the grader over drawn golds, spellings and garbage. Derandomised: the same examples in every run."""
 
-from __future__ import annotations
-
 import random
 import re
 

@@ -3,8 +3,6 @@ r"""Answers that are made to be large, deep or imprecise: the work is bounded, a
 A seeded part of the fuzzing with which the caps were found; no clock is read, the work is counted.
 """
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The reward of knights and knaves reads answers without mercy, as the reference's does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

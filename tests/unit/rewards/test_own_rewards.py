@@ -1,7 +1,5 @@
 """Reward functions of the user's own: found, checked before a run, called with a deadline, stopped on all ranks."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math

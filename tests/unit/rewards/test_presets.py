@@ -1,7 +1,5 @@
 """The reward presets, those for thinking included, called the way TRL's GRPO trainer calls them."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Do engine and trainer agree: the bounds, prompts moved far back, and what ends a run before its first step."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

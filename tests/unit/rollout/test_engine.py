@@ -1,7 +1,5 @@
 """What the engine is asked for, with which prompts and tokens, without starting one."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

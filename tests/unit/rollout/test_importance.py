@@ -1,7 +1,5 @@
 """The distance between engine and policy, what a person is told about it, and the ratio that corrects for it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Several vLLM servers, played by stand-ins on loopback: who is asked what, who is left out, who gets which weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """When the engine sleeps and is sent weights. No CPU engine can sleep, so vLLM's own calls are counted in its place."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -3,8 +3,6 @@
 A CPU engine cannot sleep, and it repacks its layers. The tensors are streamed here as on a GPU, before that repacking.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from types import SimpleNamespace
 from typing import Any

@@ -2,8 +2,6 @@
 calls.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Sequence

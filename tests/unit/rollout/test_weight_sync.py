@@ -1,7 +1,5 @@
 """Weights on their way into an engine: one at a time, merged with an adapter, and kept when the trainer frees them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """The advantages of a generation: what grading hands over, and what table, log, record and loss get from them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections import defaultdict, deque

@@ -1,7 +1,5 @@
 """What goes wrong while a run is on: skipped and counted, or one line that says where and how to go on."""
 
-from __future__ import annotations
-
 import errno
 import math
 from pathlib import Path

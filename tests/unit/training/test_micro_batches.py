@@ -1,7 +1,5 @@
 """A generation becomes micro-batches: which rows each has, what a row takes with it, and what moves between ranks."""
 
-from __future__ import annotations
-
 import copy
 import math
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A rollout without a reward leaves its group: it is no zero in any mean, and the run says so."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Earlier groups take the places of groups without signal: which, how many, with what, and again after a resume."""
 
-from __future__ import annotations
-
 import collections
 import json
 import shutil

@@ -1,7 +1,5 @@
 """A build that was killed does not stop every later run."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

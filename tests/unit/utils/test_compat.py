@@ -1,7 +1,5 @@
 """Libraries are changed in `adora_vl/utils/compat.py` alone, and only where the installed version is as it says."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pydoc

@@ -1,7 +1,5 @@
 """What a file holds: every byte counts, and a file that was read is read again only where it may have changed."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Torch's blocks of GPU memory can grow in a run, unless the user has asked for something else."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

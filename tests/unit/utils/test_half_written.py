@@ -4,8 +4,6 @@ The disk is the real one: the kernel refuses every byte of a file after the firs
 library writes it.
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """A hub that cannot be reached, hangs or is broken costs seconds and is asked once, whatever the library would do."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """What a command prints for the user to copy works as it stands; what cannot be written or loaded is one line."""
 
-from __future__ import annotations
-
 import errno
 import shlex
 import subprocess

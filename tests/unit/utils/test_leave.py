@@ -1,7 +1,5 @@
 """A run ends without the interpreter's finalization, in which a thread of gloo may abort it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

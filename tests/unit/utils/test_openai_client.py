@@ -1,7 +1,5 @@
 """Served models: as the engine of an evaluation, and as a judge that rewards. The key is shown nowhere."""
 
-from __future__ import annotations
-
 import base64
 import html
 import io

@@ -1,7 +1,5 @@
 """What the commands print: one thing is singular, and a range written the wrong way round is put right."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What libraries say while a run loads is in a file, and not lost where loading fails."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

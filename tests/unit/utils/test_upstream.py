@@ -2,8 +2,6 @@
 would raise an error instead is found by the tests that use it.
 """
 
-from __future__ import annotations
-
 import inspect
 
 from trl import GRPOTrainer

@@ -1,7 +1,5 @@
 """The tested versions, and what a user is told outside of them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
