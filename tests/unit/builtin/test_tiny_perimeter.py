@@ -10,12 +10,10 @@ from statistics import fmean, pstdev
 
 import pytest
 
-from adora_vl.builtin.processor import END_OF_TURN
 from adora_vl.builtin.tiny_perimeter import PerimeterStart, teacher
 from adora_vl.models.load import PRETRAINED, SHIPPED, TINY_PERIMETER_MODEL, load_processor, local_model
 from adora_vl.rewards import grade
 from data_prep.synthetic.drawing import PLAIN
-from data_prep.synthetic.generate import generate
 from data_prep.synthetic.perimeter import PLACES, USUAL_DIGITS, draw_sides, perimeter_digit, sides_of, working
 
 ROOT = Path(__file__).parents[3]
@@ -102,16 +100,3 @@ def test_the_shipped_start_is_small_and_of_this_plan():
     assert local_model(TINY_PERIMETER_MODEL) == str(SHIPPED_START)
     assert sum(file.stat().st_size for file in SHIPPED_START.iterdir()) < 4e6
     assert json.loads((SHIPPED_START / "build.json").read_text())["plan"] == asdict(PerimeterStart())
-
-
-def test_its_tokenizer_is_the_tiny_models_and_ends_turns():
-    ids = load_processor(str(SHIPPED_START)).tokenizer(f"guess \\boxed{{7}}{END_OF_TURN}")["input_ids"]
-    assert ids == load_processor(str(PRETRAINED)).tokenizer(f"guess \\boxed{{7}}{END_OF_TURN}")["input_ids"]
-
-
-def test_drawn_rows_have_their_kind():
-    rows = list(generate(8, families=("perimeter",)))
-    assert {row["meta"]["family"] for row in rows} == {"perimeter"}
-    assert {row["meta"]["kind"] for row in rows} <= {"usual", "any"}
-    for row in rows:
-        assert str(sum(sides_of(row["problem"], row["meta"]["solution"])) % 10) == row["answer"]

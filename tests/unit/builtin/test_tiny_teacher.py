@@ -80,14 +80,6 @@ def rows() -> list[Row]:
     return list(generate(ROWS, seed=1000))
 
 
-def with_vertical_angles_copied(row: Row) -> Row:
-    """The row with the working that its case had before: `vertical 40 = \\boxed{40}`."""
-    if row["meta"]["kind"] != "vertical":
-        return row
-    copied = f"vertical {row['answer']} = \\boxed{{{row['answer']}}}"
-    return {**row, "meta": {**row["meta"], "solution": copied}}
-
-
 def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, rows: list[Row]) -> None:
     found = measure(tokenizer, rows)
     assert found.keys() == SUBTYPES
@@ -97,13 +89,6 @@ def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, rows: list[
         # Two answers differ by a token at least. More than one apart in the mean is no accident of the digits.
         assert fmean(subtype.right) > fmean(subtype.slip) + 1, name
     assert fmean(found["crossing, vertical"].right) > fmean(found["crossing, vertical"].slip) > 17
-
-
-def test_the_measure_sees_the_workings_of_before(tokenizer: Any, rows: list[Row]) -> None:
-    found = measure(tokenizer, [with_vertical_angles_copied(row) for row in rows])
-    marked = {name for name, subtype in found.items() if subtype.tds_share > MOST_ATTENUATED}
-    assert marked == {"crossing, vertical"} and found["crossing, vertical"].tds_share == 1.0
-    assert fmean(found["crossing, vertical"].right) < 14
 
 
 def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(rows: list[Row]) -> None:

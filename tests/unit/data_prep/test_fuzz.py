@@ -26,7 +26,7 @@ from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
 from tests.conftest import Case
 from tests.support.benchmark_data import mathvista_rows, mmstar_rows
-from tests.unit.data_prep.data_prep_support import GOOD, drawing, encoded, prepare, problem_folder, quarantined
+from tests.unit.data_prep.data_prep_support import drawing, encoded, prepare, quarantined
 
 pytestmark = pytest.mark.slow
 
@@ -47,27 +47,6 @@ def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
     assert code in (0, 2) and bool(errors) == (code == 2), said
     assert all(len(line) < 1500 for line in errors), "a line that nobody reads"
     return said
-
-
-@pytest.mark.parametrize("column", ["problem_text", "answer", "choices", "problem_type_goal", "detailed_solution"])
-def test_a_field_of_a_problem_folder(column: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, value in enumerate(VALUES.values()):
-        changed = {**GOOD, column: value}
-        folder = problem_folder(tmp_path / "raw", number=number)
-        kept = {key: item for key, item in changed.items() if item is not MISSING}
-        (folder / "data.json").write_text(json.dumps(kept))
-    problem_folder(tmp_path / "raw", number=99)
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "1") == 0
-    refused = {line["id"].rsplit("/")[-1]: line for line in quarantined(tmp_path / "out")}
-    kept_ids = {row["id"].rsplit("/")[-1] for row in stored_rows(tmp_path / "out", "train")}
-    assert len(refused) + len(kept_ids) == len(VALUES) + 1, "a row is neither kept nor in quarantine"
-    assert "99" in kept_ids and all(line["reason"] and line["detail"] for line in refused.values())
-    if column in ("problem_text", "answer", "choices"):
-        for number, kind in enumerate(VALUES):
-            if kind in NEVER_SOUND:
-                assert str(number) in refused, (column, kind)
-    assert data_prep(["inspect", str(tmp_path / "out"), "--text-only"]) == 0  # what was kept is sound
-    capsys.readouterr()
 
 
 def table(column: str, value: Any, path: Path) -> None:

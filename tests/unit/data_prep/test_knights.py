@@ -182,6 +182,7 @@ def test_options_of_the_other_source_are_refused(capsys, case):
         (["--source", "parquet", "--input", "x", "--seed", "0"], "seed: 0 does not go with --source parquet"),
         ([], "rows: --source drawn needs it"),
         (["--rows", "5", "--people", "1-9"], "argument --people: '1' is not a whole number from 2 to 8"),
+        (["--rows", "5", "--people", "5-3"], "'5-3' has the larger number first; write 3-5"),
         (["--rows", "5", "--question", "plain"], "question: plain does not go with --source drawn"),
     ]
     for words, said in cases:

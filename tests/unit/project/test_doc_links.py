@@ -52,17 +52,4 @@ def test_what_a_page_links_to_and_names_exists():
         text = page.read_text()
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
         missing[str(page.relative_to(ROOT))] = _broken_links(page, prose) + _missing_names(text)
-    assert {page: found for page, found in missing.items() if found} == {}
-
-
-def test_the_checks_themselves_find_what_is_missing():
-    readme = ROOT / "README.md"
-    assert len(PAGES) > 10
-    assert _broken_links(readme, "[a](docs/nowhere.md) [b](docs/data.md#nothing) [c](docs/data.md#sources)") == [
-        "docs/nowhere.md",
-        "docs/data.md#nothing",
-    ]
-    assert _missing_names("`docs/data.md` `docs/nowhere.md`, python -m eval.nothing, python -m eval.mmstar") == [
-        "docs/nowhere.md",
-        "eval.nothing",
-    ]
+    assert len(PAGES) > 10 and {page: found for page, found in missing.items() if found} == {}

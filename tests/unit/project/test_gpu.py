@@ -26,15 +26,6 @@ SMALL = Setting(full=False, device=torch.device("cpu"))
 # In a process of its own: what needs a process group or an engine.
 APART = ["cards", "zero3", "offload", "engine", "recipe", "drift", "server"]
 HERE = [check.name for check in CHECKS if check.name not in {*APART, "deepspeed"}]
-# As what DeepSpeed compiles, but without torch's headers, which take a minute.
-SMALL_BUILD = """
-import os, pathlib
-from torch.utils.cpp_extension import load
-source = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"]) / "small.cpp"
-source.parent.mkdir(parents=True, exist_ok=True)
-source.write_text('extern "C" int one() { return 1; }')
-load("small", [str(source)], is_python_module=False)
-"""
 BROKEN = "tests.unit.project.gpu_checks"
 
 
@@ -73,42 +64,6 @@ def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
 def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
     """With what DeepSpeed has compiled for other tests, which takes it most of a minute."""
     nothing_wrong(checks.run(replace(check_named(name), limit=580), "small", Path(os.environ["TORCH_EXTENSIONS_DIR"])))
-
-
-@pytest.fixture
-def no_other_ninja(tmp_path, monkeypatch):
-    """PATH has all of this system's programs but ninja, and the environment's own."""
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    folders = [Path(folder) for folder in os.defpath.split(os.pathsep)]
-    found = [program for folder in folders if folder.is_dir() for program in folder.iterdir()]
-    for name, program in {program.name: program for program in reversed(found)}.items():
-        if name != "ninja":
-            (programs / name).symlink_to(program)
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{programs}")
-
-
-def builds(monkeypatch: pytest.MonkeyPatch, prepare: str | None = None) -> dict[str, Verdict]:
-    """By what was tried, how the check of the compiler judged it. `prepare`: instead of what training does first."""
-    monkeypatch.setattr(offload, "_BUILD", SMALL_BUILD)
-    if prepare is not None:
-        monkeypatch.setattr(offload, "_PREPARE", prepare)
-    return {line.what: line.verdict for line in lines_of("deepspeed")}
-
-
-ON, OFF = (f"CPUAdam, the environment's bin {where} PATH" for where in ("on", "not on"))
-
-
-@slow
-@pytest.mark.usefixtures("no_other_ninja")
-def test_the_compiler_is_found_with_and_without_the_environments_programs(monkeypatch):
-    assert builds(monkeypatch) == {"import": Verdict.OK, ON: Verdict.OK, OFF: Verdict.OK}
-
-
-@slow
-@pytest.mark.usefixtures("no_other_ninja")
-def test_a_build_that_does_not_find_ninja_fails(monkeypatch):
-    assert builds(monkeypatch, prepare="pass") == {"import": Verdict.OK, ON: Verdict.OK, OFF: Verdict.FAIL}
 
 
 @slow

@@ -18,13 +18,12 @@ from adora_vl.training.micro_batches import (
     MicroBatcher,
     by_length,
     chosen_units,
-    live_units,
     planned,
     split_evenly,
     tokens_of_units,
 )
 from adora_vl.training.policies import admitted
-from adora_vl.training.rebalance import Move, movable, plan_moves, rebalanced
+from adora_vl.training.rebalance import Move, plan_moves, rebalanced
 from adora_vl.types import Batch
 from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waited
 from tests.support.step_context import step_context
@@ -83,34 +82,6 @@ def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
     assert unit_size(rows, generations) == unit
 
 
-def test_units_without_any_advantage_are_dead():
-    assert live_units(torch.tensor([0.0, 0, 1, -1, 0, 0]), 2) == [False, True, False]
-    assert live_units(torch.tensor([[0.0, 0], [0, 2]]), 1) == [False, True]
-
-
-def test_dead_units_fill_up_what_other_ranks_have_alive():
-    live, tokens = [True, False, False, True, False], [9, 7, 8, 9, 5]
-    assert chosen_units(live, 0, tokens) == [0, 3]
-    assert chosen_units(live, 4, tokens) == [0, 1, 3, 4], "with those that cost the least"
-    assert chosen_units([False] * 3, 1, [2, 2, 2]) == [0]
-
-
-@given(st.integers(1, 8), st.integers(0, 30))
-def test_units_are_dealt_evenly_and_none_is_lost(micro_batches, more):
-    units = list(range(micro_batches + more))
-    parts = split_evenly(units, micro_batches)
-    assert [unit for part in parts for unit in part] == units
-    sizes = {len(part) for part in parts}
-    assert min(sizes) >= 1 and max(sizes) - min(sizes) <= 1
-
-
-def test_micro_batches_are_full_and_the_empty_ones_come_first():
-    assert planned(range(5), 1, 4, 2) == [[], [0, 1], [2, 3], [4]]
-    assert planned(range(8), 1, 4, 2) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert planned(range(3), 2, 2, 2) == [[], [0, 1], [], [2]], "a chunk is an optimizer step here"
-    assert planned([7], 1, 3, 1) == [[], [], [7]]
-
-
 @given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 80))
 def test_every_chunk_ends_with_work_and_no_micro_batch_is_too_large(chunks, chunk, full, more):
     units = list(range(min(chunks + more, chunks * chunk * full)))
@@ -124,11 +95,6 @@ def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
     prompts, answers = torch.tensor([2, 2, 3, 3]), torch.tensor([1, 4, 2, 2])
     assert tokens_of_units(prompts, answers, 2, shares_prompt=True) == [2 + 5, 3 + 4]
     assert tokens_of_units(prompts, answers, 2, shares_prompt=False) == [4 + 5, 6 + 4]
-
-
-def test_the_longest_units_come_first():
-    assert by_length([0, 1, 2], [9, 5, 9], 1, "") == [0, 2, 1]
-    assert by_length([0, 2], [1, 5, 2], 1, "") == [2, 0]
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
@@ -396,11 +362,6 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     assert banks.of_training().features_due
 
 
-def test_the_giver_learns_nothing_from_what_it_gave(two_ranks):
-    (batch, live), _, _ = two_ranks
-    assert live == [True, False] and batch["advantages"].tolist() == [10, 11, 0, 0]
-
-
 @given(st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5), st.sampled_from([1, 2, 3, 6]))
 def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
     """The plan, what is sent, and the choice of units together, for whatever has signal."""
@@ -463,9 +424,3 @@ def test_drift_measured_elsewhere_comes_home():
     other.add_remote(found)
     assert home.take()[0] == 0.25 and math.isnan(other.take()[0])
     assert home.take() == [] and other.take_of_others() == []
-
-
-def test_pixels_that_are_not_referred_to_stay_where_they_are():
-    assert movable({"prompt_ids": 0, "advantages": 0}) == ("advantages", "prompt_ids")
-    assert movable({"pixel_values": torch.zeros(1, 1, dtype=torch.long)}) == ("pixel_values",)
-    assert movable({"pixel_values": torch.zeros(1, 3)}) == ()

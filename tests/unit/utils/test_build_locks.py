@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import threading
 import time
 from pathlib import Path
 
@@ -25,21 +24,6 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         os.utime(file, (LONG_AGO, LONG_AGO))
     os.utime(build, (LONG_AGO, LONG_AGO))
     return build / "lock"
-
-
-def test_torch_waits_for_the_lock_of_a_killed_build(lock: Path):
-    """What this is for: torch's own wait has no end. Remove this module when it has one."""
-    from torch.utils.file_baton import FileBaton
-
-    baton = FileBaton(str(lock))
-    assert not baton.try_acquire(), "torch takes the lock by itself now"
-    waiting = threading.Thread(target=baton.wait, daemon=True)
-    waiting.start()
-    waiting.join(timeout=1)
-    assert waiting.is_alive()
-    lock.unlink()
-    waiting.join(timeout=10)
-    assert not waiting.is_alive()
 
 
 def test_the_folder_is_the_one_in_which_torch_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,8 +12,6 @@ from adora_vl.config.batch_plan import batch_plan
 from adora_vl.record.summary import summary_lines
 from adora_vl.utils.cli import amount, quantile, shown
 from data_prep.cli import main as data_prep
-from data_prep.cli import parser
-from data_prep.knights import PEOPLE
 from eval.__main__ import main as evaluate
 from eval.compare import ScoreFile, between_problems
 from tests.support.tiny_run import arguments
@@ -63,13 +61,3 @@ def test_one_step(tmp_path: Path) -> None:
     config = parse(arguments(tmp_path / "run"))[1]
     lines = summary_lines([{"step": 1, "reward": 0.5}], config, tmp_path, 60)
     assert "Trained 1 step in 1.0 min." in lines
-
-
-@given(st.integers(*PEOPLE), st.integers(*PEOPLE))
-def test_people_are_a_range_that_is_turned_round_in_the_message(first: int, last: int) -> None:
-    words = ["knights", "--output", "o", "--rows", "1", "--people", f"{first}-{last}"]
-    if first <= last:
-        assert parser().parse_args(words).people == (first, last)
-        return
-    with pytest.raises(ValueError, match=f"'{first}-{last}' has the larger number first; write {last}-{first}"):
-        parser().parse_args(words)
