@@ -85,7 +85,8 @@ class StandIn:
         self.life, self.dead, self.weights, self.served = uuid.uuid4().hex, False, [], self.served[:1]
 
     def told(self, path: str) -> Body | None:
-        model = {"logprobs_mode": self.logprobs_mode, "quantization": "bitsandbytes" if self.in_four_bit else None}
+        model = {"logprobs_mode": self.logprobs_mode, "model": self.served[0]}
+        model["quantization"] = "bitsandbytes" if self.in_four_bit else None
         config = {"instance_id": self.life, "model_config": model, "lora_config": self.lora}
         known: dict[str, Body] = {
             "/health": {},

@@ -139,6 +139,7 @@ class Server:
             if self.lora.get(name, 0) < value
         ]
         lacks += [] if self.lora.get(_LORA_BY_REQUEST) else [f"{_LORA_BY_REQUEST}=1 in its environment"]
+        lacks += ["no --lora-target-modules"] if self.lora.get("target_modules") else []  # it passes the others over
         if lacks:
             raise UnusableServerError(f"it has no room for the policy's adapter; start it with {' and '.join(lacks)}")
         if in_four_bit != four_bit:
@@ -231,14 +232,17 @@ class Servers:
             server.look()
         return all(server.lora for server in self._all)
 
-    def take_adapter(self, *needs: Any) -> None:
+    def take_adapter(self, needs: Any, base: str, four_bit: bool) -> None:
         """They get the adapter alone from now on. `needs`: as of `Server.check_lora`. Raises `EngineError`."""
-        self._adapter = needs
+        self._adapter = needs, base, four_bit
         for server in self._all:
             try:
-                server.check_lora(*needs)
+                server.check_lora(*self._adapter)
             except UnusableServerError as error:
                 raise EngineError(f"vllm_server_base_url: {server.address}: {error}") from None
+            if server.serves[0] != base:
+                named = f"Server {server.address} serves {server.serves[0]}"
+                tqdm.write(f"{named}, to which the adapter goes alone; it has to be {base}, the policy's base.")
 
     def find(self, *, in_part: bool = False) -> bool:
         """See which servers are there, for a sync. Returns whether one of them has not the weights of the last one;

@@ -212,6 +212,7 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(stan
     for one in stand_ins:
         one.lora = {"max_lora_rank": 8}
     engine = engine_of(stand_ins, tmp_path / "w", model)
+    assert "serves stand-in, to which the adapter goes alone; it has to be " in capsys.readouterr().out
     for _ in range(2):
         engine.sync_weights()
         (folder,) = (tmp_path / "w").iterdir()  # it stays: vLLM may read it once more
@@ -239,7 +240,8 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(stan
     [
         ({"max_lora_rank": 1}, "language_model.*q_proj", False, "start it with --max-lora-rank 8"),
         ({"max_lora_rank": 8}, "up_proj", False, "start it with --enable-tower-connector-lora"),
-        ({"max_lora_rank": 8}, "language_model.*q_proj", True, "serves None; start it with .*, which the policy is"),
+        ({"max_lora_rank": 8, "target_modules": ["k_proj"]}, "language_model.*q_proj", False, "no --lora-target-mod"),
+        ({"max_lora_rank": 8}, "language_model.*q_proj", True, "serves stand-in; start it with .*, which the po"),
         (None, "language_model.*q_proj", True, "start it with --enable-lora and --max-lora-rank 8"),
     ],
 )
