@@ -13,6 +13,14 @@ SHARE, REMEMBERED, TAIL = 0.9, 4, 1.5
 MORE = 1.5  # as many further problems as lack signal on average: then one round is enough as often as with all places
 
 
+def generations_in(steps: int, each: int, epoch: int) -> int:
+    """Generations of the first `steps` optimizer steps, with `each` in a step and `epoch` in an epoch, whose last step
+    may have fewer.
+    """
+    epochs, rest = divmod(steps, math.ceil(epoch / each))
+    return epochs * epoch + min(rest * each, epoch)
+
+
 def how_many_begin(waiting: int, complete: int, places: int, left: int) -> int:
     """How many groups begin in a generation: as many as it has places, but no more than can be learned from, and fewer
     where more are complete already than fill half of the places.

@@ -50,6 +50,7 @@ from adora_vl.training.policies import (
     admitted,
     automatic_budget,
     further_rows,
+    generations_in,
     groups_for,
     groups_to_complete,
     how_many_begin,
@@ -159,9 +160,14 @@ class Pool:
 
     def _left(self, generation: Generation) -> int:
         """Generations of the training, with this one."""
-        done = generation.step * self.shape.accumulated + generation.micro
-        every = int(self.context.state().max_steps) * self.shape.accumulated
-        return math.ceil((every - done) / self.shape.cycle)
+        shape, steps = self.shape, int(self.context.state().max_steps)
+        if not shape.has_one_step:
+            return math.ceil(((steps - generation.step) * shape.accumulated - generation.micro) / shape.cycle)
+        epoch = len(self.rows) * shape.generations // (shape.rows * shape.steps * self.accelerator.num_processes)
+        whole, begun = (
+            generations_in(one, shape.accumulated // shape.cycle, epoch) for one in (steps, generation.step)
+        )
+        return whole - begun - generation.micro // shape.cycle
 
     def _budget(self) -> int | None:
         """Of the present generation. With `auto` it is so large that the oldest answers, which are sampled to their

@@ -409,6 +409,15 @@ def test_how_many_begin_and_have_to_be_complete():
     ]  # fmt: skip
 
 
+def test_the_last_generation_is_known_where_an_epochs_last_step_has_fewer():
+    """Else answers would be set aside there for a generation that does not come, and lost."""
+    run = Run(4)
+    run.pool.shape, run.pool.rows = replace(run.pool.shape, accumulated=2), range(3 * PLACES)  # type: ignore[assignment]
+    places = ("0/0", "0/1", "1/0", "2/0", "2/1", "3/0")
+    ahead = [Generation([], "train", int(key[0]), key, 0, SIZE) for key in places]
+    assert [run.pool._left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
+
+
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     assert automatic_budget([], 7) is None
     tailed = [[*range(1, 50), 180], [*range(50, 99), 180]]  # nine of ten had 90 at most
