@@ -14,8 +14,6 @@ from data_prep.convert import Conversion, convert
 from data_prep.generated import (
     DEFAULT_SIZE,
     DEFAULT_TEST_ROWS,
-    MAX_ROWS,
-    SIZES,
     prepare_drawn,
     prepare_knights_table,
     puzzles,
@@ -28,6 +26,9 @@ from data_prep.quarantine import MAX_SHARE
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
 from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
 from eval.inference.provenance import OF_THE_RUN, settle_prompts, unusual_prompts
+
+MAX_ROWS = 10_000_000
+SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
 
 
 def add_synthetic(commands: Any) -> None:

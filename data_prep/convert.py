@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from adora_vl.data.dataset import SPLITS, Manifest, read_manifest
+from adora_vl.data.dataset import Manifest, read_manifest
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
@@ -55,7 +55,8 @@ def convert(
     `OUTPUT.quarantine`.
     """
     wanted = options or Conversion()
-    _check(wanted)
+    if wanted.name is not None and not _NAME.fullmatch(wanted.name):
+        raise UserError(f"name: {wanted.name!r:.60} is not one word of letters, digits, _ . and -; choose another")
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
         opened = open_own(location, columns, revision, wanted)
@@ -165,16 +166,6 @@ def _held(paths: Iterable[str]) -> dict[str, str]:
         with suppress(OSError):
             found[path] = content_hash([Path(path)])
     return found
-
-
-def _check(options: Conversion) -> None:
-    if not 0 <= options.test_share < 1:
-        raise UserError(f"test_share: {options.test_share} is not from 0 to below 1; 0.1 is every tenth row")
-    if options.name is not None and not _NAME.fullmatch(options.name):
-        raise UserError(f"name: {options.name!r:.60} is not one word of letters, digits, _ . and -; choose another")
-    for ours in options.splits:
-        if ours not in SPLITS:
-            raise UserError(f"splits: {ours!r} is none of ours; write {', '.join(SPLITS)} before the =")
 
 
 def _name_of(location: str) -> str:

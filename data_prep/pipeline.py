@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from adora_vl.data.dataset import Manifest, Row, read_manifest, require, schema, write_manifest, write_split
+from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
 from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
 from adora_vl.rewards.forms import read
 from adora_vl.utils.cli import shown
@@ -228,17 +228,11 @@ class Cleaning:
     allow_quarantined: float = MAX_SHARE
 
     def check(self) -> PixelLimits:
-        """The limits of images. Raises `UserError` for what is out of range, and limits that no image could satisfy."""
-        if self.limit is not None:
-            require("limit", self.limit, 1)
-        if not 0 <= self.allow_quarantined <= 1:
-            raise UserError(f"allow_quarantined: {self.allow_quarantined} is not between 0 and 1; 0.05 is 5 %")
-        if self.family not in VISIONS:
-            raise UserError(f"family: {self.family!r} is not one of {', '.join(VISIONS)}")
+        """The limits of images. Raises `UserError` for those that no image could satisfy."""
         unit = VISIONS[self.family].unit
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
-            if value is not None:
-                require(name, value, unit**2)  # one image token
+            if value is not None and value < unit**2:
+                raise UserError(f"{name}: {value} is less than an image token of {self.family}, {unit**2}; raise it")
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise UserError(f"min_pixels: {self.min_pixels} is over max_pixels, {self.max_pixels}; lower it")
         return PixelLimits(self.min_pixels, self.max_pixels, unit)
@@ -264,7 +258,6 @@ def prepare(
     Raises `UserError`, where it can before the source is opened. If too many rows were refused, `NAME.quarantine` is
     written beside `output` first.
     """
-    require("workers", workers, 1, MAX_WORKERS)
     limits = options.check()
     for folder in (output, _report(output)):
         refuse_foreign(folder)

@@ -145,14 +145,6 @@ def _clean_images(raw: RawProblem, limits: PixelLimits) -> list[Any]:
     return images
 
 
-def checked_gold(gold: str, choices: Sequence[str] | None, *, row_id: str, origin: str) -> str:
-    """The gold in canonical form. Raises `RowError` if it would not be graded as right against itself."""
-    reason = verify_gold(gold, choices)
-    if reason:
-        raise RowError(row_id, *_ungradable(gold, reason, f"in {origin}"))
-    return canonical_gold(gold)
-
-
 def storable(value: str) -> bool:
     """Whether a text can be stored. JSON can spell half of a surrogate pair, which is no character."""
     try:

@@ -117,13 +117,8 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--batch-size", type=optional(whole(1, MAX_BATCH)), metavar="N", help="default: 256 for vllm, else 64")
     what = "what the model may call between its turns, as in training: zoom, line, ... or FILE.py:FUNCTION"
     add("--tools", nargs="*", type=text, default=[], metavar="TOOL", help=what)
-    add(
-        "--max-tool-calling-iterations",
-        type=whole(1),
-        default=3,
-        metavar="N",
-        help="turns that are answered; default 3",
-    )
+    what = "turns that are answered; default 3"
+    add("--max-tool-calling-iterations", type=whole(1), default=3, metavar="N", help=what)
     what = "as adora_tool_options, such as '{images: 4}'; --max-tokens bounds a conversation with what tools say"
     add("--tool-options", type=optional(text), metavar="MAPPING", help=what)
 

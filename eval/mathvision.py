@@ -209,16 +209,13 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
     official = options.rules == "official"
     if official and options.extraction != "rules":
         raise UserError(f"extraction: {options.extraction} needs --rules strict; official has its own extraction")
-    return with_extractions(rows, options, question_of, _official if official else _by_our_rules)
+    extract = (lambda row: Extraction(official_answer(row["response"]), "official")) if official else _by_our_rules
+    return with_extractions(rows, options, question_of, extract)
 
 
 def question_of(row: Prediction) -> Question:
     """A predictions row as the extraction reads it."""
     return Question("choice" if row["options"] else "text", row["question"], row["options"], row["response"])
-
-
-def _official(row: Prediction) -> Extraction:
-    return Extraction(official_answer(row["response"]), "official")
 
 
 def _by_our_rules(row: Prediction) -> Extraction:

@@ -261,9 +261,3 @@ def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
     listed = pa.types.is_list(images) or pa.types.is_large_list(images)
     other = f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of images; {remedy}"
     refuse((not listed, other))
-
-
-def require(name: str, value: int, low: int, high: int | None = None) -> None:
-    """Raise `UserError` unless the argument `name` is within its limits."""
-    limits = f"at least {low}" if high is None else f"between {low} and {high}"
-    refuse((value < low or (high is not None and value > high), f"{name}: {value} is not {limits}"))

@@ -214,12 +214,13 @@ def examine(examination: Examination, merge: int) -> list[Check]:
     colocated engine only those of the trainer are made.
     """
     trainer, unseen = examination.trainer, ""
+    image_token = getattr(trainer.processing_class, "image_token_id", None)
     if not trainer.use_vllm or trainer.vllm_mode != "colocate":
         unseen = (
             "vllm_mode: server is not examined" if trainer.use_vllm else "use_vllm: false, the policy samples itself"
         )
     steps: list[tuple[tuple[str, ...], str, Callable[[], list[Check]]]] = [
-        ((FEATURES,), PIXELS, lambda: [check_features(examination.prompts, _image_token(trainer), merge)]),
+        ((FEATURES,), PIXELS, lambda: [check_features(examination.prompts, image_token, merge)]),
         ((BUFFERS,), REMEDY, lambda: [check_buffers(trainer)]),
         ((RUNNER,), VERSIONS, lambda: [check_runner(trainer)]),
         ((PROMPTS, COLD), PIXELS, examination.cold),
@@ -252,10 +253,6 @@ def _guarded(names: Sequence[str], remedy: str, step: Callable[[], list[Check]])
         first, *rest = names
         fault = failed(first, f"{_RAISED}{line}", remedy)
         return [fault, *(skipped(name, "it stopped before") for name in rest)]
-
-
-def _image_token(trainer: HasEngine) -> int | None:
-    return getattr(trainer.processing_class, "image_token_id", None)
 
 
 class Examined(Exception):  # noqa: N818  # no error: it ends a training that was never meant to begin

@@ -49,7 +49,6 @@ def _variants(answer: str, rng: random.Random) -> list[str]:
     return [answer[: match.start()] + str(value) + answer[match.end() :] for value in values]
 
 
-SPLITS = ("train", "test")
 LEVELS = (1, 2, 3)
 KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
 _LEVELS_FROM = 112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
@@ -87,7 +86,7 @@ def generate(
     `UserError`.
     """
     names = families or tuple(FAMILIES)
-    _check(names, split, size, level, styles, choices)
+    _check(names, size, level, styles)
     rng = random.Random(f"{seed}/{split}/{size}")
     seen: set[bytes] = set()
     for index in range(rows):
@@ -110,7 +109,7 @@ def _short_hash(image: Image.Image) -> bytes:
     return bytes.fromhex(diagram_hash(image)[:32])
 
 
-def _check(names: tuple[str, ...], split: str, size: int, level: int, styles: tuple[str, ...], choices: int) -> None:
+def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...]) -> None:
     for name in names:
         if name not in KNOWN:
             raise UserError(f"families: unknown family {name!r}{did_you_mean(name, KNOWN)}; known: {', '.join(KNOWN)}")
@@ -119,11 +118,5 @@ def _check(names: tuple[str, ...], split: str, size: int, level: int, styles: tu
     for style in styles or ("",):
         if style not in STYLES:
             raise UserError(f"styles: unknown style {style!r}{did_you_mean(style, STYLES)}; known: {', '.join(STYLES)}")
-    if split not in SPLITS:
-        raise UserError(f"split: {split!r} is not one of {', '.join(SPLITS)}")
-    if level not in LEVELS:
-        raise UserError(f"level: {level} is not one of 1, 2, 3")
     if level > 1 and size < _LEVELS_FROM:
         raise UserError(f"size: {size} is too small for the numbers of level {level}; give at least {_LEVELS_FROM}")
-    if choices and not 2 <= choices <= MAX_CHOICES:
-        raise UserError(f"choices: {choices} is neither 0 nor between 2 and {MAX_CHOICES}")

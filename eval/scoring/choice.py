@@ -109,12 +109,9 @@ class _Reader:
         mentioned = self.mentioned(text)
         if mentioned:
             return mentioned[0] if len(set(mentioned)) == 1 else None
-        bare = [
-            i
-            for i, choice in enumerate(self.keys)
-            if _without_unit(key) and _without_unit(choice) == _without_unit(key)
-        ]
-        return bare[0] if len(bare) == 1 else None
+        bare = _without_unit(key)
+        same = [i for i, choice in enumerate(self.keys) if bare and _without_unit(choice) == bare]
+        return same[0] if len(same) == 1 else None
 
     def equal(self, text: str) -> int | None:
         r"""The only choice with the value of a short text: `2\pi` is `2 \pi`, and `0.5` is `\frac{1}{2}` and `1:2`."""
