@@ -2,9 +2,7 @@
 
 import json
 import os
-import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.integration.machines import TwoMachines, namespaces
+from tests.integration.machines import TwoMachines
 from tests.integration.stopping import Running
 from tests.integration.test_two_processes import distance
 
@@ -138,22 +136,6 @@ def two_machines(tmp_path_factory, two_processes):
             codes.append(script.wait(_BOUND_S))
             said.append(machines.said)
     return OnTwoMachines(ended_after, said, codes, [whole, *checkpoints(out)])
-
-
-def test_network_namespaces_of_a_killed_test_run_are_removed(tmp_path):
-    if os.geteuid() or shutil.which("ip") is None:
-        pytest.skip("only root makes network namespaces, with `ip`")
-    with subprocess.Popen(["true"]) as killed:
-        left = f"one-{killed.pid}-0a1b2c"
-    mine = f"one-{os.getpid()}-0a1b2c"
-    for name in (left, mine):
-        subprocess.run(["ip", "netns", "add", name], check=False)
-    with TwoMachines(tmp_path / "lab") as machines:
-        if not machines.apart:
-            pytest.skip("network namespaces may not be made here")
-        assert {mine, *machines.hosts} <= namespaces() and left not in namespaces()
-        subprocess.run(["ip", "netns", "del", mine], check=True)
-    assert not namespaces() & {left, mine, *machines.hosts}
 
 
 _BOUND_S = 300  # a machine that is left alone has to notice it long before its collective calls give up (1,800 s)

@@ -20,10 +20,6 @@ from tests.support.endpoint_server import completion
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
-FIGURES = [text for language, text in re.findall(r"```(\w*)\n(.*?)```", TEXT, flags=re.DOTALL) if not language]
-PROSE = re.sub(r"```.*?```", "", TEXT, flags=re.DOTALL)
-# A span with a space is a command or a setting, not a name.
-SPANS = [span for span in re.findall(r"`([^`\n]+)`", PROSE) if " " not in span]
 
 
 def _section(title: str) -> str:
@@ -40,36 +36,6 @@ def _defined(path: Path) -> set[str]:
     nodes = list(ast.walk(ast.parse(path.read_text())))
     named = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     return named | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-
-
-def _used(path: Path) -> set[str]:
-    """What a file takes from libraries, and the words that it prints, logs or reads."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    words = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
-    return words | imported | {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-
-
-def _names_of_all() -> set[str]:
-    files = [path for top in ("adora_vl", "data_prep", "eval") for path in (ROOT / top).rglob("*.py")]
-    return set().union(*(_defined(path) | _used(path) for path in files))
-
-
-def _is_named(span: str, names: set[str]) -> bool:
-    """`checkpoint-N/` and `rollouts/` are folders of a run; `adora/skipped_steps` is a figure of its log,
-    and `run.where` a field.
-    """
-    word = span.removesuffix("/").removesuffix("-N")
-    return word in names or word.removeprefix("adora/") in names or set(word.split(".")) <= names
-
-
-def test_what_the_page_names_exists():
-    names = _names_of_all() | {"adora/...", "eval", "data_prep", ".venv/bin/lint-imports", "FILE.py:NAME"}
-    names |= {"check_answers(config)", "check_answers", "BATCH"}  # what a reader adds, and of a test
-    missing = [s for s in SPANS if _place(s) is None and (s.endswith(".py") or not _is_named(s, names))]
-    words = re.findall(r"\b(?:_[a-z]\w+|[a-z]+(?:_[a-z]+)+|[A-Z][a-z]+[A-Z]\w+)\b", " ".join(FIGURES))
-    missing += [word for word in words if word not in names | {"DeepSpeed", "adora_vl"}]
-    assert len(SPANS) > 150 and len(words) > 25 and missing == []
 
 
 def test_a_name_is_in_the_file_that_the_page_gives_for_it():
