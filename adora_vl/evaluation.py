@@ -186,7 +186,9 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
 
     def _answer(self, task: Task) -> list[dict[str, Any]]:
         args, accelerator = self.trainer.args, self.trainer.accelerator
-        chat = ChatProcessor(self.trainer.model.name_or_path, args.min_pixels, args.max_pixels, self.revision)
+        asked = {"template": args.chat_template_kwargs, "processor": self.trainer.processing_class}
+        name, limits = self.trainer.model.name_or_path, (args.min_pixels, args.max_pixels)
+        chat = ChatProcessor(name, *limits, self.revision, **asked)
         engine, rows = SamplerEngine(self.trainer, chat), list[dict[str, Any]]()
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
         for start in range(0, -(-len(task.problems) // accelerator.num_processes), engine.batch_size):

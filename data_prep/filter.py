@@ -94,7 +94,7 @@ def sample(
         "data_hash": hashed, "split": split, "system_prompt": system_prompt, "prompt": options.prompt,
     }  # fmt: skip
     names = ("engine", "dtype", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "batch_size")
-    fingerprint |= {name: getattr(settings, name) for name in names}
+    fingerprint |= {name: getattr(settings, name) for name in names} | settings.described
     infer(asked, folder, settings, fingerprint, system_prompt=system_prompt, build=build, samples=samples)
     return folder / PREDICTIONS
 

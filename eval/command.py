@@ -239,7 +239,7 @@ def ask(
     fingerprint |= {name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)}
     # Not fields of all runs, since earlier versions have begun some without them.
     fingerprint |= {"view": options.view} if options.view != "image" else {}
-    fingerprint |= settings.tools.described if settings.tools else {}
+    fingerprint |= settings.described
     fingerprint |= {"left_out": left_out} if left_out else {}
     fingerprint |= {"benchmark_file": benchmark.file} if benchmark.file else {}
     summary = infer(

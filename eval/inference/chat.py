@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
 
 from PIL import Image
 
@@ -13,6 +13,8 @@ from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding
+
+    from eval.inference.requests import AnswerEngineSettings
 
 _TEMPLATE_TOKENS = 256  # more than any chat template and the rounding of image sizes add to a prompt
 
@@ -27,8 +29,10 @@ class ChatProcessor:
     """
 
     def __init__(
-        self, model: str, min_pixels: int | None = None, max_pixels: int | None = None, revision: str | None = None
-    ) -> None:
+        self, model: str, min_pixels: int | None = None, max_pixels: int | None = None, revision: str | None = None,
+        *, template: Mapping[str, Any] | None = None, processor: Any = None,
+    ) -> None:  # fmt: skip
+        """`template`: arguments of the chat template. `processor`: in place of the model's own, a trainer's."""
         # Imported here, because scoring loads no model and should not wait for them.
         from transformers import AutoProcessor, AutoTokenizer
 
@@ -42,7 +46,7 @@ class ChatProcessor:
             self.auto_class = auto_class(self.config)
             self.text_only = not sees_images(self.config)
             kind: Any = AutoTokenizer if self.text_only else AutoProcessor
-            self.processor: Any = kind.from_pretrained(
+            self.processor: Any = processor or kind.from_pretrained(
                 model, revision=revision, local_files_only=here, trust_remote_code=False
             )
             self._image_processor: Any = None if self.text_only else self.processor.image_processor
@@ -51,6 +55,7 @@ class ChatProcessor:
         except Exception as error:  # a damaged file raises errors of many kinds
             reason = why_missing(model, error)
             raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
+        self._template = template or {}
         own = pixel_limits(self._image_processor)
         if not self.text_only and own is None:
             raise UserError(
@@ -65,6 +70,12 @@ class ChatProcessor:
         self.pad_id: int = self._tokenizer.pad_token_id
         self.context: int = self.config.get_text_config().max_position_embeddings
         self.image_id: int | None = getattr(self.processor, "image_token_id", None)
+
+    @classmethod
+    def of(cls, settings: AnswerEngineSettings) -> Self:
+        """Of the model that is asked."""
+        limits = settings.min_pixels, settings.max_pixels
+        return cls(settings.model, *limits, settings.revision, template=settings.template)
 
     def check_vllm(self, model: str, dtype: str) -> None:
         """Raise `UserError` for a model that vLLM cannot run, or would compute differently from Transformers.
@@ -104,7 +115,8 @@ class ChatProcessor:
         """
         if self.text_only:
             messages = [{**message, "content": _text_of(message["content"])} for message in messages]
-        text: str = self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        asked = {"add_generation_prompt": True, "tokenize": False, **self._template}
+        text: str = self.processor.apply_chat_template(messages, **asked)
         return text
 
     def ids_of(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:

@@ -53,7 +53,9 @@ class EndpointEngine:
         self.batch_size = settings.batch_size or _BATCH
         self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
         self._client = ChatClient(settings.endpoint)
-        self._body = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
+        self._body: dict[str, Any] = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
+        if settings.template:
+            self._body["chat_template_kwargs"] = dict(settings.template)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable | None]:
         """The replies, None for a call that failed. Raises `UserError` if all of them failed."""

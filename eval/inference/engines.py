@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from argparse import Namespace
 from dataclasses import fields, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from adora_vl.utils.errors import UserError
 from eval.inference.chat import ChatProcessor
 from eval.inference.endpoint import EndpointEngine, endpoint_of
+from eval.inference.provenance import trained_with
 from eval.inference.requests import HUB_ID, AnswerEngine, AnswerEngineSettings, AnswerTools, EngineName
 
 if TYPE_CHECKING:
@@ -48,7 +50,11 @@ def settings_of(options: Namespace) -> AnswerEngineSettings:
     endpoint = endpoint_of(options)
     model = check_model(options.model) if endpoint is None else options.model
     given = {each.name: vars(options)[each.name] for each in fields(AnswerEngineSettings) if each.name in options}
-    settings = AnswerEngineSettings(**{**given, "model": model, "endpoint": endpoint, "tools": None})
+    template = trained_with(model).get("chat_template_kwargs") or {}
+    if template:
+        print(f"chat_template_kwargs: those of the model's training, {template}", file=sys.stderr)
+    given |= {"model": model, "endpoint": endpoint, "tools": None, "template": template}
+    settings = AnswerEngineSettings(**given)
     return replace(settings, tools=_tools_of(options, settings)) if getattr(options, "tools", None) else settings
 
 
@@ -73,7 +79,7 @@ def _tools_of(options: Namespace, settings: AnswerEngineSettings) -> AnswerTools
 
     limits = options.tool_options or ToolOptions()
     chosen = choose_tools(options.tools)
-    chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+    chat = ChatProcessor.of(settings)
     pixels = limits_of(chat.processor, chat.config, settings.min_pixels, settings.max_pixels)
     return AnswerTools(Toolbox(chosen, limits, view_of(chat.config, pixels)), options.max_tool_calling_iterations)
 
@@ -84,7 +90,7 @@ def check_loadable(settings: AnswerEngineSettings) -> None:
 
     if settings.endpoint is None and Path(settings.model).is_dir():
         check_weights("model", settings.model)
-        chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        chat = ChatProcessor.of(settings)
         if settings.engine == "vllm":
             chat.check_vllm(settings.model, settings.dtype)
 

@@ -97,7 +97,8 @@ class _Local(Conversations):
         if settings.tools is not None:
             toolbox, most = settings.tools.toolbox, settings.tools.most
             turn, room = toolbox.options.turn_tokens, chat.context
-            self.turns = Turns(toolbox, chat.processor, {}, chat.tokens_of, most, chat.decode, turn, room)
+            given = (chat.processor, settings.template, chat.tokens_of, most, chat.decode, turn, room)
+            self.turns = Turns(toolbox, *given)
 
 
 class VLLMEngine(_Local):
@@ -113,7 +114,7 @@ class VLLMEngine(_Local):
         prepare_engine_environment()  # before the import: vLLM reads its environment there
         from adora_vl.rollout.llm import PolicyLLM
 
-        chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        chat = ChatProcessor.of(settings)
         chat.check_vllm(settings.model, settings.dtype)
         longest = chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens)
         shown = max(settings.max_images, settings.tools.toolbox.options.images if settings.tools else 1)
@@ -144,7 +145,7 @@ class TransformersEngine(_Local):
     def __init__(self, settings: AnswerEngineSettings) -> None:
         from transformers import GenerationConfig
 
-        chat = ChatProcessor(settings.model, settings.min_pixels, settings.max_pixels, settings.revision)
+        chat = ChatProcessor.of(settings)
         super().__init__(settings, chat, 64, self._sampled)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = chat.auto_class.from_pretrained(

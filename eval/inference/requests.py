@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from PIL import Image
@@ -80,6 +80,13 @@ class AnswerEngineSettings:
     max_text_bytes: int = 4096
     endpoint: Endpoint | None = None  # of the engine `openai`
     tools: AnswerTools | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template, of the model's training
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """What answers depend on beside the options, for a fingerprint."""
+        known = self.tools.described if self.tools else {}
+        return known | ({"chat_template_kwargs": dict(self.template)} if self.template else {})
 
     def told(self, system_prompt: str | None) -> str | None:
         """The system prompt with what the tools are."""

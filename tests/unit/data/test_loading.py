@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from adora_vl.data.dataset import load_split, read_manifest, row_count, write_sp
 from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evaluation import take_evaluations
+from adora_vl.models.load import PRETRAINED
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run, run_manifest
 from adora_vl.train import main as train
@@ -28,6 +30,8 @@ from data_prep.synthetic.generate import generate
 from data_prep.tables import open_local
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
+from eval.inference.chat import ChatProcessor
+from eval.inference.engines import settings_of
 from tests.unit.data_prep.own_data_support import convert, jsonl, with_images
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--model_name_or_path", "tiny", "--output_dir", "nowhere"]
@@ -332,3 +336,15 @@ def test_a_model_is_asked_in_the_words_of_its_training(tmp_path: Path, capsys: p
     (tmp_path / "run" / "manifest.json").write_text(json.dumps({"made_by": "adora_vl.train", "config": earlier}))
     assert prompts(tmp_path / "run") == (SYSTEM_PROMPT, None)
     assert capsys.readouterr().err == "prompt: that of the model's training, none\n"
+
+
+def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_path: Path) -> None:
+    run = shutil.copytree(PRETRAINED, tmp_path / "run")
+    (run / "chat_template.jinja").write_text("{{ 'brief' if brief else 'long' }}")
+    config = {"chat_template_kwargs": {"brief": True}}
+    for made_by, said in (("adora_vl.train", "brief"), ("another", "long")):
+        (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
+        given = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
+        settings = settings_of(parse_evaluation(given, BENCHMARK))
+        assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == said
+        assert settings.described == (config if said == "brief" else {}), "answers of both do not mix"

@@ -227,6 +227,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     rows = [{"pid": str(index), "answer": "5", "response": rf"\boxed{{{5 + (not index)}}}"} for index in range(4)]
     asked = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
     logged: list[dict[str, float]] = []
+    built: list[dict[str, Any]] = []
     monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]])  # those of the second rank
 
     def log(trainer: Any, values: dict[str, float]) -> None:
@@ -234,18 +235,18 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         trainer.control.should_log = False  # as Transformers does after every log
 
     monkeypatch.setattr(Trainer, "log", log)
-    monkeypatch.setattr(evaluation, "ChatProcessor", lambda *given: None)
+    monkeypatch.setattr(evaluation, "ChatProcessor", lambda *given, **more: built.append(more))
     monkeypatch.setattr(
         evaluation,
         "answer",
         lambda engine, asks, **more: [row for row in rows if row["pid"] in [one.problem.pid for one in asks]],
     )
     first = Namespace(process_index=0, num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
-    args = Namespace(model_init_kwargs=None, min_pixels=None, max_pixels=None, max_completion_length=8)
+    args = Namespace(min_pixels=None, max_pixels=None, max_completion_length=8, chat_template_kwargs={"a": 1})
     trainer: Any = Namespace(
         accelerator=first, args=args, model=Namespace(name_or_path="x"), control=Namespace(should_log=True),
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []), server_guard=Namespace(watching=nullcontext),
-        vllm_generation=Namespace(greedy={}), pool=Namespace(turns=None, on_any_rank=bool),
+        vllm_generation=Namespace(greedy={}), processing_class="p", pool=Namespace(turns=None, on_any_rank=bool),
     )  # fmt: skip
     plan = evaluation.EvaluationPlan(
         [evaluation.Task(named("geometry3k"), asked)], every=2, at_start=False, prompt=None
@@ -254,5 +255,6 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     for step in range(1, 5):
         callback.on_step_end(None, Namespace(global_step=step), None)
     assert [values["eval_geometry3k_accuracy"] for values in logged] == [0.75, 0.75]
+    assert built == [{"template": {"a": 1}, "processor": "p"}] * 2, "the prompt of the training"
     assert trainer.control.should_log, "the log of the step itself would be left out"
     assert "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out) and "of 4 problems" in said
