@@ -188,11 +188,15 @@ class AdoraGRPOTrainer(TrainerParts):
         returns the same micro-batch.
         """
         if not self.model.training or not self._cuts:
-            return super()._prepare_inputs(generation_batch)
-        present = self._generation
-        if present is None or not 0 <= self._step - present.first_micro_step < self.shape.cycle:
-            present = self._generation = self._sample(generation_batch)
-        return present.micro_batches[self._step % self.shape.steps]
+            found = super()._prepare_inputs(generation_batch)
+        else:
+            present = self._generation
+            if present is None or not 0 <= self._step - present.first_micro_step < self.shape.cycle:
+                present = self._generation = self._sample(generation_batch)
+            found = present.micro_batches[self._step % self.shape.steps]
+        if self.model.training and self.accelerator.sync_gradients:
+            self.pool.before_weights_change()
+        return found
 
     @property
     def _cuts(self) -> bool:

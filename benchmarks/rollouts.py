@@ -58,10 +58,11 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="with torch.compile, as vLLM does by itself")
     parser.add_argument("--lengths", choices=["long-tailed"], help="what partial rollouts save, instead")
     parser.add_argument("--generations-of-a-run", type=int, default=40, help="with --lengths")
+    parser.add_argument("--server", metavar="URL", default="", help="with --lengths: who samples instead of an engine")
     parser.add_argument("--profile", choices=list(WAYS), help="also print where this way spends its time")
     options = parser.parse_args()
     if options.lengths:
-        compare(options.generations_of_a_run)
+        compare(options.generations_of_a_run, options.server)
         return
     from adora_vl.rollout.llm import PolicyLLM
     from adora_vl.rollout.rollouts import RolloutAsk

@@ -33,7 +33,7 @@ _LIVING_S, _GONE_S = (_CONNECT_S, 60.0), (1.0, 10.0)  # to connect, and to answe
 _BETWEEN_LOOKS_S = 2.0
 _LORA_BY_REQUEST = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _REFUSED = "Request failed: 4"  # TRL's words for an HTTP status of the 400s
-_AT_A_TIME = 64  # requests that a server has at a time
+_AT_A_TIME = 256  # requests that a server has at a time: vLLM's own limit, beyond which one would wait there
 # A machine that has lost its power closes no connection: after 2 minutes of silence the kernel does.
 _ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -42,6 +42,7 @@ _ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 ]
 _T = TypeVar("_T")
+Features = dict[tuple[int, ...], Future[Any]]  # of images that a server has read
 PlaceFeatures = Callable[[dict[str, Any] | None, list[int]], dict[str, Any] | None]
 
 
@@ -153,12 +154,18 @@ class Server:
         if self.life != self.synced_life:
             raise UnusableServerError("it was started again, and has not the policy's weights until the next sync")
 
-    def answer(self, ask: GroupRequest, place: PlaceFeatures) -> Sampled:
-        """Sample. `place` points image features at the image tokens of the prompt."""
+    def answer(self, ask: GroupRequest, place: PlaceFeatures, features_of: Features) -> Sampled:
+        """Sample. `place` points image features at the image tokens of the prompt. `features_of`: those that it has
+        read in this call, each once, also for rollouts that go on: each of them is a request.
+        """
         features = None
         try:
             if ask.images:
-                features = [place(self.client.image_features([ask.images])[0], ask.prompt_ids)]
+                mine, names = Future[Any](), tuple(map(id, ask.images))
+                found = features_of.setdefault(names, mine)
+                if found is mine:
+                    _settle(mine, partial(self.client.image_features, [ask.images]))
+                features = [place(found.result()[0], ask.prompt_ids)]
             given = self.client.generate([ask.prompt_ids], features, ask.rollouts, generation_kwargs=ask.settings)
         except requests.ReadTimeout as error:
             raise UnusableServerError(f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout") from error
@@ -308,7 +315,8 @@ class Servers:
                 raise NoServerError(_none_left(last))
             turns = {number: servers[turn % len(servers)] for turn, number in enumerate(left)}
             failed = set[Server]()
-            work = [partial(_answer, turns[number], asks[number], place, failed) for number in left]
+            features: dict[Server, Features] = {server: {} for server in servers}
+            work = [partial(_answer, turns[one], asks[one], place, features[turns[one]], failed) for one in left]
             found: dict[int, Sampled] = {}
             for number, future in zip(left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True):
                 problem = future.exception()
@@ -343,12 +351,14 @@ class Servers:
         tqdm.write(f"Server {server.address} is left out ({others}): {reason}. {more}".rstrip())
 
 
-def _answer(server: Server, ask: GroupRequest, place: PlaceFeatures, failed: set[Server]) -> Sampled:
+def _answer(
+    server: Server, ask: GroupRequest, place: PlaceFeatures, features: Features, failed: set[Server]
+) -> Sampled:
     """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs passes once."""
     if server in failed:
         raise UnusableServerError("it did not answer another request")
     try:
-        return server.answer(ask, place)
+        return server.answer(ask, place, features)
     except Exception:
         failed.add(server)
         raise
@@ -368,6 +378,13 @@ def _together(servers: Sequence[Server], do: Callable[[Server], None]) -> dict[S
     return {server: future.result() for server, future in zip(servers, found, strict=True)}
 
 
+def _settle(future: Future[_T], do: Callable[[], _T]) -> None:
+    try:
+        future.set_result(do())
+    except BaseException as error:
+        future.set_exception(error)
+
+
 def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future[_T]]:
     """The result of each, or what it raised. The threads are daemons, so that a process that ends waits for no server,
     as it would for the threads of an executor.
@@ -379,10 +396,7 @@ def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future
         while left:
             with suppress(IndexError):  # another thread has taken the last one
                 do, future = left.popleft()
-                try:
-                    future.set_result(do())
-                except BaseException as error:
-                    future.set_exception(error)
+                _settle(future, do)
 
     threads = [Thread(target=run, name="vllm-servers", daemon=True) for _ in range(min(at_a_time, len(work)))]
     for thread in threads:

@@ -55,12 +55,12 @@ def further_rows(rows: int, groups: int, place: str) -> list[int]:
     return [drawn[number % len(drawn)] for number in range(groups)]
 
 
-def groups_for(wanted: float, signal: Sequence[float], most: int) -> int:
-    """How many groups begin, so that `wanted` of them have signal as far as that is likely: by the shares of the last
-    generations, and at most `most`.
+def groups_for(with_signal: float, shares: Sequence[float], most: int) -> int:
+    """How many groups begin, so that on average so many have signal: by their shares in the last generations, and at
+    most `most`.
     """
-    share = sum(signal) / len(signal) if signal else 1.0
-    return min(most, math.ceil(wanted / share)) if share else most
+    share = sum(shares) / len(shares) if shares else 1.0
+    return min(most, math.ceil(with_signal / share)) if share else most
 
 
 def exchanges(live: Sequence[bool], further_live: Sequence[bool]) -> list[tuple[int, int]]:

@@ -123,13 +123,13 @@ class Pool:
             groups = self._sampled(generation, drawn, dict.fromkeys(range(len(drawn))))
             self.judge(generation, groups, self._prompts(groups), aged=False)
             return
-        self._note(generation)
         if (self.aged or self.replay is not None) and any(group.problem.number < 0 for group in drawn):
             raise UserError(
                 "adora_rollouts: these rows do not say their numbers, by which problems that wait are read again (a "
                 "streamed data set, or a loader of your own); load the data set whole, or set budget, ahead and replay "
                 "off"
             )
+        self._note(generation)
         budget = self._budget()
         groups = self._go_on(generation, drawn, budget)
         learned, groups, fewest = self._rounds(generation, groups, budget)
@@ -148,6 +148,9 @@ class Pool:
         if self.replay is not None:
             kept = self.replay.kept(self.state.kept, fresh, generation.batch["advantages"])
             self.state = replace(self.state, kept=kept)
+
+    def before_weights_change(self) -> None:
+        """Called before the last micro-batch of every optimizer step."""
 
     def _note(self, generation: Generation) -> None:
         """What was there before the first generation of an optimizer step: there a run goes on that has stopped within

@@ -1,10 +1,12 @@
 """The pool where servers sample generations ahead: while the policy learns, by weights that are as many behind.
 
     generation n:  weights n go into the servers' queue, then what measures their drift | the prompts of n + k follow,
-                   and are asked for | the rollouts of n, by weights n - k, are joined | grade and learn
+                   and are asked for | the rollouts of n, by weights n - k, are joined | grade and learn | the drift is
+                   judged, the last thing before weights change
 
 The ratio to the engine corrects for the older weights; the old log-probabilities are the policy's own. Since all of
-these rollouts are stale, the drift is measured on short ones of their own, by the present weights.
+these rollouts are stale, the drift is measured on short ones of their own, by the present weights. With k > 1 they come
+after generation n + k - 1, which the policy would otherwise wait for where it could learn from n.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,6 +39,7 @@ class PoolAhead(Pool):
         super().__init__(*given, **more)
         assert isinstance(self.sampler, ServersAhead)
         self.servers, self.next_rows, self.drift, self.aged = self.sampler, next_rows, drift, True
+        self._judge_drift: Callable[[], None] | None = None  # of the present weights, once servers have answered
 
     def _go_on(self, now: Generation, drawn: list[RolloutGroup], budget: int | None) -> list[RolloutGroup]:
         """The groups of a generation that was asked for before. Meanwhile the servers get the present weights, and what
@@ -47,11 +50,11 @@ class PoolAhead(Pool):
         fits = expected is not None and expected.numbers == _numbers(drawn)
         if not all(gather_object([fits])):  # where a run begins, or goes on with other rows
             self.state, expected = replace(self.state, coming=()), None
-        judge_drift = None
+        self._judge_drift = None
         with self.phase("rollout"), self.server_guard.watching():
             servers.give_weights()
             if expected is not None and expected.ticket.step != now.step:
-                judge_drift = self.drift(now.rows[:: now.group_size], now.step)
+                self._judge_drift = self.drift(now.rows[:: now.group_size], now.step)
             self._ask_ahead(now, drawn, 1 if self.waits else servers.ahead + 1, budget)
         asked = self.state.coming[0]
         groups = self._sampled(now, list(asked.groups), asked.limits, asked.ticket)
@@ -60,15 +63,18 @@ class PoolAhead(Pool):
             left, last = self._left(now), self._left(now) <= servers.ahead  # then what is paused does not come back
             needed = groups_to_complete(len(groups) + self._flying, self.places, left, self.least)
             groups = self._completed(now, groups, len(groups) if last else min(len(groups), needed))
-        with self.phase("rollout"), self.server_guard.watching():
-            if self.waits:
+            with self.phase("rollout"), self.server_guard.watching():
                 groups = self._ask_ahead(now, drawn, servers.ahead + 1, budget, groups)
-            if judge_drift is not None:
-                judge_drift()
         self.state = replace(self.state, coming=self.state.coming[1:])
         for name, seconds in servers.waited().items():
             self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
         return groups
+
+    def before_weights_change(self) -> None:
+        judge, self._judge_drift = self._judge_drift, None
+        if judge is not None:
+            with self.phase("rollout"), self.server_guard.watching():
+                judge()
 
     def _ask_ahead(
         self, now: Generation, drawn: list[RolloutGroup], count: int,

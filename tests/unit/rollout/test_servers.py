@@ -94,9 +94,13 @@ def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, 
     assert [len(requests(one)) for one in stand_ins] == [3, 2]
     assert {sent["n"] for one in stand_ins for sent in requests(one)} == {2}
     assert len({tuple(one.tokens) for one in found}) == 10 and all(len(one.logps) == 8 for one in found)
-    alone = sampled(engine_of(stand_ins[:1], tmp_path / "w"), asks)
-    assert alone == found, "whoever is asked, the seeds decide"
+    alone = engine_of(stand_ins[:1], tmp_path / "w")
+    assert sampled(alone, asks) == found, "whoever is asked, the seeds decide"
     assert sampled(engine, rows(5, grouped=False)) == found and {one["n"] for one in requests(stand_ins[0])[-5:]} == {1}
+    stand_ins[0].asked.clear()
+    assert sampled(alone, rows(5, grouped=False)) == found
+    read = [path for path, _ in stand_ins[0].asked if path.endswith("/render")]
+    assert len(read) == 2, "each image once, although both rollouts that see it are requests"
 
 
 def spoilers() -> dict[str, Any]:
