@@ -184,10 +184,8 @@ def _check_covered(found: Mapping[str, Tally], data: Path, split: str, predictio
     counts = Counter(tally.answers for tally in found.values())
     if len(counts) > 1:
         few, many = min(counts), max(counts)
-        raise UserError(
-            f"predictions: {str(predictions)!r} has {few} answers to some problems and {many} to others; finish the "
-            "sampling with the same command"
-        )
+        unlike = f"{str(predictions)!r} has {few} answers to some problems and {many} to others"
+        raise UserError(f"predictions: {unlike}; finish the sampling with the same command")
 
 
 def in_words(manifest: Manifest) -> str:

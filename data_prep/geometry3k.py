@@ -152,16 +152,11 @@ def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
     within = {folder: split for folder, split in folders.items() if split}
     if not within and folders:
         if path.stem not in _SPLITS:
-            raise UserError(
-                f"input: the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}; "
-                "call the file after its split, such as train.zip"
-            )
+            nowhere = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
+            raise UserError(f"input: {nowhere}; call the file after its split, such as train.zip")
         within = dict.fromkeys(folders, path.stem)
-    return {
-        split: [ProblemFolder(path, folder) for folder, its in within.items() if its == split]
-        for split in _SPLITS
-        if split in within.values()
-    }
+    held = {split: [folder for folder, its in within.items() if its == split] for split in _SPLITS}
+    return {split: [ProblemFolder(path, folder) for folder in found] for split, found in held.items() if found}
 
 
 @lru_cache(maxsize=4)
@@ -345,12 +340,8 @@ def prepare_geometry3k(
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
         splits, commit = open_source(source, location, revision=revision, diagram=wanted.diagram, texts=wanted.texts)
-        description = {
-            "source": f"geometry3k/{source}",
-            "input": location or PRESET_ID,
-            "revision": commit,
-            "arguments": recorded(asdict(wanted)),
-        }
+        description: dict[str, Any] = {"source": f"geometry3k/{source}", "input": location or PRESET_ID}
+        description |= {"revision": commit, "arguments": recorded(asdict(wanted))}
         return description, {split: _chosen_of(split, found, wanted) for split, found in splits.items()}
 
     features = replace(PRESET.columns, extras=(("facts", "facts"),)).features if source in ("intergps", FORMS) else None

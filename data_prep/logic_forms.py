@@ -159,11 +159,8 @@ def facts_in_words(form: Form, problem: str) -> str | None:
     said = [in_words(term) for term in form.terms if term is None or not term.head.startswith("PointLies")]
     if None in said or re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE):
         return None
-    rows = [
-        f"{_list(row)} lie on one line{', in this order' if set(row) <= form.points.keys() else ''}"
-        for row in form.rows
-        if len(row) > 2
-    ]
+    several = [(_list(row), set(row) <= form.points.keys()) for row in form.rows if len(row) > 2]
+    rows = [f"{points} lie on one line{', in this order' if known else ''}" for points, known in several]
     segments = [_joined(row) for row in form.rows if len(row) == 2]
     drawn = [f"drawn segments: {', '.join(segments)}"] if segments else []
     circles = [

@@ -51,10 +51,8 @@ def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool
     at = next((at for at in (*new, *here) if here.get(at) != new.get(at)), None)
     if at is not None:
         difference = f"{at[-1]} {here.get(at)!r:.60}, this one {new.get(at)!r:.60}"
-        raise UserError(
-            f"output: {str(output)!r} holds another prepared dataset ({difference}); choose another folder, or replace "
-            "it with --overwrite"
-        )
+        holds = f"{str(output)!r} holds another prepared dataset ({difference})"
+        raise UserError(f"output: {holds}; choose another folder, or replace it with --overwrite")
 
 
 def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:

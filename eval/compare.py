@@ -83,10 +83,8 @@ def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
     first = runs[0]
     for run in runs:
         if run.score["benchmark"] != first.score["benchmark"]:
-            raise UserError(
-                f"run: {run.name!r} is of {run.score['benchmark']} and {first.name!r} of {first.score['benchmark']}; "
-                "compare runs of one benchmark"
-            )
+            other = f"{first.name!r} of {first.score['benchmark']}; compare runs of one benchmark"
+            raise UserError(f"run: {run.name!r} is of {run.score['benchmark']} and {other}")
 
 
 @dataclass(frozen=True)
@@ -135,10 +133,8 @@ def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str
     lines = [f"warning: {run.name}: {line}" for run in runs if (line := missing_answers(run.score))]
     without = [run.name for run in runs if not _part(run.score, "fields")]
     if without:
-        lines.append(
-            f"warning: {', '.join(without)}: no fingerprint, so it is not known whether the prompt, the sampling and "
-            "the data were the same"
-        )
+        unknown = "it is not known whether the prompt, the sampling and the data were the same"
+        lines.append(f"warning: {', '.join(without)}: no fingerprint, so {unknown}")
     known = [run for run in runs if run.name not in without]
     free = (*_FREE, *subject, *(_OF_A_VIEW if views_of(runs) else ()))
     fields = _differing(known, "fields", free)

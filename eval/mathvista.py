@@ -216,11 +216,8 @@ def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
     """ID and OOD as ADORA's table has them (docs/evaluation.md)."""
-    times = [
-        item.grade.groups.get("task", []).count(_GEOMETRY_TASK)
-        + item.grade.groups.get("skills", []).count(_GEOMETRY_SKILL)
-        for item in graded
-    ]
+    groups = [item.grade.groups for item in graded]
+    times = [g.get("task", []).count(_GEOMETRY_TASK) + g.get("skills", []).count(_GEOMETRY_SKILL) for g in groups]
     correct, total = sum(n * item.correct for n, item in zip(times, graded, strict=True)), sum(times)
     answers_each = max(map(len, by_problem(graded).values()))
     # By the double count, ID of a small set can have more answers than there are; then OOD has no figure.

@@ -47,10 +47,8 @@ def _one_engine(
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
 
-    return exit_code_of(
-        lambda: _run(*build_parser().parse_known_args(argv)),
-        "what was answered is kept, and the same command goes on from there",
-    )
+    interrupted = "what was answered is kept, and the same command goes on from there"
+    return exit_code_of(lambda: _run(*build_parser().parse_known_args(argv)), interrupted)
 
 
 def build_parser() -> Parser:

@@ -102,11 +102,9 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     is of a kind that Transformers does not have.
     """
     named, folder = f"model_name_or_path: {model!r}", Path(model)
+    refuse((folder.is_file(), f"{named} is a file; name the folder of a saved model"))
     bare = folder.is_dir() and not (folder / "config.json").is_file()
-    refuse(
-        (folder.is_file(), f"{named} is a file; name the folder of a saved model"),
-        (bare, f"{named} is a folder without a config.json; name a saved model"),
-    )
+    refuse((bare, f"{named} is a folder without a config.json; name a saved model"))
     try:
         return read_config("model_name_or_path", model, revision)
     except UserError:

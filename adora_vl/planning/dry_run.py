@@ -176,10 +176,8 @@ def learning_rate_line(config: Any, updates: int | None) -> str:
     rates, schedule = learning_rates(config, updates), spelled(config.lr_scheduler_type)
     if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
-    return (
-        f"Learning rate: {schedule}, {rates['first']:.3g} at the first update, {rates['middle']:.3g} "
-        f"half-way, {rates['last']:.3g} at the last."
-    )
+    places = {"first": "at the first update", "middle": "half-way", "last": "at the last"}
+    return f"Learning rate: {schedule}, {', '.join(f'{rates[at]:.3g} {words}' for at, words in places.items())}."
 
 
 def prompt_lines(plan: Plan) -> list[str]:

@@ -184,10 +184,8 @@ def _sorted_out(runs: Sequence[ComparedRun]) -> tuple[Sequence[ComparedRun], Seq
         kept = {key: value for key, value in run.settings.items() if key not in ("device", "versions", "commit")}
         groups.setdefault(json.dumps(kept, sort_keys=True, default=str), []).append(run)
     if len(groups) != 2:
-        raise UserError(
-            f"RUN: the {len(runs)} runs have {len(groups)} different configs, and a comparison needs two sides; name "
-            "them as `A1 A2 --compare B1 B2`"
-        )
+        different = f"the {len(runs)} runs have {len(groups)} different configs, and a comparison needs two sides"
+        raise UserError(f"RUN: {different}; name them as `A1 A2 --compare B1 B2`")
     one, other = groups.values()
     return one, other
 

@@ -88,10 +88,8 @@ class ChatProcessor:
         if problem:
             raise UserError(f"model: {model!r} {problem}")
         if find_cpu_build() and self.dtype(dtype) == "float32" and has_linear_attention(self.config):
-            raise UserError(
-                f"model: {model!r} is in float32, and on a CPU vLLM computes its linear attention in bfloat16 alone; "
-                "use --engine transformers"
-            )
+            alone = "on a CPU vLLM computes its linear attention in bfloat16 alone"
+            raise UserError(f"model: {model!r} is in float32, and {alone}; use --engine transformers")
 
     def _limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[dict[str, int], int]:
         """The limits for the image processor, and the number of pixels of the largest image that results."""
@@ -168,10 +166,8 @@ class ChatProcessor:
         of_text = len(ids) - of_images
         if not of_images or of_text >= context:
             return f"its text has {of_text} tokens and the model's context {context}; fewer pixels would not help"
-        return (
-            f"its text has {of_text} tokens, its image {of_images}, and the model's context {context}; "
-            "lower --max-pixels"
-        )
+        lengths = f"its text has {of_text} tokens, its image {of_images}, and the model's context {context}"
+        return f"{lengths}; lower --max-pixels"
 
     def _most_image_tokens(self, images: int) -> int:
         if self.text_only:

@@ -62,10 +62,8 @@ class EndpointEngine:
         found = self._client.each(self._answer, requests)
         failures = [str(each) for each in found if isinstance(each, EndpointError)]
         if failures and len(failures) == len(found):
-            raise UserError(
-                f"base_url: {self._client.endpoint.url} gave none of {amount(len(found), 'answer')}: {failures[0]}; "
-                "what was answered before is kept"
-            )
+            none = f"{self._client.endpoint.url} gave none of {amount(len(found), 'answer')}: {failures[0]}"
+            raise UserError(f"base_url: {none}; what was answered before is kept")
         if failures:
             print(f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}", file=sys.stderr)
         return [None if isinstance(each, EndpointError) else each for each in found]

@@ -77,10 +77,8 @@ class Conversations:
     def _reply(self, rollout: Rollout, prompt: int) -> Reply:
         """The last turn is what is graded, as in a training."""
         by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
-        calls = [
-            {"name": call.name, "arguments": call.arguments, "text": call.text, "failed": call.failed}
-            for call in rollout.calls
-        ]
+        names = ("name", "arguments", "text", "failed")
+        calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
         reason, text = rollout.ended if by_calls else "length", self.chat.decode(rollout.turn)
         return Reply(text, len(rollout.said), reason, prompt, tuple(calls) if self.turns else None)
 

@@ -52,10 +52,8 @@ def with_extractions(
     else:
         lacking = [row["pid"] for row in rows if "extraction" not in row]
         if lacking:
-            raise UserError(
-                f"extraction: {len(lacking)} of {len(rows)} rows have no stored extraction, the first is pid "
-                f"{lacking[0]!r}; use --extraction rules"
-            )
+            without = f"{len(lacking)} of {len(rows)} rows have no stored extraction, the first is pid {lacking[0]!r}"
+            raise UserError(f"extraction: {without}; use --extraction rules")
         found = [Extraction(row["extraction"], "stored") for row in rows]
     return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
 

@@ -80,11 +80,8 @@ def _answers(score: Score) -> list[str]:
     lines = ["verdicts: " + ", ".join(f"{name} {count}" for name, count in score["verdicts"].items())]
     if score.get("extraction_mix"):
         lines.append("extraction: " + ", ".join(f"{how} {count}" for how, count in score["extraction_mix"].items()))
-    tokens = [
-        f"{kind} {known['mean']:.1f} (median {known['median']:g}, max {known['max']})"
-        for kind, known in score["tokens"].items()
-        if known
-    ]
+    held = [(kind, known) for kind, known in score["tokens"].items() if known]
+    tokens = [f"{kind} {of['mean']:.1f} (median {of['median']:g}, max {of['max']})" for kind, of in held]
     if tokens:
         lines.append("tokens of an answer: " + ", ".join(tokens))
     reflection = score["reflective_words"]

@@ -39,7 +39,6 @@ from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run
 from adora_vl.train import dry_run, main
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.launch import prepare_engine_environment
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
 from eval.records import Problem
@@ -119,23 +118,6 @@ def test_what_is_refused_and_what_is_cut() -> None:
     assert check_of([50, 60], [4, 4]).kept("error") == [0, 1] and not check_of([50, 60], [4, 4]).notes()
     with pytest.raises(UserError, match=r"^adora_overlong_prompts: drop leaves nothing to use: vllm_max_model.*170"):
         check_of([100, 130], [4, 4]).kept("drop")
-
-
-def test_it_is_vllm_that_refuses_a_prompt_of_this_length(subtests: pytest.Subtests) -> None:
-    for length, fits in ((99, True), (100, False), (101, False)):
-        with subtests.test(f"{length}"):
-            prepare_engine_environment()
-            from vllm.exceptions import VLLMValidationError
-            from vllm.v1.engine.input_processor import InputProcessor
-
-            model = SimpleNamespace(max_model_len=LIMIT.tokens, runner_type="generate")
-            engine: Any = SimpleNamespace(skip_prompt_length_check=False, model_config=model, supports_mm_inputs=True)
-            assert (check_of([length], [0]).refused == []) == fits
-            if fits:
-                InputProcessor._validate_prompt_len(engine, length, "decoder")
-            else:
-                with pytest.raises(VLLMValidationError, match="maximum model length of 100"):
-                    InputProcessor._validate_prompt_len(engine, length, "decoder")
 
 
 def test_the_remedy_is_one_that_helps() -> None:
