@@ -4,9 +4,10 @@ import json
 import re
 
 import pytest
+import yaml
 
 from adora_vl.train import main as train
-from benchmarks import grading, step, what_fits
+from benchmarks import grading, scanned, step, what_fits
 from benchmarks import slice as part
 from benchmarks.attenuation.__main__ import RUNS
 from benchmarks.attenuation.report import all_tables
@@ -93,6 +94,11 @@ def stored_runs(folder, *tables):
     assert f"```\n{said[-1]}\n" in TEXT, "how many runs, of which commit"
 
 
+def digits(folder, *tables):
+    said = scanned.tables(yaml.safe_load(scanned.PLAN.read_text()), scanned.read_runs(scanned.RUNS)).replace("**", "")
+    assert [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in said] == []
+
+
 def before_training(folder, plain, demo, budget):
     """Another processor may answer a problem or two otherwise."""
     for model, words, cells in (
@@ -120,6 +126,8 @@ CHECKS = {
     before_training: ["accuracy", "after 50 steps, in percent", "task"],
     stored_runs: ["accuracy, end (seeds)", "accuracy, mean over steps (seeds)", "R2, recipe and arm", "arm",
                   "difference in points [95 %]", "reward"],
+    digits: [f"{case}: {title}" for case in ("long is better", "short is as good")
+             for title in ("arm", "difference in points [95 %]")],
 }  # fmt: skip
 # The tests of the rewards hold the presets; the others are read or take an engine for half an hour.
 UNCOMPARED = {"verdict", "median", "start", "on an H200", "prompt, rollouts x tokens"}  # a card is not here
