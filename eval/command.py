@@ -53,8 +53,8 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(words)
     config: Path | None = getattr(options, "config", None)
-    look_beside(config)
     if config is not None:
+        look_beside(config)
         # The options of the file come first, because argparse keeps the last of two equal options.
         # `infer` ignores options for the score, so that one file serves `infer` and `run`.
         unused = set(vars(score_defaults(benchmark))) if options.verb == "infer" else set()

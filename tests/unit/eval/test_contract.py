@@ -16,6 +16,7 @@ from transformers import Trainer
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
+from adora_vl.utils import own_files
 from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
 from eval import benchmark as list_of_benchmarks
@@ -185,10 +186,14 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     assert compare(["out"]) == 0 and "lengths: accuracy" in capsys.readouterr().out
 
     config: Any = Namespace(
-        eval_strategy="steps", adora_eval=["lengths.py:LENGTHS=test.jsonl"], adora_eval_limit=2, eval_steps=1,
+        eval_strategy="steps", adora_eval=["mine.py:LENGTHS=test.jsonl"], adora_eval_limit=2, eval_steps=1,
         eval_on_start=False,
     )  # fmt: skip
+    (beside := Path("beside").resolve()).mkdir()
+    (beside / "mine.py").write_text(Path("lengths.py").read_text())
+    monkeypatch.setattr(own_files, "_beside", [beside])
     (task,) = evaluation.take_evaluations(config, []).tasks
+    assert named("mine.py:LENGTHS").name == "lengths", "what is named next is beside the config too"
     assert (task.benchmark.name, [one.prompt for one in task.problems]) == ("lengths", ["Side 7", "Side 1.5"])
 
     Path("other.py").write_text(Path("lengths.py").read_text().replace("exact", "rounded"))
