@@ -160,13 +160,7 @@ def test_rows_of_other_trainers_are_read_as_they_are(case: Case, capsys: pytest.
         ("swift", {**asked, "solution": "<answer> 3 </answer>"}, "How many?", count, 1),
         ("swift", {"messages": [system, {"role": "user", "content": "1 + 2?"}], "solution": "3"}, "1 + 2?", "", 0),
         ("swift", {"query": "Solve the equation x + 2 = 5", "solution": "3"}, "Solve the equation x + 2 = 5", "", 0),
-        (
-            "swift",
-            {"image": "pics/0.png", "problem": "How many?", "solution": "<answer> 3 </answer>"},
-            "How many?",
-            "",
-            1,
-        ),
+        ("swift", {"image": "pics/0.png", "problem": "Sides?", "solution": "<answer> 3 </answer>"}, "Sides?", "", 1),
         ("swift", {"query": "1 + 2?", "solution": "We add. The value is \\(\\boxed{3}\\)."}, "1 + 2?", "", 0),
         ("swift", {"query": "1 + 2?", "solution": "<think>One, two.</think><answer>3</answer>"}, "1 + 2?", "", 0),
     ]

@@ -161,11 +161,8 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
             (folder / "in" / "Fotos").mkdir(parents=True)
             (folder / "in" / "Fotos" / name).write_bytes(PICTURES[0])
             (folder / "secret.png").write_bytes(PICTURES[1])
-            rows = [
-                {"q": "?", "a": 1, "i": path},
-                {"q": "!", "a": 1, "i": "..\\SECRET.png"},
-                {"q": ".", "a": 1, "i": name},
-            ]
+            pairs = (("?", path), ("!", "..\\SECRET.png"), (".", name))
+            rows = [{"q": question, "a": 1, "i": image} for question, image in pairs]
             source = jsonl(folder / "in", rows)
             columns = ("problem=q", "answer=a", "images=i")
             assert convert(source, folder / "out", "--allow-quarantined", "1", columns=columns) == 0

@@ -80,14 +80,8 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
         grey = other.images()
         assert [image.size for image in grey] == [image.size for image in problem.images()]
         assert all(image.getcolors() == [(image.width * image.height, (128, 128, 128))] for image in grey)
-    rows = [
-        {
-            **one.fields,
-            "response": RIGHT.get(name, r"\boxed{{{}}}").format(one.fields["answer"]),
-            "finish_reason": "stop",
-        }
-        for one in problems
-    ]
+    said = RIGHT.get(name, r"\boxed{{{}}}").format
+    rows = [{**one.fields, "response": said(one.fields["answer"]), "finish_reason": "stop"} for one in problems]
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
     rows = [json.loads(json.dumps(row)) for row in rows]  # what a predictions row keeps
     assert [benchmark.check(row) for row in rows if benchmark.check] in ([], [None] * count)
@@ -241,11 +235,8 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
 
     monkeypatch.setattr(Trainer, "log", log)
     monkeypatch.setattr(evaluation, "ChatProcessor", lambda *given, **more: built.append(more))
-    monkeypatch.setattr(
-        evaluation,
-        "answer",
-        lambda engine, asks, **more: [row for row in rows if row["pid"] in [one.problem.pid for one in asks]],
-    )
+    by_pid = {row["pid"]: row for row in rows}
+    monkeypatch.setattr(evaluation, "answer", lambda _, asks, **more: [by_pid[one.problem.pid] for one in asks])
     first = Namespace(process_index=0, num_processes=2, is_main_process=True, wait_for_everyone=lambda: None)
     args = Namespace(min_pixels=None, max_pixels=None, max_completion_length=8, chat_template_kwargs={"a": 1})
     trainer: Any = Namespace(

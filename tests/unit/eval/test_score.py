@@ -72,12 +72,8 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
 
 def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     right = {"a": "1100", "b": "0000", "c": "1111"}
-    graded = [
-        Graded(pid, RowGrade(verdict(hit == "1"), None, "r"), sample=sample)
-        for pid, hits in right.items()
-        for sample, hit in enumerate(hits)
-    ]
-    score = aggregate(graded)
+    answers = [(pid, hit == "1", sample) for pid, hits in right.items() for sample, hit in enumerate(hits)]
+    score = aggregate([Graded(pid, RowGrade(verdict(hit), None, "r"), sample=at) for pid, hit, at in answers])
     assert (score["correct"], score["total"]) == (6, 12)
     samples = score["samples"]
     assert (samples["k"], samples["problems"], samples["incomplete"]) == (4, 3, 0)
@@ -141,11 +137,8 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     score: Any = scored.score
     assert [item["verdict"] for item in score["items"]] == ["correct", "correct", "wrong", "failed"]
     assert (score["correct"], score["total"]) == (2, 4)
-    assert {value: cell["total"] for value, cell in score["groups"]["finish_reason"].items()} == {
-        "stop": 2,
-        "length": 1,
-        IMAGE_FAILED: 1,
-    }
+    reasons = {value: cell["total"] for value, cell in score["groups"]["finish_reason"].items()}
+    assert reasons == {"stop": 2, "length": 1, IMAGE_FAILED: 1}
     assert score["groups"]["answer_form"]["radical"]["total"] == 1
     assert score["fingerprint"] is None
     assert score["image_failed"] == 1
@@ -232,15 +225,10 @@ class Guess:
     batch_size = 4
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-        return [
-            Reply(
-                rf"wait, \boxed{{{request.seed % 90}}}",
-                7 + request.seed % 5,
-                "length" if request.seed % 3 else "stop",
-                9,
-            )
-            for request in requests
-        ]
+        def said(seed: int) -> Reply:
+            return Reply(rf"wait, \boxed{{{seed % 90}}}", 7 + seed % 5, "length" if seed % 3 else "stop", 9)
+
+        return [said(request.seed) for request in requests]
 
 
 def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypatch, capsys):

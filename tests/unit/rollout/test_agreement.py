@@ -118,11 +118,9 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
             precision = {"bf16": False, "fp16": False, "adora_max_drift": 0.3}
             sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
             args = SimpleNamespace(**{**precision, **sampling, **keys})
-            trainer = SimpleNamespace(
-                args=args,
-                model=SimpleNamespace(dtype=torch.float32),
-                vllm_generation=SimpleNamespace(settings=SimpleNamespace(dtype=engine)),
-            )
+            model, settings = SimpleNamespace(dtype=torch.float32), SimpleNamespace(dtype=engine)
+            generation = SimpleNamespace(settings=settings)
+            trainer = SimpleNamespace(args=args, model=model, vllm_generation=generation)
             assert agreement.agreement_bound(trainer) == bound
             assert agreement.distant_bound(trainer) == (bound / 10 if bound == 0.01 else bound), "of float32 alone"
 

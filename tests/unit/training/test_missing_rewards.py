@@ -148,11 +148,8 @@ def test_daro_learns_from_the_tokens_of_those_who_are_left():
 
 
 def test_figures_and_tokens_by_the_image_leave_them_out():
-    groups = Groups(
-        torch.tensor([[1.0, 0.0, NAN, NAN], [NAN] * 4]),
-        torch.tensor([[5.0, 7.0, 90.0, 90.0], [90.0] * 4]),
-        torch.zeros(2, 4, dtype=torch.bool),
-    )
+    lengths_PG = torch.tensor([[5.0, 7.0, 90.0, 90.0], [90.0] * 4])
+    groups = Groups(torch.tensor([[1.0, 0.0, NAN, NAN], [NAN] * 4]), lengths_PG, lengths_PG < 0)
     weighting = weigh_groups(replace(groups, truncated_PG=torch.zeros_like(groups.truncated_PG)))
     figures = adora_metrics(weighting)
     assert figures["pass_rate"] == 0.5 and figures["no_correct_share"] == 0.0 and figures["tds_share"] == 1.0

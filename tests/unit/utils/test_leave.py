@@ -27,13 +27,8 @@ said.set()
 
 
 def said_by(ending: str, library: str = "torch") -> tuple[int, list[str]]:
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(ending=ending, library=library)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    words = [sys.executable, "-c", _SCRIPT.format(ending=ending, library=library)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout.splitlines()
 
 

@@ -32,19 +32,12 @@ from tests.unit.utils.test_half_written import contents, disk_of
 
 ROOT = Path(__file__).parents[3]
 WRITES = {"write_text", "write_bytes", "save_pretrained", "ParquetWriter", "copy2", "copyfile", "copytree"}
-# Who may write without `adora_vl.utils.files`, and why.
+# Who may write without `adora_vl.utils.files`: inside its `replacing_folder` or `complete_or_absent`, or appending.
 OTHERWISE = {
-    "adora_vl/utils/files.py": "it is what the others use",
-    "adora_vl/checkpoint/universal.py": "inside `replacing_folder`",
-    "adora_vl/record/metrics.py": "appends",
-    "adora_vl/export.py": "inside `replacing_folder`",
-    "adora_vl/builtin/small_model.py": "inside `replacing_folder`",
-    "adora_vl/models/four_bit.py": "inside `replacing_folder`",
-    "adora_vl/data/dataset.py": "inside `complete_or_absent`",
-    "data_prep/quarantine.py": "inside `complete_or_absent`",
-    "eval/inference/predictions.py": "appends",
-    "data_prep/filter.py": "inside `complete_or_absent`",
-}
+    "adora_vl/utils/files.py", "adora_vl/checkpoint/universal.py", "adora_vl/record/metrics.py", "adora_vl/export.py",
+    "adora_vl/builtin/small_model.py", "adora_vl/models/four_bit.py", "adora_vl/data/dataset.py",
+    "data_prep/quarantine.py", "eval/inference/predictions.py", "data_prep/filter.py",
+}  # fmt: skip
 
 
 def writes_by_itself(call: ast.Call) -> bool:
@@ -62,7 +55,7 @@ def test_whole_files_are_written_in_one_way():
         for path in (ROOT / top).rglob("*.py")
         if any(isinstance(node, ast.Call) and writes_by_itself(node) for node in ast.walk(ast.parse(path.read_text())))
     }
-    assert found == OTHERWISE.keys()
+    assert found == OTHERWISE
 
 
 def manifest(folder: Path) -> None:
