@@ -173,11 +173,8 @@ class _Diagram:
         for head, of, size in (("Parallel", "Line", 2), ("Equals", "LengthOf", 2), ("Equals", "MeasureOf", 3)):
             groups: list[set[tuple[str, ...]]] = []
             for term in self.form.found(head):
-                sides = {
-                    tuple((each if of == "Line" else each.arguments[0]).names)
-                    for each in term.arguments
-                    if each.head == of
-                }
+                found = [each for each in term.arguments if each.head == of]
+                sides = {tuple((each if of == "Line" else each.arguments[0]).names) for each in found}
                 if len(term.arguments) == 2 == len(sides) and all(len(s) == size and {*s} <= {*self.at} for s in sides):
                     marked.append(term)
                     touching = [group for group in groups if group & sides]

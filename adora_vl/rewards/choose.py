@@ -218,13 +218,9 @@ def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
 
 def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
     """The least and the largest weighted sum of the functions of `adora_reward`; None where that is not known."""
-    ends = [
-        sorted(weight * value for value in _RANGES[entry]) if entry in _RANGES else None
-        for entry, weight in zip(entries, weights, strict=True)
-        if weight
-    ]
-    known = [each for each in ends if each is not None]
-    return (sum(low for low, _ in known), sum(high for _, high in known)) if len(known) == len(ends) else None
+    counted = [(_RANGES.get(entry), weight) for entry, weight in zip(entries, weights, strict=True) if weight]
+    known = [sorted(weight * value for value in ends) for ends, weight in counted if ends]
+    return (sum(low for low, _ in known), sum(high for _, high in known)) if len(known) == len(counted) else None
 
 
 def check_sums(entries: Sequence[str], weights: Sequence[float] | None, correct_above: float) -> None:

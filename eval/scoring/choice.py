@@ -118,11 +118,8 @@ class _Reader:
         if len(text) > _LONGEST_VALUE or not _has_value(text):
             return None
         held = rf"\boxed{{{text.replace(':', '/')}}}"
-        found = [
-            index
-            for index, choice in enumerate(self.choices)
-            if self.keys[index] and grade(held, choice.replace(":", "/")).verdict == "correct"
-        ]
+        worded = [(index, choice.replace(":", "/")) for index, choice in enumerate(self.choices) if self.keys[index]]
+        found = [index for index, choice in worded if grade(held, choice).verdict == "correct"]
         return found[0] if len(found) == 1 else None
 
     def other_value(self, box: str) -> str:
