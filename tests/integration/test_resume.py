@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 import uuid
+from contextlib import nullcontext
 from pathlib import Path
 
 import pandas as pd
@@ -21,6 +23,7 @@ from adora_vl.models.load import PRETRAINED
 from benchmarks.kill_and_resume import settings
 from tests.integration.support import REPOSITORY, processes_with, run
 from tests.support.sft_adapter import sft_adapter
+from tests.support.vllm_server import vllm_server
 from tests.unit.data_prep.own_data_support import convert, jsonl
 
 pytestmark = pytest.mark.slow
@@ -57,12 +60,20 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "processes", [pytest.param("1", id="whole", marks=pytest.mark.core), pytest.param("2", id="zero3")]
+    "where", [pytest.param("whole", marks=pytest.mark.core), pytest.param("zero3"), pytest.param("server")]
 )
-def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(tmp_path, processes):
-    adapter = ["--model_name_or_path", str(sft_adapter(tmp_path / "sft")), "--beta", "0.1", "--learning_rate", "1e-3"]
-    options = ["--kills", "rollout:5", "--processes", processes, "--output", str(tmp_path)]
-    done = run([*KILLS, *options, "--", *adapter])
+def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(tmp_path, where):
+    """A server gets the adapter alone, so there it has no head. The three starts ask one and the same server."""
+    with vllm_server(tmp_path) if where == "server" else nullcontext() as server:
+        adapter = sft_adapter(tmp_path / "sft", modules_to_save=None if server else ["lm_head"])
+        words = ["--model_name_or_path", str(adapter), "--beta", "0.1", "--learning_rate", "1e-3"]
+        if server:
+            words += ["--vllm_mode", "server", "--vllm_server_base_url", server.url, "--adora_weight_transfer", "file"]
+        options = ["--kills", "rollout:5", "--processes", "2" if where == "zero3" else "1", "--output", str(tmp_path)]
+        done = run([*KILLS, *options, "--", *words])
+        if server:  # it holds the dead run's adapter too, under another name
+            with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310  # loopback
+                assert len([one for one in json.load(reply)["data"] if "adora-weights" in one["id"]]) == 3
     assert "checkpoint-3" in done.stdout
     assert "6 steps, 6 tables of rollouts, weights: all equal" in done.stdout
 
