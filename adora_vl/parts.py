@@ -99,7 +99,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         ahead = partial(PoolAhead, next_rows=self._rows_after, drift=drift)
         self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
             context, self.images, self.sampler, judge, (self.row_guard, self.server_guard), self.extensions,
-            self.clock.phase, self.train_dataset, self._turns(),
+            self.clock.phase, self.train_dataset, self._turns(), self.run.tools.environments,
         )  # fmt: skip
         self._generation: Generation | None = None  # the one that is being learned from
         self._collecting: Generation | None = None  # the one that is being sampled and graded

@@ -76,13 +76,13 @@ class AdoraGRPOTrainer(TrainerParts):
         Raises `UserError` for what cannot work, in one line.
         """
         if run is None:
-            further = {"rollout_func": rollout_func, "environment_factory": environment_factory}
-            refuse_objects(train_dataset, reward_funcs, further)
+            refuse_objects(train_dataset, reward_funcs, rollout_func, environment_factory)
             args, loaded = config_of(args, model), None if isinstance(model, str) else model
             keys = model_keys(model, args, peft_config, quantization_config)
             source = ModelSource(keys, peft_config, loaded, processing_class)
             rows = Datasets(train_dataset, eval_dataset)
-            run = walk(Asked(args, source, rows, reward_funcs, tools=tools or ()), Where.of_launch("leave"))
+            asked = Asked(args, source, rows, reward_funcs, tools=tools or (), environment=environment_factory)
+            run = walk(asked, Where.of_launch("leave"))
             train_dataset = run.dataset
         args, self.run = run.config, run
         self.toolbox = run.toolbox or self.toolbox

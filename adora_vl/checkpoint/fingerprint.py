@@ -60,6 +60,7 @@ def fingerprint(
     annealed = bool(values.get(f"{_NOISY}.share")) and values.get(f"{_NOISY}.schedule") != "constant"
     free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
     free |= {"adora_rollouts.ahead"} if not values.get("adora_rollouts.ahead") else set()
+    free |= {"environment_factory"} if not values.get("environment_factory") else set()
     tooled = values.get("tools") or any(name.startswith("tool ") for name in own or ())
     free |= set() if tooled else _TOOL_KEYS
     free |= _BUDGET_KEYS if values.get("adora_rollouts.budget") is None else set()

@@ -334,12 +334,19 @@ def check_tensor_parallel(config: AdoraGRPOConfig, model_config: PretrainedConfi
     ))  # fmt: skip
 
 
-def check_tools(config: Any) -> None:
-    """Check rollouts of several turns against the other keys. Raises `UserError`."""
+def check_tools(config: Any, *, tools: bool, environments: bool, trl_evaluates: bool = False) -> None:
+    """Check rollouts of several turns, with tools or environments, against the other keys. Raises `UserError`."""
     replay, ahead = config.adora_rollouts.replay, config.adora_rollouts.ahead
     others = config.adora_extensions
+    if environments:
+        budget, evaluates = config.adora_rollouts.budget, spelled(config.eval_strategy) != "no" and not trl_evaluates
+        _refuse_beside(
+            "environment_factory",
+            (budget, f"adora_rollouts.budget: {budget}, as no checkpoint could keep their state"),
+            (evaluates, "eval_strategy: steps, whose evaluators know no environments"),
+        )
     _refuse_beside(
-        "tools",
+        "tools" if tools else "environment_factory",
         (not config.use_vllm, "use_vllm: false"),
         (ahead, f"adora_rollouts.ahead: {ahead}, as a turn would wait for the generation that was asked for meanwhile"),
         (replay, f"adora_rollouts.replay: {replay}, which knows the problem's pictures alone"),
@@ -349,16 +356,6 @@ def check_tools(config: Any) -> None:
     most, least = config.max_completion_length, config.adora_tool_options.turn_tokens
     refuse((least and least > most, f"adora_tool_options.turn_tokens: {least} is above max_completion_length: {most}; "
             "lower it"))  # fmt: skip
-
-
-def refuse_turns(given: Mapping[str, Any]) -> None:
-    """Raise `UserError` for arguments of TRL's trainer that leave the turns to somebody else."""
-    refuse(
-        (given.get("environment_factory"), "environment_factory: environments are not supported, because a checkpoint "
-         "could not keep their state; give their methods as tools"),
-        (given.get("rollout_func"), "rollout_func: a sampler of your own is not supported, because its rollouts have "
-         "neither seeds nor log-probabilities that can be checked; use tools, or trl.GRPOTrainer"),
-    )  # fmt: skip
 
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:

@@ -120,6 +120,10 @@ class AdoraKeys:
         "What the model may call between its turns: zoom, mark, line, measure, calculate, or FILE.py:FUNCTION. "
         "docs/tools.md says how.",
     )
+    environment_factory: Name | None = key(
+        None,
+        "FILE.py:CLASS, of which each rollout has an instance: reset(**row) begins it, its public methods are tools.",
+    )
     # TRL has no limit.
     max_tool_calling_iterations: Annotated[int, Field(ge=1)] = key(3, "Turns whose calls are answered.")
     adora_tool_options: ToolOptions = key(

@@ -123,6 +123,7 @@ def _additions(config: Mapping[str, Any]) -> list[str]:
         f"visual scale from {scale}": scale != 1,
         f"replay of {replayed} groups": replayed,
         f"tools {', '.join(map(own_name, config.get('tools') or ()))}": config.get("tools"),
+        f"environment {own_name(config.get('environment_factory') or '')}": config.get("environment_factory"),
     }
     return [text for text, present in found.items() if present]
 

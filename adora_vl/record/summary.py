@@ -89,12 +89,12 @@ def summary_lines(
     lines.append(f"Metrics       {folder / METRICS}")
     if config.adora_record_every:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
-    longest = config.max_completion_length
+    longest, calls = config.max_completion_length, config.tools or config.environment_factory
     steps = {
         "View it": view_command(folder),
         "Merge it": merge,
         # The evaluators answer no calls.
-        "Evaluate it": None if config.tools else evaluate_command(model, data, folder / "eval", longest),
+        "Evaluate it": None if calls else evaluate_command(model, data, folder / "eval", longest),
         "Train longer": _longer(config, command),
     }
     return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]

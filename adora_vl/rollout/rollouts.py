@@ -52,6 +52,7 @@ class Rollout:
     distorted: bool = False  # sampled on another image than the trainer's
     pictures: tuple[Picture, ...] = ()
     calls: tuple[Call, ...] = ()
+    environment: Any = field(default=None, compare=False, repr=False)  # its own, of a run that has some
 
     @property
     def tokens(self) -> list[int]:

@@ -76,9 +76,12 @@ class Told(Protocol):
 class Tools(Protocol):
     """Those of a run (`adora_vl.tools`)."""
 
-    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool) -> Told | None:
+    def answer(
+        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any
+    ) -> Told | None:
         """What they say to a turn of the policy, None where it called nothing. `images`: the problem's, then those that
-        tools have returned. `seed`: names the random numbers. `last`: whether no further calls are left.
+        tools have returned. `seed`: names the random numbers. `last`: whether no further calls are left. `environment`:
+        the rollout's own, or None.
         """
 
 
@@ -108,7 +111,8 @@ class Turns:
             return replace(rollout, ended="calls")
         seen = [*images, *(picture.image for picture in rollout.pictures)]
         last = self.most is not None and number + 1 >= self.most
-        told = self.tools.answer(text, seen, seed=f"{seed}/{number}", last=last)
+        inside = rollout.environment
+        told = self.tools.answer(text, seen, seed=f"{seed}/{number}", last=last, environment=inside)
         if told is None:
             return rollout
         shown = [kept(part.convert("RGB")) for part in told.parts if isinstance(part, Image.Image)]

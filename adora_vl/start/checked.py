@@ -63,6 +63,7 @@ class Asked:
     given: Given | None = None
     most: int | None = None
     tools: Sequence[Any] = ()  # that Python gave beside the key's
+    environment: Any = None  # that Python gave in the key's place
 
 
 @dataclass(repr=False)
@@ -171,6 +172,11 @@ class Checked:
             **{f"method {file}": one for file, one in method_hashes(self.config).items()},
             **{f"tool {file}": one for file, one in self.tools.hashes.items()},
         }
+
+    @property
+    def environment(self) -> Any:
+        """What makes one for each rollout, FILE.py:CLASS or an object of Python's; None without any."""
+        return self.asked.environment if self.asked.environment is not None else self.config.environment_factory
 
     @property
     def first(self) -> bool:

@@ -16,7 +16,6 @@ from trl import ModelConfig
 from trl.trainer.utils import get_config_model_id
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.checks import refuse_turns
 from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import with_tools
 from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
@@ -47,13 +46,17 @@ def config_of(args: Any, model: Any) -> AdoraGRPOConfig:
     return args
 
 
-def refuse_objects(train_dataset: Any, reward_funcs: Any, further: Mapping[str, Any]) -> None:
+def refuse_objects(train_dataset: Any, reward_funcs: Any, rollout_func: Any, environment_factory: Any) -> None:
     """Raises `UserError` for an argument of the trainer that would be ignored, or fail after the weights are loaded."""
-    refuse_turns(further)
+    if rollout_func:
+        raise UserError(
+            "rollout_func: a sampler of your own is not supported, because its rollouts have neither seeds nor "
+            "log-probabilities that can be checked; use tools, or trl.GRPOTrainer"
+        )
     if not isinstance(train_dataset, Dataset | IterableDataset):
         kind = "None" if train_dataset is None else f"a {type(train_dataset).__name__}"
         raise UserError(f"train_dataset: {kind} is no data set; make one, such as datasets.Dataset.from_list(rows)")
-    if reward_funcs is None or reward_funcs == []:
+    if not reward_funcs and environment_factory is None:
         raise UserError(f"reward_funcs: {reward_funcs} would train on nothing; give a function, a preset or a list")
 
 
@@ -90,7 +93,7 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
     """The trainer's `reward_funcs`: functions and models as in TRL; a text is a preset, `judge`, or FILE.py:FUNCTION,
     or with a slash TRL's reward model. Raises `UserError`.
     """
-    asked = [*given] if isinstance(given, list | tuple) else [given]
+    asked = [*given] if isinstance(given, list | tuple) else [] if given is None else [given]
     # with a slash, or of a folder, it is the name of a reward model, for which TRL looks
     models = [one for one in asked if isinstance(one, str) and not is_own(one) and ("/" in one or Path(one).is_dir())]
     ours = [one for one in asked if isinstance(one, Mapping | str) and one not in models]

@@ -5,6 +5,7 @@ The cheapest come first. A user's own code is run by the stops `rewards` and `tr
 
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -55,6 +56,7 @@ from adora_vl.start.objects import (
     rewards_given,
     told_of_tools,
 )
+from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
 from adora_vl.utils.errors import UserError, in_one_line, refuse
 from adora_vl.utils.hub import no_hub, notes_on
@@ -84,9 +86,11 @@ def versions(run: Checked) -> None:
 def keys(run: Checked) -> None:
     """What the keys alone say."""
     given = run.asked.rows
-    checks.check_config(run.config, trl_evaluates=isinstance(given, Datasets) and given.evaluate is not None)
-    if run.config.tools or run.asked.tools:
-        checks.check_tools(run.config)
+    by_trl = isinstance(given, Datasets) and given.evaluate is not None
+    checks.check_config(run.config, trl_evaluates=by_trl)
+    tools, environments = bool(run.config.tools or run.asked.tools), run.environment is not None
+    if tools or environments:
+        checks.check_tools(run.config, tools=tools, environments=environments, trl_evaluates=by_trl)
 
 
 def batches(run: Checked) -> None:
@@ -114,8 +118,24 @@ def rewards(run: Checked) -> None:
         run.rewards = choose_rewards(run.script.adora_reward, answer_tags=tags, output_dir=output_dir)
     else:
         run.rewards = rewards_given(run.asked.rewards, output_dir)
-    run.tools = choose_tools([*run.config.tools, *run.asked.tools])
+    environments = environments_of(run.environment, run.config.adora_tool_options.seconds)
+    run.tools = choose_tools([*run.config.tools, *run.asked.tools], environments)
+    if environments is not None:
+        _graded_by(run, environments)
     check_sums(run.rewards.entries, run.config.reward_weights, run.config.adora_correct_above)
+
+
+def _graded_by(run: Checked, environments: Environments) -> None:
+    """Their own reward beside the others: as in TRL it weighs 1, unless `reward_weights` has one more."""
+    found, weights = run.rewards, run.config.reward_weights
+    if not environments.grades:
+        refuse((not found.functions, f"reward_funcs: None would train on nothing, as {environments.name} has no "
+                "get_reward; give a function"))  # fmt: skip
+        return
+    if weights is not None and len(weights) == len(found.entries):
+        run.config.reward_weights = [*weights, 1.0]
+    entries, functions = (*found.entries, environments.name), (*found.functions, environments.reward())
+    run.rewards = replace(found, entries=entries, functions=functions)
 
 
 def model(run: Checked) -> None:
@@ -280,13 +300,15 @@ def tries(run: Checked) -> None:
     rows: list[Any] = []
     if run.dataset is not None and run.rewards.own:
         if isinstance(run.dataset, Dataset):
-            run.rewards.check_columns([name for name in run.dataset.column_names if name != "prompt"])
+            named = [name for name in run.dataset.column_names if name != "prompt"]
+            run.rewards.check_columns([*named, "environments"] if run.tools.environments else named)
         try:
             rows = list(islice(iter(run.dataset), 2))
         except Exception as error:  # a decoder raises what it likes
             why = in_one_line(error)
             raise UserError(f"train_dataset: its first rows cannot be read ({why}); mend them") from error
-    groups = [row for row in rows for _ in range(run.config.num_generations)]
+    inside = {"environments": run.tools.environments.made[0]} if run.tools.environments else {}
+    groups = [{**row, **inside} for row in rows for _ in range(run.config.num_generations)]
     try_rewards(run.rewards, groups, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here)
 
 

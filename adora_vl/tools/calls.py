@@ -7,15 +7,22 @@ user's with `<tool_response>...</tool_response>`. What is wrong with a call is i
 import inspect
 import json
 import math
+import random
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any, get_type_hints
 
+import numpy as np
+import torch
 from transformers.utils import get_json_schema
 
 from adora_vl.utils.cli import each_once
 from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.own_files import back_in, backstop, deadline, in_one_process
+from adora_vl.utils.seeding import kept_random_state, number_at
 
 HIDDEN = ("images", "view")  # parameters that the model knows nothing of
 _MOST, _DEPTH = 4000, 8  # characters and nesting of a call
@@ -156,3 +163,17 @@ def error_line(reason: str) -> str:
 def clean(text: str) -> str:
     """Text that a tokenizer takes: half a character, as JSON can have it, becomes a question mark."""
     return text.encode("utf-8", "replace").decode()
+
+
+@contextmanager
+def limited(what: str, seconds: float, seed: str) -> Iterator[None]:
+    """Inside, code of the user's runs for so long. Random numbers are named by `seed`; those of the run go on behind it
+    as if nothing had been drawn.
+    """
+    with kept_random_state():
+        number = number_at(f"tool/{seed}")
+        random.seed(number)
+        np.random.seed(number % 2**32)
+        torch.manual_seed(number >> 1)
+        with back_in(Path.cwd()), backstop(seconds), deadline(seconds), in_one_process(what):
+            yield

@@ -5,18 +5,13 @@ model; it gets views of the pictures, and draws from random states of its own.
 """
 
 import json
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image
 
 from adora_vl.config.blocks import ToolOptions
@@ -26,22 +21,28 @@ from adora_vl.data.prompts import NO_CALLS_LEFT, tool_response
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.rewards.safe_call import own_copy
 from adora_vl.rollout.rollouts import Call
-from adora_vl.tools.calls import CallError, calls_in, checked, clean, error_line, read_call, schema_of, tool_named
+from adora_vl.tools.calls import (
+    CallError,
+    calls_in,
+    checked,
+    clean,
+    error_line,
+    limited,
+    read_call,
+    schema_of,
+    tool_named,
+)
+from adora_vl.tools.environments import Environments
 from adora_vl.tools.ours import OURS, View
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import (
     OverdueError,
-    back_in,
-    backstop,
-    deadline,
     from_file,
     function_name,
-    in_one_process,
     is_function,
     is_own,
     source_hash,
 )
-from adora_vl.utils.seeding import kept_random_state, number_at
 
 Part = str | Image.Image
 _NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).parameters]
@@ -57,10 +58,13 @@ class ToolAnswer:
 
 @dataclass(frozen=True)
 class ChosenTools:
-    """The tools of a run by their names. `hashes`: of each file of the user's, with its neighbours."""
+    """The tools of a run by their names, methods of `environments` among them, as those of the first instance.
+    `hashes`: of each file of the user's, with its neighbours.
+    """
 
     functions: Mapping[str, Callable[..., Any]]
     hashes: Mapping[str, str] = field(default_factory=dict)
+    environments: Environments | None = None
 
     def schemas(self, view: View | None) -> list[dict[str, Any]]:
         """What the model is told of each. `view`: of a model that sees; None: of one that reads text alone."""
@@ -68,8 +72,10 @@ class ChosenTools:
         return [schema_of(name, tool, words) for name, tool in self.functions.items()]
 
 
-def choose_tools(asked: Sequence[str | Callable[..., Any]]) -> ChosenTools:
-    """The tools of the key: names of ours, `FILE.py:FUNCTION`, or from Python functions. Raises `UserError`."""
+def choose_tools(asked: Sequence[str | Callable[..., Any]], environments: Environments | None = None) -> ChosenTools:
+    """The tools of the key: names of ours, `FILE.py:FUNCTION`, or from Python functions; and methods of environments.
+    Raises `UserError`.
+    """
     found: dict[str, Callable[..., Any]] = {}
     hashes = {}
     for entry in asked:
@@ -91,7 +97,12 @@ def choose_tools(asked: Sequence[str | Callable[..., Any]]) -> ChosenTools:
             raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
         schema_of(entry if isinstance(entry, str) else name, tool)
         found[name] = tool
-    return ChosenTools(found, hashes)
+    for name, tool in environments.tools.items() if environments is not None else ():
+        if name in found:
+            raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
+        schema_of(name, tool)
+        found[name] = tool
+    return ChosenTools(found, {**hashes, **(environments.hashes if environments else {})}, environments)
 
 
 def view_of(config: Any, pixels: Limits) -> View | None:
@@ -115,9 +126,12 @@ class Toolbox:
         if blind is not None:
             raise UserError(f"tools: {blind!r} needs a model that sees images; leave it out")
 
-    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool) -> ToolAnswer | None:
+    def answer(
+        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any = None
+    ) -> ToolAnswer | None:
         """What the tools say to a turn; None: it called nothing. `images`: the problem's, then those that tools have
         returned. `seed`: names the turn's random numbers. `last`: whether no further call will be answered.
+        `environment`: the rollout's own.
         """
         shown, parts, calls = list(images), list[Part](), list[Call]()
         for number, written in enumerate(calls_in(text)):
@@ -126,7 +140,7 @@ class Toolbox:
                 if number >= self.options.calls_per_turn:
                     raise CallError(f"too many calls in a turn, at most {self.options.calls_per_turn}")
                 name, arguments = read_call(written)
-                said = self._parts(self._called(name, arguments, shown, f"{seed}/{number}"), len(shown))
+                said = self._parts(self._called(name, arguments, shown, f"{seed}/{number}", environment), len(shown))
             except CallError as error:
                 failed, said = True, [error_line(str(error))]
             pictures = [part for part in said if isinstance(part, Image.Image)]
@@ -147,10 +161,14 @@ class Toolbox:
             return None
         return ToolAnswer((*parts, *([f"\n{NO_CALLS_LEFT}"] if last else [])), tuple(calls))
 
-    def _called(self, name: str, arguments: Mapping[str, Any], images: Sequence[Image.Image], seed: str) -> Any:
+    def _called(
+        self, name: str, arguments: Mapping[str, Any], images: Sequence[Image.Image], seed: str, environment: Any
+    ) -> Any:
         """What a tool returned. Raises `CallError`."""
         given: dict[str, Any] = checked(arguments, self._by_name[tool_named(name, self._by_name)])
-        tool = self.chosen.functions[name]
+        tool, own = self.chosen.functions[name], self.chosen.environments
+        if own is not None and environment is not None and name in own.tools:
+            tool = getattr(environment, name)
         hidden = {"images": images, "view": self.view}
         given |= {key: value for key, value in hidden.items() if key in signature(tool).parameters}
         if OURS.get(name) is tool:
@@ -161,10 +179,7 @@ class Toolbox:
         seconds = self.options.seconds
         given = {key: own_copy(value) for key, value in given.items()}
         try:
-            with (
-                back_in(Path.cwd()), _drawing_from(seed), backstop(seconds), deadline(seconds),
-                in_one_process(f"tool {name}"),
-            ):  # fmt: skip
+            with limited(f"tool {name}", seconds, seed):
                 return tool(**given)
         except KeyboardInterrupt:
             raise
@@ -223,14 +238,3 @@ class Toolbox:
         except ValueError as error:
             raise CallError(f"the picture has {wide} x {high} pixels: {error}") from None
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)
-
-
-@contextmanager
-def _drawing_from(seed: str) -> Iterator[None]:
-    """Inside, random numbers are named by `seed`; those of the run go on behind it as if nothing had been drawn."""
-    with kept_random_state():
-        number = number_at(f"tool/{seed}")
-        random.seed(number)
-        np.random.seed(number % 2**32)
-        torch.manual_seed(number >> 1)
-        yield

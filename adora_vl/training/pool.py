@@ -39,6 +39,7 @@ from adora_vl.rollout.rollouts import (
 )
 from adora_vl.rollout.sources import Sampler, Ticket
 from adora_vl.rollout.turns import Turns, gone_on, play
+from adora_vl.tools.environments import Environments
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.generation import Extension, Generation, other_images
 from adora_vl.training.guards import RowGuard, ServerGuard
@@ -58,7 +59,7 @@ from adora_vl.training.policies import (
 from adora_vl.training.pool_state import EARLIER_FILES, PoolState
 from adora_vl.training.replay import Replay
 from adora_vl.types import Row, StepContext
-from adora_vl.utils.errors import RolloutError, UserError
+from adora_vl.utils.errors import RolloutError, SharedUserError, UserError
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,10 @@ class Pool:
         phase: Callable[[str], AbstractContextManager[None]],
         dataset: Any,
         turns: Turns | None = None,
+        environments: Environments | None = None,
     ) -> None:
         """`phase`: inside, the seconds count as this one's. `dataset`: whose rows are trained on. `turns`: how calls of
-        tools are answered, None without tools.
+        tools are answered, None without tools. `environments`: of the rollouts, where they have some.
         """
         self.context, self.images, self.sampler, self.judge = context, images, sampler, judge
         self.accelerator, self.config, self.log = context.accelerator, context.config, context.log
@@ -99,7 +101,7 @@ class Pool:
         self.extensions, self.phase, self.rows = extensions, phase, DistinctRows(dataset)
         self.asked: RolloutOptions = context.config.adora_rollouts
         self.shape = Shape.of(context.config)
-        self.turns = turns
+        self.turns, self.environments = turns, environments
         self.waits = self.asked.budget is not None  # whether a generation may begin more than it learns from
         self.places = self.shape.rows * self.shape.steps // self.shape.generations  # groups of one rank
         # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
@@ -119,6 +121,7 @@ class Pool:
         self.row_guard.check(rows, generation.step)
         first = self.accelerator.process_index * len(rows)
         drawn = groups_of(rows, generation.where, generation.number, first, size)
+        drawn = self._entered(drawn, anew=True)
         if generation.mode == "eval":
             groups = self._sampled(generation, drawn, dict.fromkeys(range(len(drawn))))
             self.judge(generation, groups, self._prompts(groups), aged=False)
@@ -284,7 +287,23 @@ class Pool:
             DrawnProblem(number, generation.where, rank * self.places + place) for place, number in enumerate(numbers)
         ]
         began, empty = generation.number, (Rollout(),) * size
-        return [RolloutGroup(problem, row, began, empty) for problem, row in zip(problems, rows, strict=True)]
+        begun = [RolloutGroup(problem, row, began, empty) for problem, row in zip(problems, rows, strict=True)]
+        return self._entered(begun, anew=False)
+
+    def _entered(self, groups: list[RolloutGroup], *, anew: bool) -> list[RolloutGroup]:
+        """The groups in environments of their own, where the run has some. Raises `SharedUserError` on all ranks."""
+        if self.environments is None:
+            return groups
+        problem = ""
+        try:
+            groups = self.environments.entered(groups, self.config.seed, anew=anew)
+        except UserError as error:
+            problem = str(error)
+        problems = [one for one in gather_object([problem]) if one]
+        if problems:
+            step, saved = self.context.state().global_step + 1, self.context.save_now()
+            raise SharedUserError(f"step {step}: {problems[0]}; go on with --resume_from_checkpoint {saved}")
+        return groups
 
     def _judged(
         self, generation: Generation, groups: list[RolloutGroup], most: int

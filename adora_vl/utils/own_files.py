@@ -67,9 +67,9 @@ def source_hash(function: Any) -> str:
     """
     while isinstance(function, partial):
         function = function.func
-    text = function_name(function)
+    text, named = function_name(function), inspect.isroutine(function) or inspect.isclass(function)
     with suppress(OSError, TypeError):
-        text = inspect.getsource(function if inspect.isroutine(function) else type(function))
+        text = inspect.getsource(function if named else type(function))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -116,16 +116,29 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         """
         return width * width
 
+    class Board:
+        def reset(self, **row):
+            self.pairs = 0
+
+        def pair(self) -> int:
+            """Count one."""
+            self.pairs += 1
+            return self.pairs
+
+        def get_reward(self):
+            return float(self.pairs)
+
     args = AdoraGRPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=1200,
         num_generations=4, per_device_train_batch_size=8, max_completion_length=100, report_to="none",
     )  # fmt: skip
     rows = Datasets(Dataset.from_list(ROWS))
     source = ModelSource(model_keys("tiny", args, None))
-    run = walk(Asked(args, source, rows, half, tools=[area, "zoom"]), Where.of_launch("leave"))
+    run = walk(Asked(args, source, rows, half, tools=[area, "zoom"], environment=Board), Where.of_launch("leave"))
+    assert run.rewards.entries == ("half", "Board") and '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
     first, second = run.dataset[0]["prompt"]
     assert first["role"] == "system" and '"name": "area"' in first["content"] and '"name": "zoom"' in first["content"]
-    assert second["content"] == "Which of 0?" and run.own.keys() == {"reward half", "tool area"}
+    assert second["content"] == "Which of 0?" and run.own.keys() == {"reward half", "tool area", "tool Board"}
     call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
     assert run.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
 

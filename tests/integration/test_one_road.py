@@ -126,6 +126,11 @@ WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways
     ("--adora_method.adora.assign rate --adora_rollouts.replay 8", "adora_rollouts.replay: 8 with assign:"),
     (" ".join(["--tools zom", *VLLM]), "tools: 'zom' is none of zoom, mark, line, measure"),
     ("--tools zoom", "tools does not go with use_vllm: false"),
+    ("VLLM --environment_factory nowhere.py:Maze", "environment_factory: 'nowhere.py:Maze': there is no file"),
+    ("VLLM --environment_factory HERE/raises.py:bad", "environment_factory: bad: it cannot be made: TypeError"),
+    ("VLLM --environment_factory a.py:A --adora_rollouts.budget 9 --num_generations 4 "
+     "--vllm_importance_sampling_mode token_truncate",
+     "environment_factory does not go with adora_rollouts.budget: 9, as no checkpoint could keep their state"),
     (" ".join(["--tools zoom --adora_tool_options.turn_tokens 999", *VLLM]), "adora_tool_options.turn_tokens:"),
     ("--adora_rollouts.refill 2 --loss_type bnpo", "adora_rollouts.refill: 2 does not go with loss_type: bnpo"),
     (
@@ -260,7 +265,7 @@ def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, here, tmp_path)
 OBJECTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [print]}, "tools does not go with use_vllm: false"),
     ({"rollout_func": print}, "rollout_func: a sampler of your own is not supported"),
-    ({"environment_factory": print}, "environment_factory: environments are not supported"),
+    ({"environment_factory": dict}, "environment_factory does not go with use_vllm: false"),
     ({"quantization_config": object()}, "quantization_config: only 4 bits are supported; give BitsAndBytesConfig"),
     ({"args": trl.GRPOConfig("x", use_cpu=True, bf16=False)}, "args: a trl.GRPOConfig has other defaults"),
     ({"reward_funcs": None}, "reward_funcs: None would train on nothing"),

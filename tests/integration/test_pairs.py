@@ -67,17 +67,37 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
 
 
 ZOOMS = {
-    "model_name_or_path": "tiny_zoom", "tools": "zoom", "adora_prompt": "{problem}", "adora_reward": "[accuracy]",
+    "model_name_or_path": "tiny_zoom", "adora_prompt": "{problem}", "adora_reward": "[accuracy]",
     "adora_system_prompt": "Look with zoom.", "min_pixels": 3136, "max_pixels": 3136, "vllm_max_model_length": 640,
     "max_completion_length": 200, "max_tool_calling_iterations": 2, "adora_rollouts.refill": 2,
 }  # fmt: skip
 
+LOOKS = """
+from adora_vl.tools import ours
 
-@pytest.mark.parametrize("processes", [1, 2], ids=["refill + tools", "two: refill + budget + ahead"])
+class Looks:
+    def reset(self, id, **row):
+        self.looks = 0
+        return " " if id.endswith("1") else None
+
+    def zoom(self, x1: float, y1: float, x2: float, y2: float, picture: int = 0, *, images, view):
+        self.looks += 1
+        return ours.zoom(x1, y1, x2, y2, picture, images=images, view=view)
+
+    zoom.__doc__ = ours.zoom.__doc__
+
+    def get_reward(self):
+        return self.looks / 10
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["refill + environment", "two: refill + budget + ahead"])
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server, processes):
     """On two processes each has other groups, of which other numbers have ended or have signal."""
     (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "looks.py").write_text(LOOKS)
     keys: dict[str, Any] = {**ZOOMS, "dataset_name": tmp_path / "data"}
+    keys["environment_factory"] = f"{tmp_path}/looks.py:Looks"
     made = ["synthetic", "--families", "corners", "--size", "448", "--rows", "64", "--output", str(tmp_path / "data")]
     if processes == 1:
         assert data_prep(made) == 0
@@ -93,3 +113,4 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path, server, processes):
     assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
     (whole,) = tmp_path.glob("runs/*/whole")
     assert max(step["adora/refilled_groups"] for step in steps(whole)) > 0
+    assert processes > 1 or all(step["adora/called"] > 0.3 for step in steps(whole))

@@ -106,7 +106,7 @@ class Draws:
     def __init__(self) -> None:
         self.seeds: list[str] = []
 
-    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool) -> Any:
+    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any) -> Any:
         draw = random.Random(seed)
         self.seeds.append(seed)
         if draw.random() < 0.3:

@@ -51,7 +51,7 @@ class Says:
     def __init__(self, *parts: Any) -> None:
         self.parts, self.asked = parts, list[Any]()
 
-    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool) -> Any:
+    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, **_: Any) -> Any:
         self.asked.append((text, len(images), seed, last))
         return SimpleNamespace(parts=self.parts, calls=(Call("zoom", "{}", "", 0.1, failed=False),))
 
