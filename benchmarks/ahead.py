@@ -1,13 +1,14 @@
 """Seconds of a step with rollouts one and two generations ahead, and one after the other, with a server that only
 waits: what two machines give.
 
-    python -m benchmarks.ahead [--seconds 3] [--steps 8]
+    python -m benchmarks.ahead [--seconds 3] [--steps 12]
 
 One after the other, the seconds of sampling and of the weight sync are the server's part, and the rest is the
 trainer's. A step ahead should take little more than the longer of the two. At last every second generation takes the
 server three times as long as the others, as long on average, and the policy's part is made as long, by a reward that
 waits: then a second generation ahead helps most. If nothing else took time, it would take 0.8 of one ahead, and no
-other order of short and long generations would take less than 0.79. The figures are means without the first two steps.
+other order of short and long generations would take less than 0.79. The figures are means without the first two steps
+and the last two.
 """
 
 import argparse
@@ -56,7 +57,7 @@ def parts_of_a_step(
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     finally:
         server.close()
-    logged = [entry for entry in read_metrics(folder / METRICS) if "seconds/rollout" in entry][2:]
+    logged = [entry for entry in read_metrics(folder / METRICS) if "seconds/rollout" in entry][2:-2]
     sampling = [entry["seconds/rollout"] + entry["seconds/sync"] for entry in logged]
     whole = [sum(value for name, value in entry.items() if name.startswith("seconds/")) for entry in logged]
     return statistics.mean(sampling), statistics.mean(whole) - statistics.mean(sampling)
@@ -65,7 +66,7 @@ def parts_of_a_step(
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--seconds", type=float, default=3.0, help="that the server waits for a generation")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=12)
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         even = asked.seconds, asked.steps
