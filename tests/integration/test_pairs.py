@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path, server, processes):
             "adora_reward": f"{tmp_path}/mine.py:reward", "adora_rollouts": "{refill: 2, budget: 6, ahead: 1}",
         }  # fmt: skip
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "5", "--kills", "backward:5"]
+    command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6", "--kills", "backward:5"]
     done = run([*command, "--processes", str(processes), "--output", str(tmp_path / "runs"), "--", *words])
     assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
     (whole,) = tmp_path.glob("runs/*/whole")
