@@ -120,7 +120,8 @@ class Saved:
 def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing: bool, masked: bool = True) -> Saved:
     """What is kept of one micro-batch. A frozen vision tower keeps nothing, unless gradient checkpointing is on."""
     text, eye = shape.text, shape.vision
-    casts = shape.adapters and dtypes.compute < FLOAT  # adapters are in float32, and peft casts what they read
+    # Adapters are in float32, and peft casts what they read; beside a layer in 4 bits it leaves that to autocast
+    casts = shape.adapters and dtypes.compute < FLOAT and not shape.four_bit
     # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by `text_layer` already.
     inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width) if casts else 0
     one_text = text_layer(text, batch, dtypes, masked=masked) + batch.tokens * inputs * dtypes.compute
@@ -130,6 +131,11 @@ def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing
     # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream, after its product is
     # released. An adapter that reads the product holds it beside a copy in float32.
     gradients = batch.tokens * ((3 if casts else 2) * text.mlp_width + text.width) * dtypes.compute
+    if (
+        shape.four_bit
+    ):  # base and adapter each have a gradient of it, and then there is their sum; before, a whole weight
+        product = batch.tokens * text.mlp_width * dtypes.compute
+        gradients = product + max(product, (batch.tokens + text.mlp_width) * text.width * dtypes.compute)
     vision_bytes, one_block = 0, 0
     patches = batch.patches(shape.merge)
     if eye is not None and patches:

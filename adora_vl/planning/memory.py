@@ -289,8 +289,7 @@ def _learning(setup: Setup, gradients: int) -> dict[str, int]:
     # both and their sum are held
     weight = shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
     waiting = weight if shape.tied else 0
-    whole = shape.text.mlp_width * shape.text.width * shape.weight_bytes if shape.four_bit else 0  # one, dequantised
-    layer = kept.recomputed + kept.layer_gradients + whole + waiting
+    layer = kept.recomputed + kept.layer_gradients + waiting
     moments = [("logits", head, text, gradients), ("one layer going back", max(layer, 3 * waiting), text, gradients)]
     if setup.sharding.stage is None and setup.micro_batches == 1:  # they come as the layers go back, and activations go
         byte, others = FLOAT if shape.adapters else shape.weight_bytes, shape.text.layers - 1

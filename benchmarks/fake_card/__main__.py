@@ -17,8 +17,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import benchmarks.fake_card.device  # noqa: F401  # before torch
 from benchmarks.fake_card.card import Place
 from benchmarks.fake_card.run import PHASES, CardRun, Ran, run
@@ -35,9 +33,6 @@ autograd and its lifetimes, checkpointed layers, ids, masks, rewards, advantages
 def main() -> int:
     given = _arguments()
     done: list[Ran] = []
-    for config in [one for one in given.configs if in_four_bit(one)]:
-        print(f"{config} is left out: the pretended card has no kernels for 4 bits", file=sys.stderr)
-        given.configs.remove(config)
     like = CardRun(**{each.name: getattr(given, each.name) for each in fields(CardRun)})
     if given.table:
         print("\n".join(head_of(given.table)), flush=True)
@@ -77,11 +72,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--most", type=int, default=25, help="lines with waits that are shown (default: 25)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
     return parser.parse_args(own, argparse.Namespace(config="", words=rest))
-
-
-def in_four_bit(config: str) -> bool:
-    """Whether a file of keys asks for a base in 4 bits."""
-    return bool(yaml.safe_load(Path(config).read_text(encoding="utf-8")).get("load_in_4bit"))
 
 
 def facts(ran: Ran) -> dict[str, Any]:

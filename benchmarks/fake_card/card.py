@@ -8,7 +8,7 @@ asked for that nobody knows (a loss, which depends on weights that are not there
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,6 +68,7 @@ class Card(TorchDispatchMode):
         self.kernels: Counter[str] = Counter()  # of attention, and of Triton
         self.waits: dict[str, Counter[Place]] = defaultdict(Counter)
         self.made_up: Counter[Place] = Counter()  # values that were asked for and that nobody knows
+        self.composed: dict[Any, Callable[..., Any]] = {}  # operations that are several on a card
         self.live = self.highest = 0  # bytes: now, and since `run` last looked
         self._idle = True  # nothing was launched since the host last waited
         self._storages: dict[int, int] = {}
@@ -182,6 +183,9 @@ class Card(TorchDispatchMode):
             return func(args[0], self._known_or_made_up("to the host", args[1]))
         self._count_waits(func, args, kwargs, tensors, to_card)
         self._idle = False
+        if func in self.composed:
+            with self:
+                return self.composed[func](*args, **kwargs)
         if func is aten.equal.default:
             known = [self.value(tensor) for tensor in args]
             return func(*known) if all(one is not None for one in known) else True

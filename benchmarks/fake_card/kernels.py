@@ -1,4 +1,6 @@
-"""The kernels that a card would take: attention as torch 2.13 chooses it on an H100, and launches of Triton."""
+"""The kernels that a card would take: attention as torch 2.13 chooses it on an H100, launches of Triton, and
+bitsandbytes' for layers in 4 bits.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -6,13 +8,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from benchmarks.fake_card.card import Card, aten
+from benchmarks.fake_card.device import CARD
 
 import torch  # isort: skip
-from torch import Tensor
+import bitsandbytes
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
+from transformers import BitsAndBytesConfig
+from transformers.integrations import replace_with_bnb_linear
+
+bits: Any = torch.ops.bitsandbytes
 
 
 class Launch:
@@ -112,3 +120,37 @@ def _added(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if spare := -mask.size(-1) % 16:
         mask = pad(mask, (0, spare))[..., : mask.size(-1)]
     return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+
+
+def quantise(model: Any, config: BitsAndBytesConfig) -> None:
+    """Have layers of a model on the card in 4 bits, as bitsandbytes quantises them. Weights are plain parameters with
+    what its layers ask theirs for: a fake tensor takes no class of another one.
+    """
+    bitsandbytes.functional.name2qmap.clear()  # a table on the card of the run before
+    replace_with_bnb_linear(model, config.llm_int8_skip_modules, config)
+    for layer in model.modules():
+        if isinstance(layer, bitsandbytes.nn.Linear4bit):
+            nested, kind = config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_type
+            whole = torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=CARD)
+            packed, state = bitsandbytes.functional.quantize_4bit(whole, compress_statistics=nested, quant_type=kind)
+            weight: Any = nn.Parameter(packed, requires_grad=False)
+            weight.quant_state = layer.quant_state = state
+            weight.compress_statistics, weight.quant_type, weight.quant_storage = nested, kind, packed.dtype
+            layer.weight = weight
+            if layer.bias is not None:
+                layer.bias = nn.Parameter(torch.empty_like(layer.bias, dtype=whole.dtype, device=CARD), False)
+    model.is_loaded_in_4bit = True
+
+
+def gemm_4bit(
+    rows: Tensor, packed: Tensor, shape: Any, absmax: Tensor, block: int, kind: str, bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None, absmax_code: Tensor | None = None, absmax_offset: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What bitsandbytes 0.50 does on CUDA with more than 1,536 rows (backends/cuda/ops.py): the scales, the whole
+    weight, then a product as of any layer. Fewer rows may take a kernel that holds no whole weight.
+    """
+    if absmax_8bit is not None:
+        scales = bits.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32)
+        absmax = scales + absmax_offset
+    whole = bits.dequantize_4bit(packed, absmax, block, kind, shape, rows.dtype)
+    return nn.functional.linear(rows, whole, bias)

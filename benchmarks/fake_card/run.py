@@ -12,14 +12,14 @@ from typing import Any, Literal
 
 from benchmarks.fake_card.card import Card
 from benchmarks.fake_card.device import CARD, answer_as_a_card
-from benchmarks.fake_card.kernels import Launch, chosen
+from benchmarks.fake_card.kernels import Launch, bits, chosen, gemm_4bit, quantise
 
 import torch  # isort: skip
 import yaml
 from datasets import Dataset
 from PIL import Image
-from transformers import AutoConfig, AutoProcessor, PreTrainedModel
-from trl import GRPOConfig, GRPOTrainer, get_peft_config
+from transformers import AutoConfig, AutoProcessor, BitsAndBytesConfig, PreTrainedModel
+from trl import GRPOConfig, GRPOTrainer, get_peft_config, get_quantization_config
 from trl.kernels import chunked_logprob
 from trl.trainer import grpo_trainer
 
@@ -30,12 +30,13 @@ from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.data.prompts import conversation
 from adora_vl.models.families import freeze
+from adora_vl.models.four_bit import WHOLE, bytes_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
 from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
-from adora_vl.start import road
+from adora_vl.start import checked, road
 from adora_vl.trainer import AdoraGRPOTrainer
 from data_prep.synthetic.generate import generate
 
@@ -153,6 +154,7 @@ def reward(completions: list[Any], **columns: Any) -> list[float]:
 def run(asked: CardRun, folder: Path) -> Ran:
     """Train on the card. What raises is in the result; nothing is written but into `folder`."""
     card = Card()
+    card.composed[bits.gemm_4bit.default] = gemm_4bit
     answer_as_a_card(card.synchronize, card.used)
     ran, began = Ran(asked, card), time.perf_counter()
     with ExitStack() as inside:
@@ -168,6 +170,7 @@ def run(asked: CardRun, folder: Path) -> Ran:
             ran.prompt = trainer.vllm_generation.longest_prompt
             setup = _setup(asked, config, model, folder, ran.prompt)
             room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
+            ran.parameters = setup.shape.total  # of 4 bits a tensor has two in one number
             ran.predicted, ran.predicted_first = predict(setup, room), predict(replace(setup, micro_batches=1), room)
         except Exception as error:  # whatever it is, it is the result
             lines = traceback.format_exc().strip().splitlines()
@@ -224,7 +227,7 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     given = yaml.safe_load(Path(asked.config).read_text(encoding="utf-8"))
     make_model_folder(folder / "model", given["model_name_or_path"].split("/")[-1], asked.layers, asked.blocks)
     size = len(asked.lengths) or given["num_generations"]
-    rows = given["per_device_train_batch_size"] // given["num_generations"] * size
+    rows = given["per_device_train_batch_size"] * size // given["num_generations"]
     per_update = max(1, asked.groups * size // rows)
     words = {
         "model_name_or_path": folder / "model", "output_dir": folder / "run", "save_strategy": "steps",
@@ -237,6 +240,8 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     spelled = [word for key, value in words.items() for word in (f"--{key}", str(value))]
     _, config, model = parse(["--config", asked.config, *spelled, *asked.words])
     config.model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    if model.load_in_4bit:
+        config.model_init_kwargs["quantization_config"] = get_quantization_config(model)
     config.adora_max_drift = None  # the answers are no engine's
     RecordedAnswers.lengths = asked.lengths or [config.max_completion_length]
     shape = AutoConfig.from_pretrained(folder / "model")
@@ -270,6 +275,7 @@ def _setup(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -
         dtype=model.dtype,
         frozen=config.adora_freeze,
         peft_config=peft,
+        four_bit_bytes=bytes_of(model.use_bnb_nested_quant) if model.load_in_4bit else 0.0,
     )
     image = asked.image_tokens if shape.vision else 0
     return make_setup(config, model, shape, Sharding(), Measured([""], [prompt], [image]))
@@ -314,7 +320,6 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     around(trainer, "_save_checkpoint", "checkpoint")
     if ran.asked.way == "ours":
         around(trainer.policy_pass.packed, "_check", "check")  # once in a run
-    ran.parameters = sum(parameter.numel() for parameter in trainer.model.parameters())
     ran.trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
 
 
@@ -326,8 +331,20 @@ def _patched(card: Card) -> Iterator[None]:
         config = config or AutoConfig.from_pretrained(name)
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
         attention = kwargs.get("attn_implementation")
+        quantised = getattr(config, "quantization_config", None)
         with torch.device(CARD):
-            return cls._from_config(config, dtype=wanted, **({"attn_implementation": attention} if attention else {}))
+            made = cls._from_config(config, dtype=wanted, **({"attn_implementation": attention} if attention else {}))
+            if quantised is not None:
+                quantise(made, BitsAndBytesConfig(**quantised))
+        return made
+
+    def in_four_bit(name: str, revision: str | None, keys: Any) -> str:
+        config = AutoConfig.from_pretrained(name)
+        config.quantization_config = {
+            **get_quantization_config(keys).to_dict(), "llm_int8_skip_modules": list(WHOLE)
+        }  # fmt: skip
+        config.save_pretrained(folder := f"{name}-4bit")
+        return folder
 
     def saved(model: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -339,6 +356,7 @@ def _patched(card: Card) -> Iterator[None]:
         (PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
         (PreTrainedModel, "save_pretrained", saved),
         (torch, "save", written),
+        (checked, "four_bit_folder", in_four_bit),
         (road, "check_weights", lambda *args: None),
         (road, "refuse_on_cpu", lambda *args: None),  # which asks the vLLM that is installed here
         (our_trainer, "AdoraVLLMGeneration", RecordedAnswers),
