@@ -76,7 +76,7 @@ def pretended_card(folder, flops, memory):
         assert float(ratio) == pytest.approx(float(ours) / float(stock), abs=0.009)
     for row in memory:
         for peak, predicted, share in (map(float, row[-6:-3]), map(float, row[-3:])):
-            assert share == pytest.approx(predicted / peak, abs=0.002)
+            assert share == pytest.approx(predicted / peak, abs=0.003)  # of rounded figures
             assert share == pytest.approx(1, abs=0.031)
 
 
