@@ -14,15 +14,7 @@ from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
 from data_prep.leakage import LeakIndex, difference_hash, fingerprint
 from data_prep.quarantine import Quarantine
-from tests.unit.data_prep.data_prep_support import (
-    Damage,
-    drawing,
-    encoded,
-    files,
-    prepare,
-    problem_folder,
-    quarantined,
-)
+from tests.unit.data_prep.data_prep_support import Damage, drawing, encoded, files, prepare, problem_folder, quarantined
 
 
 def _bomb() -> bytes:

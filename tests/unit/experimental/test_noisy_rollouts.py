@@ -16,13 +16,7 @@ from adora_vl.config.blocks import ExtensionOptions, NoiseOptions
 from adora_vl.config.checks import check_config
 from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageCache, effective_settings
-from adora_vl.experimental.noisy_rollouts import (
-    NoisyRollouts,
-    as_seen,
-    distorted,
-    sigmoid_annealing,
-    signal_share,
-)
+from adora_vl.experimental.noisy_rollouts import NoisyRollouts, as_seen, distorted, sigmoid_annealing, signal_share
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, asks_of, plan_requests
 from adora_vl.training.generation import Generation

@@ -58,11 +58,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     engine: Any = object.__new__(AdoraVLLMGeneration)
     engine.__dict__.update(
         mode="colocate", enable_sleep_mode=True, _engine_is_complete=False, _llm_weights_sleeping=True,
-        model=nn.Linear(1, 1),
-        _timed=nullcontext, image_token_id=None, tensor_parallel_size=1, logprobs=0, generation_kwargs={},
-        structured_outputs_regex=None, temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0,
-        max_completion_length=4, accelerator=SimpleNamespace(process_index=0),
-        llm=object.__new__(PolicyLLM), did=did,
+        model=nn.Linear(1, 1), _timed=nullcontext, image_token_id=None, tensor_parallel_size=1, logprobs=0,
+        generation_kwargs={}, structured_outputs_regex=None, temperature=1.0, top_p=1.0, top_k=0, min_p=None,
+        repetition_penalty=1.0, max_completion_length=4, accelerator=SimpleNamespace(process_index=0), did=did,
+        llm=object.__new__(PolicyLLM),
     )  # fmt: skip
     engine.llm.model_config = SimpleNamespace(max_model_len=9)
     return engine

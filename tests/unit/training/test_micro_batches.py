@@ -31,24 +31,18 @@ from tests.support.step_context import step_context
 CPU = torch.device("cpu")
 
 
-def test_the_micro_batches_of_a_generation_that_one_optimizer_step_learns_from():
-    """By steps_per_generation and gradient_accumulation_steps: these may be merged. Where the two do not divide each
-    other, a generation's are spread over optimizer steps unevenly, and each stays as it is.
+def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_one_that_sampled():
+    """By steps_per_generation, num_iterations and gradient_accumulation_steps. Where these do not divide each other, a
+    generation's are spread over optimizer steps unevenly, and each stays as it is: six are one and a half of four, so
+    the second generation is learned from in two steps and needs the old log-probabilities.
     """
-    chunks = {(4, 4): 4, (8, 4): 4, (1, 1): 1, (2, 4): 2, (1, 8): 1, (4, 6): 1}
-    for (steps, accumulated), chunk in chunks.items():
-        shape = Shape(rows=4, generations=4, steps=steps, iterations=1, accumulated=accumulated)
-        assert shape.chunk == chunk, (steps, accumulated)
-
-
-def test_only_where_one_step_learns_from_a_whole_generation_is_its_policy_still_the_one_that_sampled():
-    """By steps_per_generation, num_iterations and gradient_accumulation_steps. Six micro-batches are one and a half of
-    four: the second generation is learned from in two steps, and needs the old log-probabilities.
-    """
-    cases = {(4, 1, 4): True, (2, 1, 4): True, (2, 2, 4): True, (4, 2, 4): False, (8, 1, 4): False, (4, 1, 6): False}
-    for (steps, iterations, accumulated), one in cases.items():
+    cases = {
+        (4, 1, 4): (4, True), (8, 1, 4): (4, False), (1, 1, 1): (1, True), (2, 1, 4): (2, True), (1, 1, 8): (1, True),
+        (4, 1, 6): (1, False), (2, 2, 4): (2, True), (4, 2, 4): (4, False),
+    }  # fmt: skip
+    for (steps, iterations, accumulated), expected in cases.items():
         shape = Shape(rows=4, generations=4, steps=steps, iterations=iterations, accumulated=accumulated)
-        assert shape.has_one_step is one, (steps, iterations, accumulated)
+        assert (shape.chunk, shape.has_one_step) == expected, (steps, iterations, accumulated)
 
 
 def image(key: str) -> ProcessedImage:
@@ -241,49 +235,36 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     assert [len(rows) for rows in found] == [0, 4, 4, 2]
 
 
-def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one():
-    """TRL takes a mean over the rows of a micro-batch; the share puts back how many there are."""
-    banks = ImageBanks()
-    one = batcher(banks=banks, loss_type="grpo")
-    micro_batches = one.split(sixteen(banks, "abc"), "0/0")
-    assert [len(rows) for rows in rows_of(micro_batches)] == [0, 0, 4, 2]
-    loss = torch.tensor(3.0)
-    assert [float(one.scaled(loss, micro)) for micro in micro_batches[2:]] == [3.0, 1.5]
-    assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, micro_batches[3])) == 3.0, "DAPO divides by tokens"
-
-
-def test_places_without_rollouts_do_not_count():
-    """With unfinished rollouts a generation has fewer groups: their mean is that of a run that has no other places."""
+@pytest.mark.parametrize(
+    ("live", "rows", "sizes", "losses"), [("abc", 16, [4, 2], [3.0, 1.5]), ("abcdef", 12, [4, 4, 4], [4.0] * 3)]
+)
+def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows, sizes, losses):
+    """TRL takes a mean over the rows of a micro-batch; the share puts back how many there are. Places without rollouts,
+    as with unfinished ones, do not count: the mean of twelve is that of a run without other places.
+    """
     banks, loss = ImageBanks(), torch.tensor(3.0)
-    fewer = batch_rows.join_images(batch_rows.take_rows(batch_rows.split_images(sixteen(banks, "abcdef")), range(12)))
+    own = batch_rows.take_rows(batch_rows.split_images(sixteen(banks, live)), range(rows))
     one = batcher(banks=banks, loss_type="grpo")
-    micro_batches = one.split(fewer, "0/0")
-    assert [len(rows) for rows in rows_of(micro_batches)] == [0, 4, 4, 4]
-    assert sum(float(one.scaled(loss, micro)) for micro in micro_batches if micro) / 4 == pytest.approx(3.0)
-    assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, micro_batches[3])) == 3.0
+    work = [micro for micro in one.split(batch_rows.join_images(own), "0/0") if micro]
+    assert [len(numbers) for numbers in rows_of(work)] == sizes
+    assert [float(one.scaled(loss, micro)) for micro in work] == pytest.approx(losses)
+    assert float(batcher(banks=banks, loss_type="dapo").scaled(loss, work[-1])) == 3.0, "DAPO divides by tokens"
 
 
-def test_every_group_is_learned_from_where_the_loss_has_another_term_or_the_key_says_so(subtests):
-    cases: dict[str, dict[str, Any]] = {
-        "a penalty": {"every_row_counts": True},
-        "key": {"adora_stock_step": ["skip_zero_signal"]},
-    }
-    for name, keys in cases.items():
-        with subtests.test(name):
+def test_which_groups_are_learned_from_and_where(subtests):
+    """All where the loss has another term or the key says so; the shortest where none has signal, for each step."""
+    cases: list[tuple[str, dict[str, Any], list[int], int]] = [
+        ("a", {"every_row_counts": True}, [4, 4, 4, 4], 16),
+        ("a", {"adora_stock_step": ["skip_zero_signal"]}, [4, 4, 4, 4], 16),
+        ("", {}, [0, 0, 0, 2], 2),
+        ("abcd", {"gradient_accumulation_steps": 2}, [0, 4, 0, 4], 8),
+    ]
+    for live, keys, sizes, first in cases:
+        with subtests.test(f"{live} {keys}"):
             banks = ImageBanks()
-            found = rows_of(batcher(banks=banks, **keys).split(sixteen(banks, "a"), "0/0"))
-            assert sorted(row for rows in found for row in rows) == list(range(16))
-
-
-def test_a_generation_without_any_signal_still_makes_a_step():
-    banks = ImageBanks()
-    assert [len(rows) for rows in rows_of(batcher(banks=banks).split(sixteen(banks, ""), "0/0"))] == [0, 0, 0, 2]
-
-
-def test_with_several_optimizer_steps_each_has_its_share_of_the_groups():
-    banks = ImageBanks()
-    found = rows_of(batcher(banks=banks, gradient_accumulation_steps=2).split(sixteen(banks, "abcd"), "0/0"))
-    assert [len(rows) for rows in found] == [0, 4, 0, 4] and sorted(found[1] + found[3]) == list(range(8))
+            found = rows_of(batcher(banks=banks, **keys).split(sixteen(banks, live), "0/0"))
+            assert [len(rows) for rows in found] == sizes
+            assert sorted(row for rows in found for row in rows) == list(range(first))
 
 
 # ---------------------------------------------------------------------------------------------- between ranks
@@ -336,23 +317,6 @@ def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, lea
         assert len({len(units) for units in after}) == 1, "so that no group counts twice where all groups count"
 
 
-@pytest.fixture
-def two_ranks():
-    """Rank 0 has nothing alive, rank 1 two units of two rollouts."""
-    banks = [ImageBanks(), ImageBanks()]
-    batches = [rank_batch(banks[0], "abab", 2, 0), rank_batch(banks[1], "ccad", 3, 10)]
-    packed_rows: list = []
-
-    def carry(plan, sending, rank):
-        packed_rows.extend(copy.deepcopy(sending))
-        return packed_rows if rank == 0 else []
-
-    plan = plan_moves(alike(0, 2))
-    giver = rebalanced(batches[1], [True, True], 2, plan, 1, banks[1], 99, carry)
-    taker = rebalanced(batches[0], [False, False], 2, plan, 0, banks[0], 99, carry)
-    return giver, taker, banks
-
-
 def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     """The passes of a frozen tower gather weights, so all ranks make them."""
     banks = ImageBanks()
@@ -393,8 +357,19 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, least):
     assert sorted(learned) == sorted(value for batch in batches for value in batch["advantages"].tolist() if value)
 
 
-def test_all_that_is_a_row_s_goes_with_it(two_ranks):
-    _, (batch, live), _ = two_ranks
+def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
+    """Rank 0 has nothing alive, rank 1 two units of two rollouts."""
+    banks = [ImageBanks(), ImageBanks()]
+    batches = [rank_batch(banks[0], "abab", 2, 0), rank_batch(banks[1], "ccad", 3, 10)]
+    packed_rows: list = []
+
+    def carry(plan, sending, rank):
+        packed_rows.extend(copy.deepcopy(sending))
+        return packed_rows if rank == 0 else []
+
+    plan = plan_moves(alike(0, 2))
+    rebalanced(batches[1], [True, True], 2, plan, 1, banks[1], 99, carry)
+    batch, live = rebalanced(batches[0], [False, False], 2, plan, 0, banks[0], 99, carry)
     assert live == [False, False, True]
     assert batch["prompt_ids"][:, 0].tolist() == [0, 1, 2, 3, 12, 13]
     assert batch["completion_ids"][0].tolist() == [0, 0, 99] and batch["completion_ids"][4].tolist() == [12] * 3
@@ -403,10 +378,6 @@ def test_all_that_is_a_row_s_goes_with_it(two_ranks):
     assert batch["rollout_number"].tolist() == [0, 1, 2, 3, 12, 13]
     assert batch["num_images"] == [1] * 6 and len(batch["image_grid_thw"]) == 6
     assert batch["num_items_in_batch"] == 100
-
-
-def test_an_image_that_is_there_is_not_held_twice_and_a_new_one_is(two_ranks):
-    _, (batch, _), banks = two_ranks
     bank = banks[0].of(0)
     assert len(bank) == 3, "a, b and the new d"
     starts = batch["pixel_values"][::4, 0].tolist()

@@ -370,13 +370,11 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
     assert mixed > 20
 
 
-def test_a_segment_has_random_numbers_of_its_own():
-    seeds = [one.seed for segments in Run(20).go_on().engine.asked for one in segments]
+def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_first_and_share_no_request():
+    asked = Run(20).go_on().engine.asked
+    seeds = [one.seed for segments in asked for one in segments]
     assert len(set(seeds)) == len(seeds)
-
-
-def test_those_that_go_on_come_first_and_share_no_request():
-    for segments in Run(10).go_on().engine.asked:
+    for segments in asked:
         begun = [len(one.ids) > 1 for one in segments]
         assert begun == sorted(begun, reverse=True)
         alone, others = ([one.together for one in segments if (len(one.ids) > 1) is had] for had in (True, False))
