@@ -50,10 +50,10 @@ class PoolAhead(Pool):
         fits = expected is not None and expected.numbers == _numbers(drawn)
         if not all(gather_object([fits])):  # where a run begins, or goes on with other rows
             self.state, expected = replace(self.state, coming=()), None
-        self._judge_drift = None
         with self.phase("rollout"), self.server_guard.watching():
             servers.give_weights()
-            if expected is not None and expected.ticket.step != now.step:
+            stale = expected is not None and expected.ticket.step != now.step
+            if stale and self._judge_drift is None:  # once for all generations of a step
                 self._judge_drift = self.drift(now.rows[:: now.group_size], now.step)
             self._ask_ahead(now, drawn, 1 if self.waits else servers.ahead + 1, budget)
         asked = self.state.coming[0]

@@ -85,12 +85,13 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
     noted(trainer_parts, "drift_measured", "drift")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
     keys |= {"max_steps": 3, "adora_max_drift": 99, "save_strategy": "no", "adora_rollouts": "{ahead: 2}"}
-    assert main(words(tmp_path, server, **keys)) == 0
-    assert " ".join(done).split("written ")[1:] == [
-        "asked asked asked joined learned learned ",
-        "drift asked joined learned joined learned ",
-        "drift asked joined learned joined learned",
-    ]
+    assert main(words(tmp_path / "one", server, **keys)) == 0
+    step = "drift asked joined learned joined learned"
+    assert " ".join(done).split("written ")[1:] == ["asked asked asked joined learned learned ", f"{step} ", step]
+    done.clear()
+    assert main(words(tmp_path / "two", server, steps_per_generation=1, **keys)) == 0
+    found = [(part.count("drift"), "joined joined learned" in part) for part in " ".join(done).split("written ")[1:]]
+    assert found == [(0, False), (1, True), (1, True)], "once in a step of two generations, and judged at its end"
 
 
 def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_and_the_same_each_time(tmp_path, server):
