@@ -42,6 +42,7 @@ class StandIn:
         self.weights: list[list[str]] = []  # the names of the tensors that each sync brought
         self.lora: Body | None = None  # vLLM's settings of it
         self.in_four_bit = False
+        self.turns: list[list[int]] = []  # tokens of whole turns, one of which it says in half of its answers
         self.served = ["stand-in"]  # the names of the model and of adapters
         self.spoil: Callable[[Body], Body] = lambda reply: reply  # of the replies with rollouts
         outer = self
@@ -133,7 +134,10 @@ class StandIn:
         for member in range(parameters.get("n", 1)):
             draw = random.Random(f"{ids} {parameters.get('seed', 0) + member}")
             length = draw.randint(self.shortest, self.tokens) if self.shortest < self.tokens else self.tokens
-            tokens = draw.choices(allowed, k=min(length, parameters.get("max_tokens", length)))
+            tokens = draw.choices(allowed, k=length)
+            if self.turns and draw.random() < 0.5:
+                tokens = draw.choice(self.turns)
+            tokens = tokens[: parameters.get("max_tokens")]
             names, logps = [f"token_id:{token}" for token in tokens], [-draw.random() for _ in tokens]
             pairs = list(zip(names, logps, strict=True))
             if path == GENERATE[0]:

@@ -336,20 +336,23 @@ def check_tensor_parallel(config: AdoraGRPOConfig, model_config: PretrainedConfi
 
 def check_tools(config: Any, *, tools: bool, environments: bool, trl_evaluates: bool = False) -> None:
     """Check rollouts of several turns, with tools or environments, against the other keys. Raises `UserError`."""
-    replay, ahead = config.adora_rollouts.replay, config.adora_rollouts.ahead
-    others = config.adora_extensions
+    rollouts, others = config.adora_rollouts, config.adora_extensions
     if environments:
-        budget, evaluates = config.adora_rollouts.budget, spelled(config.eval_strategy) != "no" and not trl_evaluates
+        budget, ahead, evaluates = (
+            rollouts.budget,
+            rollouts.ahead,
+            spelled(config.eval_strategy) != "no" and not trl_evaluates,
+        )
         _refuse_beside(
             "environment_factory",
             (budget, f"adora_rollouts.budget: {budget}, as no checkpoint could keep their state"),
+            (ahead, f"adora_rollouts.ahead: {ahead}, as no checkpoint could keep their state"),
             (evaluates, "eval_strategy: steps, whose evaluators know no environments"),
         )
     _refuse_beside(
         "tools" if tools else "environment_factory",
         (not config.use_vllm, "use_vllm: false"),
-        (ahead, f"adora_rollouts.ahead: {ahead}, as a turn would wait for the generation that was asked for meanwhile"),
-        (replay, f"adora_rollouts.replay: {replay}, which knows the problem's pictures alone"),
+        (rollouts.replay, f"adora_rollouts.replay: {rollouts.replay}, which knows the problem's pictures alone"),
         (others.noisy_rollouts.on, "adora_extensions.noisy_rollouts, which distort the problem's pictures alone"),
         (others.visual_tokens.on, "adora_extensions.visual_tokens, which darken the problem's pictures alone"),
     )

@@ -8,7 +8,9 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
+from adora_vl.models.load import local_model
 from adora_vl.train import main
 from benchmarks.stand_in_server import StandIn
 from data_prep.cli import main as data_prep
@@ -19,12 +21,16 @@ pytestmark = pytest.mark.slow
 # Three generations of four problems, so an epoch is a step and a half.
 TWO = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "adora_synthetic_rows": 12}
 NOISY = "{noisy_rollouts: {share: 0.5}}"
+LOOKING = {
+    "model_name_or_path": "tiny_zoom", "adora_system_prompt": "Look with zoom.", "tools": "[zoom]",
+    "max_tool_calling_iterations": 2, "max_completion_length": 200, "vllm_max_model_length": 640,
+}  # fmt: skip
 # the rules, other keys, and the figures that show that both were at work
 PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "budget + servers": ("{budget: 6, ahead: 0}", {}, ("adora/unfinished", "adora/staleness")),
     "budget + ahead": ("{budget: 6, ahead: 1}", {}, ("adora/unfinished", "adora/trainer_waited_s")),
     "refill + ahead": ("{refill: 2, ahead: 1}", {}, ("adora/refilled_groups", "adora/staleness")),
-    "refill + budget + ahead 2": ("{refill: 2, budget: 6, ahead: 2}", {}, ("adora/refilled_groups",)),
+    "refill + budget + ahead 2": ("{refill: 2, budget: 6, ahead: 2}", {}, ("adora/unfinished", "adora/staleness")),
     "noisy + servers": ("{ahead: 0}", {"adora_extensions": NOISY}, ("adora/noisy_share",)),
     "noisy + budget + ahead": ("{budget: 6, ahead: 1}", {"adora_extensions": NOISY}, ("adora/noisy_share",)),
     "replay + budget + ahead": ("{replay: 4, budget: 6, ahead: 1}", {}, ("adora/replayed_groups", "adora/unfinished")),
@@ -37,11 +43,20 @@ PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "evaluation + ahead": (
         "{ahead: 1}", {"eval_strategy": "steps", "eval_steps": 1, "adora_eval_limit": 4}, ("adora/staleness",),
     ),
+    "tools + ahead": ("{ahead: 1}", LOOKING, ("adora/called", "adora/staleness")),
+    "tools + refill + budget + ahead 2": (
+        "{refill: 1, budget: 60, ahead: 2}", LOOKING, ("adora/called", "adora/unfinished"),
+    ),
 }  # fmt: skip
+CALL = '<tool_call>\n{"name": "zoom", "arguments": {"x1": 0, "y1": 0, "x2": 28, "y2": 28}}\n</tool_call><|im_end|>'
 REWARD = """
 def reward(completions, **kwargs):
     return [float(len(str(one)) % 3 == 0) for one in completions]
 """
+
+
+def calls() -> list[list[int]]:
+    return [AutoTokenizer.from_pretrained(local_model("tiny_zoom"))(CALL)["input_ids"]]
 
 
 @pytest.fixture
@@ -54,13 +69,14 @@ def server() -> Iterator[StandIn]:
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
     rules, further, figures = PAIRS[pair]
+    server.turns = calls() if "tools" in further else []
     (tmp_path / "mine.py").write_text(REWARD)
     keys = {
         "adora_rollouts": rules, "max_steps": 4, "adora_reward": f"{tmp_path / 'mine.py'}:reward",
         "vllm_importance_sampling_mode": "token_truncate", **further,
     }  # fmt: skip
     assert main(words(tmp_path / "whole", server, **keys)) == 0
-    assert {*figures} <= {name for step in steps(tmp_path / "whole") for name in step}
+    assert all(any(step.get(name) for step in steps(tmp_path / "whole")) for name in figures)
     rows = pq.read_table(tmp_path / "whole" / "rollouts").to_pylist()
     assert len({(row["step"], row["id"], row["completion"]) for row in rows}) > 8
     goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2, **keys)
@@ -91,10 +107,10 @@ class Looks:
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2], ids=["refill + environment", "two: refill + budget + ahead"])
+@pytest.mark.parametrize("processes", [1, 2], ids=["refill + environment", "two: tools + refill + budget + ahead"])
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server, processes):
     """On two processes each has other groups, of which other numbers have ended or have signal."""
-    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "mine.py").write_text(REWARD.replace("3", "9"))  # more groups without signal
     (tmp_path / "looks.py").write_text(LOOKS)
     keys: dict[str, Any] = {**ZOOMS, "dataset_name": tmp_path / "data"}
     keys["environment_factory"] = f"{tmp_path}/looks.py:Looks"
@@ -102,10 +118,12 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path, server, processes):
     if processes == 1:
         assert data_prep(made) == 0
     else:
+        server.turns = calls()
         keys = {
+            **LOOKING,
             "use_vllm": "true", "vllm_mode": "server", "vllm_server_base_url": server.url, "adora_max_drift": "null",
             "vllm_server_timeout": 0.1, "adora_weight_transfer": "file", "adora_self_check": "false",
-            "adora_reward": f"{tmp_path}/mine.py:reward", "adora_rollouts": "{refill: 2, budget: 6, ahead: 1}",
+            "adora_reward": f"{tmp_path}/mine.py:reward", "adora_rollouts": "{refill: 2, budget: 60, ahead: 1}",
         }  # fmt: skip
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6", "--kills", "backward:5"]
@@ -113,4 +131,4 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path, server, processes):
     assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
     (whole,) = tmp_path.glob("runs/*/whole")
     assert max(step["adora/refilled_groups"] for step in steps(whole)) > 0
-    assert processes > 1 or all(step["adora/called"] > 0.3 for step in steps(whole))
+    assert all(step["adora/called"] > (0.3 if processes == 1 else 0) for step in steps(whole))
