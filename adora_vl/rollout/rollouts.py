@@ -119,6 +119,11 @@ class RolloutGroup:
         return rollout_seed(run_seed, where, problem.place, self.first_member + member)
 
 
+def graded(row: Row, rollout: Rollout) -> Row:
+    """What reward functions get of a rollout's row, and its environment under TRL's name."""
+    return row if rollout.environment is None else cast("Row", {**row, "environments": rollout.environment})
+
+
 def groups_of(rows: Sequence[Any], where: str, began: int, first: int, generations: int) -> list[RolloutGroup]:
     """The rows of a rank, whose first one has the number `first` over all ranks, as groups that are about to begin, or
     parts of them. `where`, `began`: of the generation. `generations`: rollouts of a problem, whose rows are neighbours.

@@ -43,6 +43,7 @@ from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
+from adora_vl.rollout.rollouts import graded, groups_of
 from adora_vl.start.checked import Asked, Checked, count_of
 from adora_vl.start.folder import RunFolder
 from adora_vl.start.objects import (
@@ -60,6 +61,7 @@ from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
 from adora_vl.utils.errors import UserError, in_one_line, refuse
 from adora_vl.utils.hub import no_hub, notes_on
+from adora_vl.utils.own_files import function_name
 from adora_vl.utils.versions import check_versions
 
 _ELSEWHERE = (
@@ -127,15 +129,17 @@ def rewards(run: Checked) -> None:
 
 def _graded_by(run: Checked, environments: Environments) -> None:
     """Their own reward beside the others: as in TRL it weighs 1, unless `reward_weights` has one more."""
-    found, weights = run.rewards, run.config.reward_weights
+    found, weights, name = run.rewards, run.config.reward_weights, environments.name
     if not environments.grades:
-        refuse((not found.functions, f"reward_funcs: None would train on nothing, as {environments.name} has no "
+        refuse((not found.functions, f"reward_funcs: None would train on nothing, as {name} has no "
                 "get_reward; give a function"))  # fmt: skip
         return
+    same = name in (*found.entries, *map(function_name, found.functions))
+    refuse((same, f"environment_factory: a reward function has the name {name!r}, too; rename the class"))
     if weights is not None and len(weights) == len(found.entries):
         run.config.reward_weights = [*weights, 1.0]
-    entries, functions = (*found.entries, environments.name), (*found.functions, environments.reward())
-    run.rewards = replace(found, entries=entries, functions=functions)
+    entries, functions = (*found.entries, name), (*found.functions, environments.reward())
+    run.rewards = replace(found, entries=entries, functions=functions, given=found.given | {name})
 
 
 def model(run: Checked) -> None:
@@ -296,20 +300,23 @@ def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[i
 
 
 def tries(run: Checked) -> None:
-    """The user's own reward functions on the groups of two rows, and the judge with a question."""
-    rows: list[Any] = []
-    if run.dataset is not None and run.rewards.own:
+    """The user's own environments and reward functions on the groups of two rows, and the judge with a question."""
+    rows, environments = list[Any](), run.tools.environments
+    if run.dataset is not None and (run.rewards.own or environments):
         if isinstance(run.dataset, Dataset):
             named = [name for name in run.dataset.column_names if name != "prompt"]
-            run.rewards.check_columns([*named, "environments"] if run.tools.environments else named)
+            run.rewards.check_columns([*named, "environments"] if environments else named)
         try:
             rows = list(islice(iter(run.dataset), 2))
         except Exception as error:  # a decoder raises what it likes
             why = in_one_line(error)
             raise UserError(f"train_dataset: its first rows cannot be read ({why}); mend them") from error
-    inside = {"environments": run.tools.environments.made[0]} if run.tools.environments else {}
-    groups = [{**row, **inside} for row in rows for _ in range(run.config.num_generations)]
-    try_rewards(run.rewards, groups, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here)
+    size = run.config.num_generations
+    groups = groups_of([row for row in rows for _ in range(size)], "try/0/0", 0, 0, size)
+    if environments is not None:
+        groups = environments.entered(groups, run.config.seed, anew=True)
+    given = [graded(group.row, rollout) for group in groups for rollout in group.rollouts]
+    try_rewards(run.rewards, given, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here)
 
 
 def evaluations(run: Checked) -> None:

@@ -34,7 +34,7 @@ class Environments:
     def __post_init__(self) -> None:
         """Raises `UserError` for what is none."""
         first = self._free(f"{KEY}: {self.name}")
-        self.taken = 0
+        self.taken, self.name = 0, type(first).__name__  # as TRL names its reward
         members = dict(inspect.getmembers(type(first), inspect.isfunction))
         public = [name for name in members if name not in _OWN and not name.startswith("_")]
         self.tools: dict[str, Callable[..., Any]] = {name: getattr(first, name) for name in public}
@@ -78,7 +78,10 @@ class Environments:
     def _free(self, where: str) -> Any:
         """An instance that no rollout of this generation has."""
         if self.taken == len(self.made):
-            self.made.append(self._run(self.factory, f"{where}: it cannot be made", f"{KEY}/{self.taken}"))
+            new = self._run(self.factory, f"{where}: it cannot be made", KEY)
+            known = any(new is one for one in self.made)
+            refuse((known, f"{where}: {self.name} is one object for two rollouts; give what makes one at each call"))
+            self.made.append(new)
         self.taken += 1
         return self.made[self.taken - 1]
 

@@ -10,13 +10,13 @@ import torch
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rewards.completion import completion_text
-from adora_vl.rollout.rollouts import RolloutGroup
+from adora_vl.rollout.rollouts import RolloutGroup, graded
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.collate import said
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
-from adora_vl.types import Batch, Row, StepContext, loss_mask
+from adora_vl.types import Batch, StepContext, loss_mask
 
 
 class Watcher(Protocol):
@@ -62,12 +62,11 @@ class Judge:
         answers = said(self.processor, prompts, turns)  # the last turn is what is graded
         texts = [completion_text(answer) for answer in answers]
         ended = [*map(self.ends.has_end, rollouts, texts)]
-        inside = [{} if one.environment is None else {"environments": one.environment} for one in rollouts]
-        graded = [cast("Row", {**row, **own}) for row, own in zip(rows, inside, strict=True)]  # a name of TRL's
+        given = [*map(graded, rows, rollouts)]
         batch = generation.batch = self.columns(generation, groups, prompts, ended, aged=aged)
         self.score(batch, mode)
         with self.phase("grading"):
-            grades = self.rewards(graded, prompts.messages, answers, completions, self.context.state())
+            grades = self.rewards(given, prompts.messages, answers, completions, self.context.state())
         size = generation.group_size
         scores = self.grader(grades, prompts.ids, completions, texts, ended, size, step)
         generation.scores, training = scores, mode == "train"

@@ -128,17 +128,22 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         def get_reward(self):
             return float(self.pairs)
 
+    def seen(environments, **kwargs):
+        return [float(each.pairs) for each in environments]
+
     args = AdoraGRPOConfig(
         str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=1200,
         num_generations=4, per_device_train_batch_size=8, max_completion_length=100, report_to="none",
     )  # fmt: skip
     rows = Datasets(Dataset.from_list(ROWS))
     source = ModelSource(model_keys("tiny", args, None))
-    run = walk(Asked(args, source, rows, half, tools=[area, "zoom"], environment=Board), Where.of_launch("leave"))
-    assert run.rewards.entries == ("half", "Board") and '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
+    run = walk(Asked(args, source, rows, seen, tools=[area, "zoom"], environment=Board), Where.of_launch("leave"))
+    assert run.rewards.entries == ("seen", "Board") and '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
+    with pytest.raises(UserError, match="environment_factory: a reward function has the name 'seen', too; rename"):
+        walk(Asked(args, source, rows, seen, environment=type("seen", (Board,), {})), Where.of_launch("leave"))
     first, second = run.dataset[0]["prompt"]
     assert first["role"] == "system" and '"name": "area"' in first["content"] and '"name": "zoom"' in first["content"]
-    assert second["content"] == "Which of 0?" and run.own.keys() == {"reward half", "tool area", "tool Board"}
+    assert second["content"] == "Which of 0?" and run.own.keys() == {"reward seen", "tool area", "tool Board"}
     call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
     assert run.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
 

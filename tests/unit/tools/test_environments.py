@@ -39,6 +39,9 @@ class Doors:
         return float(len(self.opened))
 
 
+ONE = Doors()
+
+
 def group(number, content, answer="x"):
     images = [Image.new("RGB", (28, 28))]
     row = Row(id=f"r{number}", answer=answer, prompt=[{"role": "user", "content": content}], images=images)
@@ -87,6 +90,7 @@ def like(**methods):
         (3, "3 is no class"),
         ({"a": Doors}, "several environments are not supported; give one class"),
         (dict, "dict has no method reset"),
+        (lambda: ONE, "row r0: Doors is one object for two rollouts"),
         (lambda: 1 / 0, "<lambda>: it cannot be made: ZeroDivisionError"),
         (type("Bare", (), {"reset": lambda self, **row: None}), "Bare has no public method that a model could call"),
         (type("Late", (Doors,), {"get_reward": later}), "Late.get_reward is async; write a plain method"),
