@@ -267,10 +267,8 @@ def write_texts(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     """One JSON file, its pictures as Base64, of rows that have the columns of their benchmark but `id` and `image`."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [base64.b64encode(problem["png"]).decode() for problem in _problems(len(rows))]
-    pairs = zip(rows, pictures, strict=True)
-    (folder / name).write_text(
-        json.dumps([{"id": str(i), **row, "image": text} for i, (row, text) in enumerate(pairs)])
-    )
+    told = [{**row, "image": picture} for row, picture in zip(rows, pictures, strict=True)]
+    (folder / name).write_text(json.dumps([{"id": str(number), **row} for number, row in enumerate(told)]))
     return folder
 
 

@@ -55,9 +55,7 @@ def make_page(output: Path, *runs: Path, words: tuple[str, ...] = ()) -> Path:
 
 def attacked_page(folder: Path) -> Path:
     """A page of a run that attacks in every text that it has."""
-    texts: dict[str, Any] = dict.fromkeys(
-        ("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACK
-    )
+    texts: Any = dict.fromkeys(("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACK)
     run = write_run(folder / ATTACK.replace("/", "_")[:100], 2, **texts)
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write(json.dumps({"step": 3, "kind": "train", "reward": 1.0, ATTACK: 2.0, "note": ATTACK}) + "\n")

@@ -219,9 +219,8 @@ def test_a_reward_function_that_was_edited_is_another_run():
         own = {"reward my_rewards.py": digest}
         return fingerprint(AdoraKeys(), data=["d"], model="m", revision="r", processes=1, own=own)
 
-    assert differences(of("1a"), of("1a")) == [] and differences(of("1a"), of("2b")) == [
-        "reward my_rewards.py: 1a -> 2b"
-    ]
+    assert differences(of("1a"), of("1a")) == []
+    assert differences(of("1a"), of("2b")) == ["reward my_rewards.py: 1a -> 2b"]
 
 
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
@@ -319,6 +318,5 @@ def test_a_key_of_partial_rollouts_differs_only_where_there_is_a_budget():
         return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
 
     assert differences(of(None), of(None, 2)) == [] and "adora_rollouts.budget" not in of(None)
-    assert len(differences(of(None), of(9))) == 2 and differences(of(9), of(9, 2)) == [
-        "adora_rollouts.staleness: 4 -> 2"
-    ]
+    assert len(differences(of(None), of(9))) == 2
+    assert differences(of(9), of(9, 2)) == ["adora_rollouts.staleness: 4 -> 2"]

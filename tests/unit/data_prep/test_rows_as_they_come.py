@@ -96,9 +96,8 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
             assert convert(source, folder / "out", columns=COLUMNS) == 0
             found = kept(folder / "out")
             assert [len(row["images"]) for row in found] == [0, 0, 0, 0, 1, 0][: len(rows)]
-            assert not any(row["choices"] for row in found) and noted(folder / "out") == {
-                "without_image": len(rows) - 1
-            }
+            assert not any(row["choices"] for row in found)
+            assert noted(folder / "out") == {"without_image": len(rows) - 1}
 
 
 def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
@@ -264,9 +263,7 @@ COUNTED: dict[str, tuple[str, list[tuple[str, str, int]]]] = {  # by what is not
 }  # fmt: skip
 
 
-def test_an_answer_that_is_graded_otherwise_than_meant_is_counted(
-    case: Case, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_answer_graded_otherwise_than_meant_is_counted(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
     for name, (said, rows) in COUNTED.items():
         for problem, answer, counted in rows:
             with case(f"{problem} {answer}") as folder:

@@ -221,9 +221,7 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
     talk = ["--input", str(photos / "mine.jsonl"), "--preset", "llamafactory"]
     for name, words in {"excel": excel, "talk": talk}.items():
         assert main(["convert", *words, "--output", str(tmp_path / name)]) == 0
-        assert {row["images"][0]["bytes"][:2] for row in kept(tmp_path / name)} == {b"\xff\xd8"}, (
-            "as small as they were"
-        )
+        assert {row["images"][0]["bytes"][:2] for row in kept(tmp_path / name)} == {b"\xff\xd8"}, "as small as before"
     keys = {
         "config": "configs/train/smoke_cpu.yaml", "dataset_name": tmp_path / "excel", "output_dir": tmp_path / "run",
         "use_vllm": "false", "max_steps": "1", "per_device_train_batch_size": "4", "num_generations": "4",

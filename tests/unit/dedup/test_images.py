@@ -248,9 +248,7 @@ def test_ranks_send_one_another_texts_and_no_pixels(run):
 
 def test_what_is_no_conversation_is_gathered_as_it_is():
     image = kept(Image.new("RGB", (8, 8)))
-    prompt: list[Any] = [
-        {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "x"}]}
-    ]
+    prompt: Any = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "x"}]}]
     alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
     assert texts.gather_texts([prompt]) == [alone] and prompt[0]["content"][0]["image"] is image
     plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]

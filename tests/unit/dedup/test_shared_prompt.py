@@ -319,9 +319,7 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
     one = PackedForward(Accelerator(cpu=True))
     logps = one(model, rows["ids"], rows["mask"], rows["completion"], 5, False, inputs, alone)[0]
     assert one.passes == 1 and not one.refused
-    assert [[len(group) for group in part] for part in seen] == (
-        [[5], [5], [3]] if known else [[1] * 5] * 2 + [[1] * 3]
-    )
+    assert [[*map(len, part)] for part in seen] == ([[5], [5], [3]] if known else [[1] * 5] * 2 + [[1] * 3])
     assert (logps - expected).abs().max() < 1e-4, "the head computes in float32"
 
 

@@ -37,9 +37,7 @@ def test_the_published_half_has_404_hits_and_its_categories(case):
             result = scored(folder, next(DATA.glob("*.jsonl")), "--rules", rules)
             assert (result["correct"], result["total"]) == (expected["correct"], expected["total"]) == (404, 750)
             categories = result["groups"]["category"]
-            assert {name: [cell["correct"], cell["total"]] for name, cell in categories.items()} == expected[
-                "by_category"
-            ]
+            assert {key: [one["correct"], one["total"]] for key, one in categories.items()} == expected["by_category"]
             assert len(result["groups"]["l2_category"]) == 18
 
 

@@ -25,9 +25,7 @@ def test_the_letter_that_mmmu_pro_reads(response, letter):
 )  # fmt: skip
 def test_the_letters_of_logicvista(response, letters):
     assert logicvista.by_rules(response).text == letters
-    assert (
-        logicvista.letters_of("A, C") == logicvista.letters_of("ca") == logicvista.letters_of(["c", "a"]) == ["a", "c"]
-    )
+    assert all(logicvista.letters_of(given) == ["a", "c"] for given in ("A, C", "ca", ["c", "a"]))
 
 
 @pytest.mark.parametrize(

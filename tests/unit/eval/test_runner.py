@@ -257,9 +257,8 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
         with case(world) as folder:
             ask_as(folder / "one", Echo(), ALONE)
             summary, engines = together(folder / "many", world)
-            assert (folder / "many" / "predictions.jsonl").read_bytes() == (
-                folder / "one" / "predictions.jsonl"
-            ).read_bytes()
+            one, many = ((folder / name / "predictions.jsonl").read_bytes() for name in ("one", "many"))
+            assert one == many
             asked = [text for engine in engines for text in engine.asked]
             assert len(asked) == len(set(asked)) == 14
             assert max(len(engine.asked) for engine in engines) <= -(-14 // world)

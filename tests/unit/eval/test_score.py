@@ -235,9 +235,7 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
     class Looks(Guess):
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
             colours = [request.images[0].getcolors() for request in requests]
-            return [
-                Reply(r"\boxed{1}" if one else "seen", 1, "stop", 9) for one in (c and len(c) == 1 for c in colours)
-            ]
+            return [Reply(r"\boxed{1}" if c and len(c) == 1 else "seen", 1, "stop", 9) for c in colours]
 
     data = write_geometry3k(tmp_path / "data", 3)
     monkeypatch.setattr(command, "build_engine", lambda _: Looks())

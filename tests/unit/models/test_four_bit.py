@@ -72,10 +72,8 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
 @pytest.mark.slow
 @pytest.mark.core
 def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out(home, sft, tmp_path):
-    run, keys = (
-        tmp_path / "run",
-        {"max_steps": 2, "model_name_or_path": sft, "beta": 0.1, "learning_rate": 0.1, **FOUR},
-    )
+    run = tmp_path / "run"
+    keys = {"max_steps": 2, "model_name_or_path": sft, "beta": 0.1, "learning_rate": 0.1, **FOUR}
     said = in_a_process([sys.executable, "-m", "adora_vl.train", *arguments(run, use_vllm="true", **keys)])
     log = json.loads((run / "trainer_state.json").read_text())["log_history"]
     assert all(0 < entry["adora/drift"] < 0.05 for entry in log[:2]), [entry["adora/drift"] for entry in log[:2]]
@@ -102,9 +100,7 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
 
 def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
     new = {**FOUR, "use_peft": "true", "lora_dropout": 0, "lora_target_modules": TEXT, "bnb_4bit_quant_type": "fp4"}
-    whole, halved = (
-        train(tmp_path / name, max_steps=steps, save_steps=1, **new) for name, steps in (("a", 2), ("b", 1))
-    )
+    whole, halved = (train(tmp_path / name, max_steps=last, save_steps=1, **new) for name, last in (("a", 2), ("b", 1)))
     train(halved, max_steps=2, save_steps=1, **new)
     one, other = (load_file(folder / "adapter_model.safetensors") for folder in (whole, halved))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

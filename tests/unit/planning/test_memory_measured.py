@@ -16,7 +16,7 @@ from trl.trainer import utils as trl_utils
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED
-from adora_vl.models.shape import ModelShape, describe
+from adora_vl.models.shape import describe
 from adora_vl.planning import activations
 from adora_vl.planning.activations import Dtypes, MicroBatch, head_saved, head_transient, saved
 
@@ -44,9 +44,7 @@ class Policy:
         freeze(get_peft_model(self.model, adapter) if adapter else self.model, frozen)
         if checkpointing:
             self.model.gradient_checkpointing_enable()
-        self.shape: ModelShape = describe(
-            config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter
-        )
+        self.shape = describe(config, dtype=str(dtype).removeprefix("torch."), frozen=frozen, peft_config=adapter)
         self.dtypes = Dtypes(dtype.itemsize, dtype.itemsize)
         self.inputs, self.labels = self._batch(config)
 

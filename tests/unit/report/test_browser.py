@@ -36,9 +36,7 @@ def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
     browser.click("#follow")
     assert browser.text("#charts figcaption") == ATTACK
     assert "training report" in browser.js("document.title") and browser.errors == []
-    assert (
-        browser.js("document.querySelectorAll('iframe, script:not(#data), #charts img').length") == 1
-    )  # its own script
+    assert browser.js("document.querySelectorAll('iframe, script:not(#data), #charts img').length") == 1  # its own
     assert [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))] == []
 
 
@@ -142,9 +140,8 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     run, other = write_run(tmp_path / "adora", 3), write_run(tmp_path / "other", 3)
     for folder in (run, other):
         held = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
-        (folder / "metrics.jsonl").write_text(
-            "\n".join(map(json.dumps, [*read_metrics(folder / "metrics.jsonl"), *held]))
-        )
+        file = folder / "metrics.jsonl"
+        file.write_text("\n".join(map(json.dumps, [*read_metrics(file), *held])))
     browser.open(make_page(tmp_path / "page.html", run))
     assert "held-out accuracy, geometry3k_image 60 %" in browser.text("#result p")
     titles = browser.texts("#charts figcaption")
@@ -238,10 +235,8 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **fields)))
     assert browser.js("document.querySelectorAll('.formula').length") > 4, "some of it is a formula, and harmless"
     browser.click(".problem math mi")
-    inside = (
-        "document.querySelectorAll('.formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])')"
-    )
-    assert browser.js(f"{inside}.length") == 0
+    wrong = ".formula :is(a, script, img, svg, iframe), math :is([href], [style], [class])"
+    assert browser.js(f"document.querySelectorAll('{wrong}').length") == 0
     assert "training report" in browser.js("document.title") and browser.errors == []
     assert [url for url in browser.requests if not url.startswith(("data:", "file:", "about:"))] == []
     browser.click("#source")

@@ -42,9 +42,8 @@ def prompts(shapes: list[tuple[list[int], list[int]]]) -> agreement.Prompts:
     fields = {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
     fields["pixel_values"] = torch.arange(patches)[:, None].float()
     names = [str(number) for number in range(len(ids))]
-    return agreement.Prompts(
-        names, ids, [[None] * len(sizes) for _, sizes in shapes], fields, [len(s) for _, s in shapes]
-    )
+    counts = [len(sizes) for _, sizes in shapes]
+    return agreement.Prompts(names, ids, [[None] * count for count in counts], fields, counts)
 
 
 ROW = st.tuples(

@@ -50,12 +50,10 @@ def tensors(llm: Any) -> dict[str, torch.Tensor]:
 
 def answer(llm: Any) -> list[Any]:
     """Tokens and log-probabilities of a greedy answer about an image."""
-    prompt = {"prompt": "<|vision_start|><|image_pad|><|vision_end|>Find x."}
-    picture = Image.new("RGB", (56, 84), (200, 30, 90))
+    image = {"image": Image.new("RGB", (56, 84), (200, 30, 90))}
+    prompt = {"prompt": "<|vision_start|><|image_pad|><|vision_end|>Find x.", "multi_modal_data": image}
     greedy = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
-    (output,) = llm.generate(
-        [{**prompt, "multi_modal_data": {"image": picture}}], sampling_params=greedy, use_tqdm=False
-    )
+    (output,) = llm.generate([prompt], sampling_params=greedy, use_tqdm=False)
     return [[(token, found.logprob) for token, found in step.items()] for step in output.outputs[0].logprobs]
 
 

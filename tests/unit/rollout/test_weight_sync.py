@@ -261,9 +261,7 @@ def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change
     assert first.keys() == original.keys() and all(torch.equal(first[name], merged[name]) for name in merged)
     engine._engine_is_complete = True
     later = dict(engine._iter_named_params())
-    assert {component_of(name) for name in later} == {"language_model", "vision_tower"}, (
-        "no adapter is in the projector"
-    )
+    assert {component_of(name) for name in later} == {"language_model", "vision_tower"}, "none is in the projector"
     assert all(torch.equal(later[name], merged[name]) for name in later)
     engine.enable_sleep_mode = True  # sleep has discarded the weights
     assert dict(engine._iter_named_params()).keys() == original.keys()

@@ -38,12 +38,10 @@ from tests.support.tiny_run import STEPS, train
 END, PAD = 2, 0
 
 
-def rewards(
-    values: list[list[float]], failed: dict[tuple[int, int], str] | None = None, generations: int = 4
-) -> Rewards:
+def rewards(values: list[list[float]]) -> Rewards:
     """Of two functions at most, `accuracy` and `judge`, with weights of 1."""
     all_BF = torch.tensor(values)
-    return Rewards.of(all_BF, failed or {}, torch.ones(all_BF.shape[1]), ["accuracy", "judge"], generations)
+    return Rewards.of(all_BF, {}, torch.ones(all_BF.shape[1]), ["accuracy", "judge"], 4)
 
 
 def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
@@ -268,17 +266,12 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
 
 def test_the_log_has_the_figures_of_adora_and_of_the_method():
     lengths_B = torch.tensor([10.0, 20.0, 30.0, 40.0])
-    scores = Scores(
-        rewards([[0.0]] * 4), lengths_B, torch.zeros(4, dtype=torch.bool), torch.tensor([0.0, 1.0, 0.0, 1.0])
-    )
+    scores = Scores(rewards([[0.0]] * 4), lengths_B, lengths_B < 0, torch.tensor([0.0, 1.0, 0.0, 1.0]))
     assert learned_figures(weighed()) == {"adora/learned_reward": 0.25, "adora/own": 3.0}
     figures = judged_figures(weighed(), scores, ["accuracy"])
     assert figures["adora/reflective_per_1000_tokens"] == 20.0
     assert figures["adora/pass_rate"] == 0.25
     assert figures["rewards/missing"] == 0.0 and figures["completions/max_length"] == 40.0
-
-
-# ------------------------------------------------------------------------- what is recorded is what is applied
 
 
 @dataclass(frozen=True)

@@ -68,9 +68,6 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
     }
 
 
-# ---------------------------------------------------------------------------------------------- units and their rows
-
-
 @pytest.mark.parametrize(("rows", "generations", "unit"), [(128, 8, 8), (8, 8, 8), (4, 8, 4), (12, 8, 4), (6, 4, 2)])
 def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
     assert unit_size(rows, generations) == unit
@@ -128,9 +125,7 @@ def batch():
 
 
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
-    cut = batch_rows.without_padding(
-        {**batch_rows.take_rows(batch(), [1, 0]), "pixel_values": torch.arange(8)[:, None]}
-    )
+    cut = batch_rows.without_padding({**batch_rows.take_rows(batch(), [1, 0]), "pixel_values": batch()["pixel_values"]})
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
     assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
     assert cut["mm_token_type_ids"].tolist() == [[9, 10, 11, 12, 13], [1, 2, 3, 4, 5]]
@@ -183,9 +178,6 @@ def test_a_ratio_is_padded_with_what_changes_nothing(own, further, expected):
         return rows | {"importance_sampling_ratio": torch.tensor(ratio)}
 
     assert batch_rows.concat_rows(part(own, 2), part(further, 1), 77)["importance_sampling_ratio"].tolist() == expected
-
-
-# ---------------------------------------------------------------------------------------------- a whole generation
 
 
 def batcher(*, banks: ImageBanks, log: dict[str, float] | None = None, every_row_counts: bool = False, **keys: Any):
@@ -265,9 +257,6 @@ def test_which_groups_are_learned_from_and_where(subtests):
             found = rows_of(batcher(banks=banks, **keys).split(sixteen(banks, live), "0/0"))
             assert [len(rows) for rows in found] == sizes
             assert sorted(row for rows in found for row in rows) == list(range(first))
-
-
-# ---------------------------------------------------------------------------------------------- between ranks
 
 
 def alike(*counts):

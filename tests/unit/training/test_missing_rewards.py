@@ -43,9 +43,6 @@ def sums(found: Rewards, weights: Any = (1.0, 1.0)) -> list[float | None]:
     return [None if value != value else value for value in values]
 
 
-# ------------------------------------------------------------------------------------------------ who leaves
-
-
 def test_a_failed_call_is_no_zero_and_one_who_is_left_alone_has_nobody_to_be_compared_with():
     """Accuracy 0 throughout, and one of four calls came back: as zeros, the other three had taught the first one."""
     found = rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
@@ -92,8 +89,6 @@ def test_where_nothing_is_missing_trl_gets_what_it_gathered():
     both_BF = torch.rand(32, 2)
     assert torch.equal(Rewards.of(both_BF, {}, torch.ones(2), NAMES, 8).counted_BF, both_BF)
 
-
-# ---------------------------------------------------------------------------------------------- every method
 
 # The tokens of those who have left still stand in the number by which TRL divides. These methods undo that division.
 BY_TOKENS = {"dapo", "daro"}
@@ -170,9 +165,6 @@ def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
     assert judged.figures["frac_reward_zero_std"] == pytest.approx(1 / 3)
 
 
-# ------------------------------------------------------------------------------------------- the functions' calls
-
-
 def failing(completions: list[Any], **columns: Any) -> list[Any]:
     known = {"lost": TimeoutError("after 60 s\nmore"), "?": None}
     return [known.get(text, 1.0) for text in completions]
@@ -230,8 +222,6 @@ def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
         f"reward, and go on with --resume_from_checkpoint {tmp_path}"
     )
 
-
-# ----------------------------------------------------------------------------------------------- the whole run
 
 OWN = """
 from pathlib import Path

@@ -300,9 +300,7 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
     assert {len(rollout.pictures) for rollout in rollouts} == {0, 1, 2, 3}
     seeds = [one.seed for asks in whole.engine.asked for one in asks]
     assert len(set(seeds)) == len(seeds)
-    paused = [
-        group for generation in whole.learned for group in groups_in(generation) if group.began < generation.number
-    ]
+    paused = [group for one in whole.learned for group in groups_in(one) if group.began < one.number]
     assert bool(paused) is (budget is not None)
 
 
@@ -435,9 +433,6 @@ def test_the_automatic_budget_leaves_answers_whole_where_few_tokens_would_be_sav
     assert automatic_budget(tailed, 12) == automatic_budget(tailed, 40) == 40 and automatic_budget(tailed, 41) is None
 
 
-# ------------------------------------------------------------------------------------- processes
-
-
 def on_two(part: Callable[[int, Any], Any]) -> list[Any]:
     """What `part(rank, accelerator)` returns on two processes that run at once."""
     parts, meeting, found = [None, None], Barrier(2, timeout=60), [None, None]
@@ -460,9 +455,6 @@ def test_all_processes_learn_from_equally_many_groups():
     assert first.engine.asked[3] != second.engine.asked[3]
     for run in (first, second):
         assert check_learned(run) <= 4 and sum(run.sizes[15:]) > 0.85 * 15 * PLACES
-
-
-# ------------------------------------------------------------------------------------- checkpoints
 
 
 def resumed(whole: Run, folder: Path, step: int, generations: int | None = None, **keys: Any) -> Run:

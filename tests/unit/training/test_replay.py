@@ -80,9 +80,6 @@ def patches(banks: ImageBanks, batch: Batch) -> list[int]:
     return [int(banks.of(int(row[0])).pixels([int(row[0])])[0][0, 0]) for row in references]
 
 
-# ---------------------------------------------------------------------------------------------------------- which ones
-
-
 def test_a_group_is_drawn_as_often_as_its_advantages_say():
     """Sums of 1 and 3: with alpha 1 three times as often, with alpha 0 as often, with alpha 2 nine times."""
     for alpha, share in ((0.0, 1 / 2), (1.0, 3 / 4), (2.0, 9 / 10)):
@@ -95,9 +92,6 @@ def test_no_group_is_drawn_twice_and_a_place_draws_the_same_again(sizes, alpha, 
     found = replayed(sizes, alpha, count, "42/7/0")
     assert len(found) == len(set(found)) == min(count, len(sizes)) and set(found) <= set(range(len(sizes)))
     assert found == replayed(sizes, alpha, count, "42/7/0")
-
-
-# ----------------------------------------------------------------------------------------------------- one generation
 
 
 def test_earlier_groups_take_the_places_of_groups_without_signal():
@@ -175,9 +169,6 @@ def test_what_it_costs_is_said():
     assert costs_of(config) == [memory]
     config.adora_rollouts = RolloutOptions()
     assert costs_of(config) == []
-
-
-# ------------------------------------------------------------------------------------------------ keys, and a real run
 
 
 def test_what_it_does_not_go_with_is_said_in_one_line(subtests):

@@ -99,9 +99,7 @@ def test_every_patch_is_in_the_table_of_what_a_new_version_makes_superfluous():
 
 
 def test_every_correction_is_where_the_page_says():
-    rows = re.findall(
-        r"^\| `(adora_vl\.[\w.]+:\w+)` \| .+ \| .+ \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\| `(adora_vl\.[\w.]+:\w+)` \| .+ \| .+ \|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert rows and [where for where in rows if pydoc.locate(where.replace(":", ".")) is None] == []
 
 
