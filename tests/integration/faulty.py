@@ -68,9 +68,7 @@ def _drift(patches: Any, due: Callable[[], bool]) -> None:
     from adora_vl.rollout.importance import drift_sums
     from adora_vl.training import guards
 
-    patches.setattr(
-        guards, "drift_sums", lambda *args: drift_sums(*args) + (torch.tensor([1e9, 0.0, 0.0]) if due() else 0.0)
-    )
+    patches.setattr(guards, "drift_sums", lambda *args: drift_sums(*args) + torch.tensor([1e9, 0.0, 0.0]) * due())
 
 
 def _generate(patches: Any, due: Callable[[], bool]) -> None:

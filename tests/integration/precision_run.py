@@ -75,9 +75,7 @@ class Look(TrainerCallback):
         sharded = all(hasattr(next(model.parameters()), "ds_id") for model in models.values())
         facts = {"refusals": refusals, "sharded": sharded, "dtype": str(self.trainer.model.dtype)}
         if self.trainer.accelerator.is_main_process:
-            save_file(
-                {name: value.contiguous() for name, value in tensors.items()}, self.folder / "tensors.safetensors"
-            )
+            save_file({name: one.contiguous() for name, one in tensors.items()}, self.folder / "tensors.safetensors")
             (self.folder / "facts.json").write_text(json.dumps(facts))
         raise LookedAt
 

@@ -1,6 +1,7 @@
 """Running our commands as a user does, with what a failing test needs to show."""
 
 import contextlib
+import json
 import os
 import re
 import subprocess
@@ -72,6 +73,12 @@ def processes_with(mark: str) -> list[str]:
             break
         time.sleep(0.2)
     return found
+
+
+def history(folder: Path) -> list[dict[str, Any]]:
+    """The lines of its log that are of training steps."""
+    entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    return [entry for entry in entries if "reward" in entry]
 
 
 def damage(split: Path, row: int) -> None:

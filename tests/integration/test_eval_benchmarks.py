@@ -61,9 +61,7 @@ def test_mmstar_sees_the_image_unless_told_not_to(folder: Path) -> None:
     seen = read_predictions(folder / "mmstar" / "predictions.jsonl")
     blind = read_predictions(folder / "mmstar_blind" / "predictions.jsonl")
     # 56 x 56 pixels are 4 image tokens; with the two tokens around them the blind prompt lacks 6.
-    assert [one["n_prompt_tokens"] - other["n_prompt_tokens"] for one, other in zip(seen, blind, strict=True)] == [
-        6
-    ] * 6
+    assert [a["n_prompt_tokens"] - b["n_prompt_tokens"] for a, b in zip(seen, blind, strict=True)] == [6] * 6
     leakage = score(folder, "mmstar")["leakage"]
     assert leakage["MG"] == pytest.approx(leakage["S_v"] - leakage["S_wv"])
     assert score(folder, "mmstar_blind")["fingerprint"]["fields"]["no_image"] is True

@@ -61,7 +61,7 @@ def test_stock_takes_its_steps_on_the_card_too():
     assert "No fault of device or dtype." in done.stdout, done.stdout[-2000:]
 
 
-_A_FAULT = """
+_FAULT = """
 import benchmarks.fake_card.device as device
 from benchmarks.fake_card.card import Card
 import torch
@@ -82,7 +82,5 @@ with card, card.during("x"):
 
 def test_a_tensor_of_the_host_in_an_operation_of_the_card_is_refused():
     """And values that are looked at are there, are waited for, and take memory."""
-    out = subprocess.run([sys.executable, "-c", _A_FAULT], capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
+    out = subprocess.run([sys.executable, "-c", _FAULT], capture_output=True, text=True, check=True).stdout.split("\n")
     assert out[:3] == ["refused", "[0, 1, 2, 3, 4, 5] 15.0 512 2", "True"]

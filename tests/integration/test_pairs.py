@@ -37,9 +37,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "no cache + replay + budget + ahead": (
         "{replay: 4, budget: 6, ahead: 1}", {"adora_stock_step": "[cache_images]"}, ("adora/unfinished",),
     ),
-    "two generations a step + budget + ahead": (
-        "{budget: 6, ahead: 1}", TWO, ("adora/unfinished",),
-    ),
+    "two generations a step + budget + ahead": ("{budget: 6, ahead: 1}", TWO, ("adora/unfinished",)),
     "evaluation + ahead": (
         "{ahead: 1}", {"eval_strategy": "steps", "eval_steps": 1, "adora_eval_limit": 4}, ("adora/staleness",),
     ),

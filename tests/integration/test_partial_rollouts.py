@@ -60,10 +60,8 @@ def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path
 def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp_path):
     """It ends before the budget, so it is whole and not set aside, and it has no end-of-turn token."""
     loops = {"repetition_detection": {"max_pattern_size": 2, "min_count": 4}, "logit_bias": {"50": 100.0}}
-    unlike_the_policy = {"adora_self_check": "false", "adora_max_drift": "null"}  # which has no such bias
-    out = train(
-        tmp_path, adora_rollouts="{budget: 9}", max_steps=1, generation_kwargs=json.dumps(loops), **unlike_the_policy
-    )
+    unlike = {"adora_self_check": "false", "adora_max_drift": "null"}  # which has no such bias
+    out = train(tmp_path, adora_rollouts="{budget: 9}", max_steps=1, generation_kwargs=json.dumps(loops), **unlike)
     rollouts = pd.read_parquet(out / "rollouts")
     assert set(rollouts["length"]) == {4} and set(rollouts["segments"]) == {1}
     assert rollouts["truncated"].all() and logged(out, "adora/unfinished") == [0]

@@ -126,9 +126,7 @@ def test_the_export_holds_the_checkpoints_weights_and_loads_offline(stopped, tmp
     )
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     assert any(not torch.equal(exported[name], shipped[name]) for name in saved)
-    assert {path.name for path in PRETRAINED.iterdir()} - {"build.json"} <= {
-        p.name for p in (tmp_path / "model").iterdir()
-    }
+    assert {p.name for p in PRETRAINED.iterdir()} - {"build.json"} <= {p.name for p in (tmp_path / "model").iterdir()}
     assert export([str(out), str(tmp_path / "model")]) == 2  # never over something that is there
 
 

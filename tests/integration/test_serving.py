@@ -102,9 +102,7 @@ def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, served, mon
     assert any(seed.endswith("/1") for seed in draws.seeds), "a second turn was answered"
 
 
-def test_an_adapter_reaches_the_server_alone_or_merged_and_the_seeds_decide_what_it_samples(
-    tmp_path, served, monkeypatch
-):
+def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_samples(tmp_path, served, monkeypatch):
     lora = by_file(served, adora_weight_transfer=tmp_path / "shared", **LORA)
     answers, sent = [], []
     for name in ("alone", "again", "merged"):

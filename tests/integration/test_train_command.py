@@ -22,17 +22,12 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from data_prep.cli import main as data_prep
 from data_prep.synthetic.generate import generate
-from tests.integration.support import REPOSITORY, launch, run
+from tests.integration.support import REPOSITORY, history, launch, run
 
 pytestmark = pytest.mark.slow
 SMOKE = ["-m", "adora_vl.train", "--config", str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml")]
 SMALL = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--logging_steps", "1"]
 SMALL += ["--save_strategy", "no"]
-
-
-def history(folder: Path) -> list[dict]:
-    entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry for entry in entries if "reward" in entry]
 
 
 def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
@@ -46,9 +41,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     assert "6 training problems; 2 prompts per generation (8 rollouts)" in done.stdout
     assert "Self-check: engine and trainer differ by" in done.stdout
     before = done.stdout[: done.stdout.index("Self-check")].splitlines()
-    assert [
-        line for line in before if not line.startswith(("6 training problems; ", "Loading model and engine; "))
-    ] == []
+    assert not [line for line in before if not line.startswith(("6 training problems; ", "Loading model and engine; "))]
     assert done.stderr == "" and "Loading" in (out / ".startup.log").read_text()
     steps = history(out)
     assert [step["step"] for step in steps] == [1, 2]

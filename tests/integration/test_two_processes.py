@@ -24,7 +24,7 @@ from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.training.pool_state import PoolState
 from benchmarks.kill_and_resume import facts
-from tests.integration.support import launch, processes_with, run
+from tests.integration.support import history, launch, processes_with, run
 from tests.parity.test_engine_parity import parity
 from tests.support.endpoint_server import Answer, Reply, Server, completion
 
@@ -37,11 +37,6 @@ RUN = [
 ]  # fmt: skip
 TWO = ["--per_device_train_batch_size", "8"]
 ONE = ["--per_device_train_batch_size", "16"]
-
-
-def history(folder: Path) -> list[dict]:
-    entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [entry for entry in entries if "reward" in entry]
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
@@ -137,9 +132,7 @@ def test_shards_alone_are_gathered_into_the_same_weights(resumed, tmp_path):
     shutil.copytree(resumed / "checkpoint-3", bare, ignore=ignored)
     publish(bare, tmp_path / "checkpoint-3", {"step": 3})
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0
-    gathered, saved = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "model", resumed / "checkpoint-3")
-    )
+    gathered, saved = (load_file(at / "model.safetensors") for at in (tmp_path / "model", resumed / "checkpoint-3"))
     assert gathered.keys() == saved.keys() and all(torch.equal(gathered[name], saved[name]) for name in saved)
     assert (tmp_path / "model" / "processor_config.json").is_file()
 

@@ -6,6 +6,7 @@ Usage: accelerate launch ... -m tests.parity.parity_run --model DIR --output FIL
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -170,7 +171,6 @@ def main() -> None:
     moved = trainer.accelerator.gather(moved[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
     own_lengths = trainer.accelerator.gather(trainer.own_lengths).tolist()
-    names = [name for name, _ in trainer.model.named_parameters()]
     looks |= {name: look(trainer, list(dataset)) for name, look in AFTER.items() if name in options.look}
     if trainer.accelerator.is_main_process:
         result = {
@@ -185,9 +185,7 @@ def main() -> None:
             "own_lengths": own_lengths,
             "table": last_table(args.output_dir),
             "sent": trainer.sent,
-            "tensors": {
-                part: sum(component_of(n) == part for n in names) for part in sorted(set(map(component_of, names)))
-            },
+            "tensors": Counter(component_of(name) for name, _ in trainer.model.named_parameters()),
             "log": trainer.state.log_history,
             "looks": looks,
         }

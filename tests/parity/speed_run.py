@@ -146,10 +146,8 @@ def distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
     result = []
     for step in gradients:
         assert step.keys() == gradients[0].keys()
-        apart = {
-            n: float((step[n] - g).norm() / torch.maximum(g.norm(), 1e-4 * scale)) for n, g in gradients[0].items()
-        }
-        result.append(max(apart.values()))
+        far = {n: float((step[n] - g).norm() / torch.maximum(g.norm(), 1e-4 * scale)) for n, g in gradients[0].items()}
+        result.append(max(far.values()))
     return result
 
 
