@@ -83,7 +83,7 @@ class AdoraGRPOTrainer(TrainerParts):
             rows = Datasets(train_dataset, eval_dataset)
             asked = Asked(args, source, rows, reward_funcs, tools=tools or (), environment=environment_factory)
             run = walk(asked, Where.of_launch("leave"))
-            train_dataset = run.dataset
+            train_dataset, eval_dataset = run.dataset, run.evaluated
         args, self.run = run.config, run
         self.toolbox = run.toolbox or self.toolbox
         plan_no_shapes()

@@ -87,6 +87,7 @@ class Checked:
     overlong: OverlongPrompts = field(init=False)
     data: list[str] = field(init=False)  # the folders of a command's data sets
     dataset: Any = field(init=False)  # None where it is not here
+    evaluated: Any = None  # Python's, which TRL evaluates
     lengths: Measured | None = field(init=False)
     evaluations: EvaluationPlan | None = field(init=False)  # of the evaluations on the way
     folder: RunFolder = field(init=False)

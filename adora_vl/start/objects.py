@@ -126,9 +126,13 @@ def _can_be_tried(function: Any) -> bool:
 
 
 def told_of_tools(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
-    """The data set with what the tools are in the system message of each prompt. Raises `UserError` for a prompt that
-    has none, being a text.
+    """The data set, or each of several by their names, with what the tools are in the system message of each prompt.
+    Raises `UserError` for a prompt that has none, being a text.
     """
+    if not schemas or dataset is None:
+        return dataset
+    if isinstance(dataset, Mapping):
+        return {name: told_of_tools(each, schemas) for name, each in dataset.items()}
 
     def told(row: Mapping[str, Any]) -> dict[str, Any]:
         first = row["prompt"][0] if row["prompt"] else None

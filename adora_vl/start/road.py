@@ -267,7 +267,7 @@ def rows(run: Checked) -> None:
     asked = run.asked.rows
     run.data, run.dataset = [], None
     if isinstance(asked, Datasets):
-        run.dataset = told_of_tools(asked.train, run.schemas) if run.schemas else asked.train
+        run.dataset, run.evaluated = (told_of_tools(one, run.schemas) for one in (asked.train, asked.evaluate))
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
         if is_stored(run.dataset):

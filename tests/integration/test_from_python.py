@@ -135,12 +135,13 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         str(tmp_path), use_cpu=True, bf16=False, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=1200,
         num_generations=4, per_device_train_batch_size=8, max_completion_length=100, report_to="none",
     )  # fmt: skip
-    rows = Datasets(Dataset.from_list(ROWS))
+    rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
     run = walk(Asked(args, source, rows, seen, tools=[area, "zoom"], environment=Board), Where.of_launch("leave"))
     assert run.rewards.entries == ("seen", "Board") and '"name": "pair"' in run.dataset[0]["prompt"][0]["content"]
     with pytest.raises(UserError, match="environment_factory: a reward function has the name 'seen', too; rename"):
         walk(Asked(args, source, rows, seen, environment=type("seen", (Board,), {})), Where.of_launch("leave"))
+    assert run.evaluated["own"][0]["prompt"][0] == run.dataset[0]["prompt"][0], "TRL's evaluations tell of them, too"
     first, second = run.dataset[0]["prompt"]
     assert first["role"] == "system" and '"name": "area"' in first["content"] and '"name": "zoom"' in first["content"]
     assert second["content"] == "Which of 0?" and run.own.keys() == {"reward seen", "tool area", "tool Board"}
