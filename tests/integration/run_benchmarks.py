@@ -15,15 +15,15 @@ from eval.inference.requests import AnswerEngine, AnswerEngineSettings
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
 
-_engines: dict[AnswerEngineSettings, AnswerEngine] = {}
+_engines: dict[str, AnswerEngine] = {}
 
 
 def shared(settings: AnswerEngineSettings) -> AnswerEngine:
-    key = dataclasses.replace(settings, max_images=1, max_text_bytes=700)
-    assert settings.max_text_bytes <= key.max_text_bytes
-    if key not in _engines:
-        _engines[key] = build_engine(key)
-    return _engines[key]
+    common = dataclasses.replace(settings, max_images=1, max_text_bytes=700)
+    assert settings.max_text_bytes <= common.max_text_bytes
+    if repr(common) not in _engines:
+        _engines[repr(common)] = build_engine(common)
+    return _engines[repr(common)]
 
 
 def main(model: str, folder: Path) -> int:
