@@ -338,15 +338,12 @@ def check_tools(config: Any, *, tools: bool, environments: bool, trl_evaluates: 
     """Check rollouts of several turns, with tools or environments, against the other keys. Raises `UserError`."""
     rollouts, others = config.adora_rollouts, config.adora_extensions
     if environments:
-        budget, ahead, evaluates = (
-            rollouts.budget,
-            rollouts.ahead,
-            spelled(config.eval_strategy) != "no" and not trl_evaluates,
-        )
+        budget, ahead, why = rollouts.budget, rollouts.ahead, "as no checkpoint could keep their state"
+        evaluates = spelled(config.eval_strategy) != "no" and not trl_evaluates
         _refuse_beside(
             "environment_factory",
-            (budget, f"adora_rollouts.budget: {budget}, as no checkpoint could keep their state"),
-            (ahead, f"adora_rollouts.ahead: {ahead}, as no checkpoint could keep their state"),
+            (budget, f"adora_rollouts.budget: {budget}, {why}"),
+            (ahead, f"adora_rollouts.ahead: {ahead}, {why}"),
             (evaluates, "eval_strategy: steps, whose evaluators know no environments"),
         )
     _refuse_beside(

@@ -131,9 +131,7 @@ def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing
     # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream, after its product is
     # released. An adapter that reads the product holds it beside a copy in float32.
     gradients = batch.tokens * ((3 if casts else 2) * text.mlp_width + text.width) * dtypes.compute
-    if (
-        shape.four_bit
-    ):  # base and adapter each have a gradient of it, and then there is their sum; before, a whole weight
+    if shape.four_bit:  # base and adapter each have a gradient of the product, then there is the sum; or a whole weight
         product = batch.tokens * text.mlp_width * dtypes.compute
         gradients = product + max(product, (batch.tokens + text.mlp_width) * text.width * dtypes.compute)
     vision_bytes, one_block = 0, 0
