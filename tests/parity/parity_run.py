@@ -171,6 +171,7 @@ def main() -> None:
     moved = trainer.accelerator.gather(moved[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
     own_lengths = trainer.accelerator.gather(trainer.own_lengths).tolist()
+    tensors = Counter(component_of(name) for name, _ in trainer.model.named_parameters())  # before an adapter adds some
     looks |= {name: look(trainer, list(dataset)) for name, look in AFTER.items() if name in options.look}
     if trainer.accelerator.is_main_process:
         result = {
@@ -185,7 +186,7 @@ def main() -> None:
             "own_lengths": own_lengths,
             "table": last_table(args.output_dir),
             "sent": trainer.sent,
-            "tensors": Counter(component_of(name) for name, _ in trainer.model.named_parameters()),
+            "tensors": tensors,
             "log": trainer.state.log_history,
             "looks": looks,
         }
