@@ -75,7 +75,7 @@ def server_words(model: Path, port: int, way: str, dtype: str) -> list[str]:
     if way == "nccl":
         named += ["--weight-transfer-config", '{"backend": "nccl"}']
     if find_cpu_build():
-        named += ["--enforce-eager"]
+        named += ["--enforce-eager", "--no-enable-chunked-prefill"]  # it cannot read a prompt with a seed in parts
     return ["vllm.entrypoints.openai.api_server", *named, "--enable-scale-out"]
 
 

@@ -28,7 +28,7 @@ class VLLMServer:
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port",
             str(self.port), "--host", "127.0.0.1", "--served-model-name", "mine", "--generation-config", "vllm",
             "--max-model-len", "512", "--gpu-memory-utilization", "0.1", "--enforce-eager", "--enable-scale-out",
-            "--logprobs-mode", "raw_logprobs", "--enable-lora", "--max-lora-rank", "8",
+            "--no-enable-chunked-prefill", "--logprobs-mode", "raw_logprobs", "--enable-lora", "--max-lora-rank", "8",
             "--enable-tower-connector-lora", *self._words,
         ]  # fmt: skip
         quiet = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
