@@ -48,6 +48,20 @@ class RowGuard:
             f"row, and go on with --resume_from_checkpoint {checkpoint}"
         )
 
+    @contextmanager
+    def beginning(self, step: int) -> Iterator[None]:
+        """Inside, code of the user's begins the rows' rollouts. Raises `SharedUserError` on all ranks, with the
+        checkpoint to go on from, if any rank has raised `UserError`.
+        """
+        problem = ""
+        try:
+            yield
+        except UserError as error:
+            problem = str(error)
+        problems = [one for one in gather_object([problem]) if one]
+        if problems:
+            raise SharedUserError(f"step {step + 1}: {problems[0]}; go on with --resume_from_checkpoint {self.save()}")
+
 
 class ServerGuard:
     """Ends the run with a checkpoint where no vLLM server is left: where a generation is sampled, nothing is lost."""

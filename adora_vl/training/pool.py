@@ -59,7 +59,7 @@ from adora_vl.training.policies import (
 from adora_vl.training.pool_state import EARLIER_FILES, PoolState
 from adora_vl.training.replay import Replay
 from adora_vl.types import Row, StepContext
-from adora_vl.utils.errors import RolloutError, SharedUserError, UserError
+from adora_vl.utils.errors import RolloutError, UserError
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Pool:
         self.row_guard.check(rows, generation.step)
         first = self.accelerator.process_index * len(rows)
         drawn = groups_of(rows, generation.where, generation.number, first, size)
-        drawn = self._entered(drawn, anew=True)
+        drawn = self._entered(drawn, generation.step, anew=True)
         if generation.mode == "eval":
             groups = self._sampled(generation, drawn, dict.fromkeys(range(len(drawn))))
             self.judge(generation, groups, self._prompts(groups), aged=False)
@@ -170,9 +170,8 @@ class Pool:
         if not shape.has_one_step:
             return math.ceil(((steps - generation.step) * shape.accumulated - generation.micro) / shape.cycle)
         epoch = len(self.rows) * shape.generations // (shape.rows * shape.steps * self.accelerator.num_processes)
-        whole, begun = (
-            generations_in(one, shape.accumulated // shape.cycle, epoch) for one in (steps, generation.step)
-        )
+        each = shape.accumulated // shape.cycle
+        whole, begun = (generations_in(one, each, epoch) for one in (steps, generation.step))
         return whole - begun - generation.micro // shape.cycle
 
     def _budget(self) -> int | None:
@@ -278,31 +277,23 @@ class Pool:
 
     def _further(self, generation: Generation, count: int) -> list[RolloutGroup]:
         """Groups of so many further problems for a generation; where the run stands seeds the choice."""
-        rank, size = self.accelerator.process_index, generation.group_size
+        rank, empty = self.accelerator.process_index, (Rollout(),) * generation.group_size
         seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
         numbers = further_rows(len(self.rows), count, seed)
         rows: list[Any] = self.rows.__getitems__(numbers)
         self.row_guard.check(rows, generation.step)
-        problems = [
-            DrawnProblem(number, generation.where, rank * self.places + place) for place, number in enumerate(numbers)
+        places = enumerate(numbers, rank * self.places)
+        problems = [DrawnProblem(number, generation.where, place) for place, number in places]
+        begun = [
+            RolloutGroup(problem, row, generation.number, empty) for problem, row in zip(problems, rows, strict=True)
         ]
-        began, empty = generation.number, (Rollout(),) * size
-        begun = [RolloutGroup(problem, row, began, empty) for problem, row in zip(problems, rows, strict=True)]
-        return self._entered(begun, anew=False)
+        return self._entered(begun, generation.step, anew=False)
 
-    def _entered(self, groups: list[RolloutGroup], *, anew: bool) -> list[RolloutGroup]:
-        """The groups in environments of their own, where the run has some. Raises `SharedUserError` on all ranks."""
-        if self.environments is None:
-            return groups
-        problem = ""
-        try:
-            groups = self.environments.entered(groups, self.config.seed, anew=anew)
-        except UserError as error:
-            problem = str(error)
-        problems = [one for one in gather_object([problem]) if one]
-        if problems:
-            step, saved = self.context.state().global_step + 1, self.context.save_now()
-            raise SharedUserError(f"step {step}: {problems[0]}; go on with --resume_from_checkpoint {saved}")
+    def _entered(self, groups: list[RolloutGroup], step: int, *, anew: bool) -> list[RolloutGroup]:
+        """The groups in environments of their own, where the run has some."""
+        if self.environments is not None:
+            with self.row_guard.beginning(step):
+                groups = self.environments.entered(groups, self.config.seed, anew=anew)
         return groups
 
     def _judged(

@@ -56,8 +56,8 @@ class PoolAhead(Pool):
             stale = expected is not None and expected.ticket.step != now.step
             if stale and self._judge_drift is None:  # once for all generations of a step
                 self._judge_drift = self.drift(now.rows[:: now.group_size], now.step)
-            later = self.waits or self.turns is not None  # what is to be sampled now stands before what is for later
-            self._ask_ahead(now, drawn, 1 if later else servers.ahead + 1, budget)
+            now_first = self.waits or self.turns is not None  # more of the present generation is asked for below
+            self._ask_ahead(now, drawn, 1 if now_first else servers.ahead + 1, budget)
         asked = self.state.coming[0]
         groups = self._sampled(now, list(asked.groups), asked.limits, asked.ticket)
         groups = sorted([*self.state.groups, *groups], key=lambda group: group.began)
@@ -65,7 +65,7 @@ class PoolAhead(Pool):
             left, last = self._left(now), self._left(now) <= servers.ahead  # then what is paused does not come back
             needed = groups_to_complete(len(groups) + self._flying, self.places, left, self.least)
             groups = self._completed(now, groups, len(groups) if last else min(len(groups), needed))
-        if later:
+        if now_first:
             with self.phase("rollout"), self.server_guard.watching():
                 groups = self._ask_ahead(now, drawn, servers.ahead + 1, budget, groups)
         self.state = replace(self.state, coming=self.state.coming[1:])

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from adora_vl.models.load import local_model
 from adora_vl.train import main
-from benchmarks.stand_in_server import StandIn
+from benchmarks.stand_in_server import GENERATE, StandIn
 from data_prep.cli import main as data_prep
 from tests.integration.support import run
 from tests.integration.test_one_step_ahead import goes_on_after_a_kill, steps, words
@@ -57,6 +57,16 @@ def calls() -> list[list[int]]:
     return [AutoTokenizer.from_pretrained(local_model("tiny_zoom"))(CALL)["input_ids"]]
 
 
+def asked_in_steps(server: StandIn) -> list[str]:
+    """After each sync of the weights, in which order first and later turns were asked for."""
+    asked, (call,) = list[str](), server.turns
+    for path, body in server.asked:
+        turn = "weights" if path == "/collective_rpc" else "later" if str(call)[1:-1] in str(body) else "first"
+        if path in (*GENERATE, "/collective_rpc") and [turn] != asked[-1:]:
+            asked.append(turn)
+    return [step.strip() for step in " ".join(asked).split("weights")[1:]]
+
+
 @pytest.fixture
 def server() -> Iterator[StandIn]:
     one = StandIn(vocabulary=200, tokens=14, shortest=2)
@@ -75,6 +85,9 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
     }  # fmt: skip
     assert main(words(tmp_path / "whole", server, **keys)) == 0
     assert all(any(step.get(name) for step in steps(tmp_path / "whole")) for name in figures)
+    if pair == "tools + ahead":
+        assert asked_in_steps(server)[0] == "first later first", "later turns do not wait for those of the next one"
+        assert all(step.endswith("later first") for step in asked_in_steps(server)[:-1])
     rows = pq.read_table(tmp_path / "whole" / "rollouts").to_pylist()
     assert len({(row["step"], row["id"], row["completion"]) for row in rows}) > 8
     goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2, **keys)
