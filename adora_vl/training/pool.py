@@ -171,8 +171,8 @@ class Pool:
             return math.ceil(((steps - generation.step) * shape.accumulated - generation.micro) / shape.cycle)
         epoch = len(self.rows) * shape.generations // (shape.rows * shape.steps * self.accelerator.num_processes)
         each = shape.accumulated // shape.cycle
-        whole, begun = (generations_in(one, each, epoch) for one in (steps, generation.step))
-        return whole - begun - generation.micro // shape.cycle
+        done = generations_in(generation.step, each, epoch) + generation.micro // shape.cycle
+        return generations_in(steps, each, epoch) - done
 
     def _budget(self) -> int | None:
         """Of the present generation. With `auto` it is so large that the oldest answers, which are sampled to their
@@ -282,10 +282,9 @@ class Pool:
         numbers = further_rows(len(self.rows), count, seed)
         rows: list[Any] = self.rows.__getitems__(numbers)
         self.row_guard.check(rows, generation.step)
-        places = enumerate(numbers, rank * self.places)
-        problems = [DrawnProblem(number, generation.where, place) for place, number in places]
         begun = [
-            RolloutGroup(problem, row, generation.number, empty) for problem, row in zip(problems, rows, strict=True)
+            RolloutGroup(DrawnProblem(number, generation.where, place), row, generation.number, empty)
+            for (place, number), row in zip(enumerate(numbers, rank * self.places), rows, strict=True)
         ]
         return self._entered(begun, generation.step, anew=False)
 
@@ -494,8 +493,7 @@ class Pool:
         found = PoolState.load(checkpoint, self.accelerator.process_index, self.accelerator.num_processes)
         kept = found.kept[-self.asked.replay :] if self.asked.replay else ()
         coming = [replace(one, groups=tuple(self._with_rows(one.groups))) for one in found.coming]
-        groups = tuple(self._with_rows(found.groups))
-        self.state = replace(found, groups=groups, coming=tuple(coming), kept=kept)
+        self.state = replace(found, groups=tuple(self._with_rows(found.groups)), coming=tuple(coming), kept=kept)
 
 
 def _lengths(generation: Generation) -> tuple[int, ...]:

@@ -268,6 +268,15 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
         guard.check(rows, 6)
 
 
+def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp_path):
+    guard = RowGuard(step_context(save_now=lambda: tmp_path))
+    with guard.beginning(6):
+        pass
+    ends = pytest.raises(UserError, match=f"^step 7: row 3: reset: oh; go on with .*checkpoint {tmp_path}$")
+    with ends, guard.beginning(6):
+        raise UserError("row 3: reset: oh")
+
+
 def save_on_a_full_disk(folder: Path) -> None:
     with disk_of(5000):
         torch.save({"weights": torch.zeros(10_000)}, folder / "model.pt")
