@@ -16,7 +16,7 @@ from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, refuse
-from eval.benchmark import for_data, named
+from eval.benchmark import for_data, loaded, named
 from eval.inference.chat import ChatProcessor
 from eval.inference.local import Conversations
 from eval.inference.runner import Ask, answer
@@ -120,7 +120,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     words += [f"--prompt={prompt or 'null'}"] if "prompt" in benchmark.fingerprint else []
     options = parse(words, benchmark)
     try:
-        problems, _ = benchmark.load(options)
+        problems, _ = loaded(benchmark, options)
     except UserError as error:
         if Path(path).exists():
             raise

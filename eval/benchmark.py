@@ -3,6 +3,7 @@
 A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `NAMES`; or a file of the user's own.
 """
 
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own
-from eval.records import Benchmark
+from eval.inference.dataset import unaskable
+from eval.records import Benchmark, Problem
 
 NAMES = (
     "geometry3k", "mathvista", "mathvision", "mmstar", "wemath", "mathverse", "mmmu_pro", "logicvista", "dynamath",
@@ -34,6 +36,22 @@ def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benc
         close = did_you_mean(name, known)
         raise UserError(f"{key}: {name!r} is not one of {', '.join(known)}, or FILE.py:NAME{close}")
     return found
+
+
+def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a benchmark, a user's own too, and a hash of their data.
+
+    Raises `UserError` where two have the same id, by which answers are found, or where a text cannot be asked.
+    """
+    problems, data_hash = benchmark.load(options)
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.pid in seen:
+            raise UserError(f"data: the id {problem.pid!r} occurs twice; ids have to be unique")
+        if fault := unaskable(problem.prompt, has_image=problem.n_images > 0):
+            raise UserError(f"data: the problem {problem.pid!r} {fault}")
+        seen.add(problem.pid)
+    return problems, data_hash
 
 
 def for_data(folder: Path) -> str:

@@ -28,6 +28,7 @@ from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.files import check_folder, check_json, make_folder, written_to
 from adora_vl.utils.hub import notes_on
 from adora_vl.utils.own_files import look_beside
+from eval.benchmark import loaded
 from eval.inference.engines import build_engine, check_loadable, default_engine, settings_of, tool_options_of
 from eval.inference.predictions import PREDICTIONS, read_predictions, score_path
 from eval.inference.provenance import FILE_NAME, OF_THE_RUN, Fields, read, settle_prompts, versions, write_json
@@ -217,7 +218,7 @@ class AskedProblems(NamedTuple):
 
 def questions(benchmark: Benchmark, options: Namespace) -> AskedProblems:
     """What a run asks. Raises `UserError`."""
-    everything, data_hash = benchmark.load(options)
+    everything, data_hash = loaded(benchmark, options)
     shown = shown_as(everything, options.view)
     return AskedProblems(shown, len(everything) - len(shown), data_hash)
 

@@ -128,7 +128,6 @@ def infer(
 
     Raises `UserError` if `output` holds predictions made with other settings, or rows of problems not asked for now.
     """
-    _check_unique(problems)
     make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
     work = _Work(asks, output, bounded(settings, problems, system_prompt), system_prompt, build, ranks)
@@ -292,12 +291,3 @@ def _batches(asks: Sequence[Ask], size: int, done: Container[tuple[str, int]]) -
         batch = [ask for ask in asks[start : start + size] if ask.key not in done]
         if batch:
             yield batch
-
-
-def _check_unique(problems: Sequence[Problem]) -> None:
-    """Raise `UserError` if two problems have the same id, because answers are found by their ids."""
-    seen: set[str] = set()
-    for problem in problems:
-        if problem.pid in seen:
-            raise UserError(f"dataset: the id {problem.pid!r} occurs twice; ids have to be unique")
-        seen.add(problem.pid)

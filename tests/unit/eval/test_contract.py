@@ -17,10 +17,11 @@ from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
 from adora_vl.utils import own_files
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
 from eval import benchmark as list_of_benchmarks
-from eval.benchmark import NAMES, for_data, named
+from eval.benchmark import NAMES, for_data, loaded, named
 from eval.command import parse, score_defaults
 from eval.compare import main as compare
 from eval.in_training import figures
@@ -195,6 +196,17 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
     assert "benchmark_file: the predictions in 'out' were made with" in capsys.readouterr().err
     assert evaluate.main(["lengths.py:LENGTH", *words]) == 2
     assert "no benchmark 'LENGTH' there; it has LENGTHS; did you mean 'LENGTHS'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("second", "fault"),
+    [(("a", "Side 1"), "the id 'a' occurs twice"), (("b", "Side <|image_pad|>"), r"'b' .*<\|image_pad\|>; remove it")],
+)
+def test_problems_that_ones_own_benchmark_makes_are_checked(of_the_page, second, fault):
+    made = [Problem({"pid": pid}, text, 0, list) for pid, text in (("a", "Side 7"), second)]
+    own = replace(named("lengths.py:LENGTHS"), load=lambda options: (made, "hash"))
+    with pytest.raises(UserError, match=fault):
+        loaded(own, Namespace())
 
 
 def _summary(rows: Sequence[Any], graded: Sequence[Any], options: Namespace) -> OwnFigures:
