@@ -15,7 +15,7 @@ from typing import Literal
 
 from adora_vl.rewards.canonical import CURRENCY, MAX_CHARS, canonical, whole
 from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
-from adora_vl.rewards.numeric import Real, number_of
+from adora_vl.rewards.numeric import Ball, number_of
 from adora_vl.rewards.solutions import Solution
 from adora_vl.rewards.units import Unit, unit_of
 
@@ -42,7 +42,7 @@ class Answer:
     reason: str = ""
     raw: str = ""
     label: str = ""
-    real: Real | None = None
+    real: Ball | None = None
     tree: Tree | None = None
     parts: tuple[Answer, ...] = ()
     brackets: str = ""

@@ -11,7 +11,7 @@ from functools import lru_cache
 from adora_vl.rewards.answer import NO_VALUE, Answer, plain
 from adora_vl.rewards.canonical import FIGURE, MAX_CHARS, NAME, NAME_OF_VALUE
 from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
-from adora_vl.rewards.numeric import Real, is_constant, same_number, zero_of
+from adora_vl.rewards.numeric import Ball, is_constant, same_number, zero_of
 from adora_vl.rewards.solutions import REVERSED, Solution, between, decides, of_absolute
 
 MAX_PARTS = 24  # numbers in one answer; comparing lists takes the square of it
@@ -170,7 +170,7 @@ def _parse(text: str, depth: int) -> Answer:
     return _bracketed(text, depth) or _both_signs(text) or _leaf(text)
 
 
-def _real(answer: Answer) -> Real | None:
+def _real(answer: Answer) -> Ball | None:
     """The number that an answer is; a percentage is none."""
     return answer.real if answer.kind == "number" else None
 

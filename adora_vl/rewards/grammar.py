@@ -76,24 +76,24 @@ def read_tree(text: str) -> Tree:
 
 def unknowns(tree: Tree) -> frozenset[str]:
     """The names of the unknowns in a tree."""
-    return frozenset(node[1] for node in _nodes(tree) if node[0] == "unknown")
+    return frozenset(node[1] for node in nodes(tree) if node[0] == "unknown")
 
 
 def in_radians(angle: Tree) -> bool:
     """Whether pi stands in it, outside of an inverse function, whose value is in degrees."""
     if angle[0] == "call" and angle[1].startswith("arc"):
         return False
-    return angle[0] == "pi" or any(map(in_radians, _children(angle)))
+    return angle[0] == "pi" or any(map(in_radians, children(angle)))
 
 
-def _nodes(tree: Tree) -> Iterator[Tree]:
+def nodes(tree: Tree) -> Iterator[Tree]:
     """The tree itself and all trees inside it, each before those that it holds."""
     yield tree
-    for child in _children(tree):
-        yield from _nodes(child)
+    for child in children(tree):
+        yield from nodes(child)
 
 
-def _children(tree: Tree) -> Iterator[Tree]:
+def children(tree: Tree) -> Iterator[Tree]:
     """The trees right inside a tree. A term of a sum or product is a pair of its sign or operator and a tree."""
     for child in tree[1:]:
         if isinstance(child, tuple):

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, Literal
 
-from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, unknowns
+from adora_vl.rewards.grammar import NotReadError, Tree, children, in_radians, nodes, unknowns
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)  # the grading policy, point 3
 ABSOLUTE_TOLERANCE = Fraction(1, 10**12)  # where the reference answer is 0, also as a sum that cancels
@@ -37,254 +37,15 @@ Comparison = Literal["equal", "different", "undefined", "too_large", "undecided"
 
 
 @dataclass(frozen=True)
-class Real:
-    """The value of a closed form, a `Fraction` or an mpf, and a bound on its absolute error (0 for a fraction).
+class Ball:
+    """A value and a bound on its absolute error, 0 for a fraction.
 
-    `unevaluated`: whether the expression is arithmetic that is still to be done, such as `180-40` or `(180-40)/2`. It
-    then has a sum, difference or product of bare integers and decimals somewhere, and no root, pi or function.
+    `unevaluated`: of a closed form that is arithmetic still to be done, such as `180-40` or `(180-40)/2`.
     """
 
     value: Value
     error: float = 0.0
     unevaluated: bool = False
-
-
-def number_of(tree: Tree) -> Real:
-    """The value of a tree. Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`."""
-    evaluator = _Evaluator(None)
-    ball = evaluator.of(tree)
-    return Real(ball.value, ball.error, evaluator.bare_operation and not evaluator.closed_form)
-
-
-def same_number(answer: Real, reference: Real) -> bool | None:
-    r"""Equal, or within 1e-6 relative unless both are integers: 1000001 is not 1000000.
-
-    None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit of pi left.
-    """
-    return _same(_Ball(answer.value, answer.error), _Ball(reference.value, reference.error))
-
-
-def same_function(answer: Tree, reference: Tree) -> Comparison:
-    """Whether two trees with the same unknowns have the same value, complex ones included, at six points.
-
-    Where only one has a value they are `different`. Where a value is over the caps the point is left out, if that is so
-    on both sides, and else the answer is `too_large`, as it is where no point is left. Of two trees without a value
-    anywhere nothing is known: `undefined`.
-    """
-    compared = 0
-    nothing: Comparison = "undefined"
-    names = unknowns(answer) | unknowns(reference)
-    for at, right in zip(_places(names), _values(reference, names), strict=True):
-        left = _value_at(answer, at)
-        if isinstance(left, _Ball) and isinstance(right, _Ball):
-            same = _same(left, right)
-            if not same:
-                return "undecided" if same is None else "different"
-            compared += 1
-        elif isinstance(left, _Ball) or isinstance(right, _Ball):
-            return "too_large" if "too_large" in (left, right) else "different"
-        elif "too_large" in (left, right):
-            nothing = "too_large"
-    return "equal" if compared else nothing
-
-
-def factor_between(answer: Tree, reference: Tree) -> int:
-    """The sign of the factor, not 0, by which the answer is the reference at six points; 0 where there is none."""
-    base: tuple[_Ball, _Ball] | None = None
-    zeros = []
-    names = unknowns(answer) | unknowns(reference)
-    for at, right in zip(_places(names), _values(reference, names), strict=True):
-        left = _value_at(answer, at)
-        if not isinstance(left, _Ball) or not isinstance(right, _Ball):
-            if left != right:
-                return 0
-        elif base is not None:
-            if not _same_product(left, base[1], base[0], right):
-                return 0
-        elif all(ball.real and ball.least > 0 for ball in (left, right)):
-            base = left, right
-        else:
-            zeros.append((left, right))
-    if base is None or not all(_same_product(left, base[1], base[0], right) for left, right in zeros):
-        return 0
-    return 1 if (base[0].value > 0) == (base[1].value > 0) else -1
-
-
-def is_constant(tree: Tree) -> bool:
-    """Whether a tree has the same value at all of six points where it has one."""
-    first: _Ball | None = None
-    for at in _places(unknowns(tree)):
-        value = _value_at(tree, at)
-        if isinstance(value, _Ball):
-            if first is not None and not _same_product(value, _Ball(Fraction(1)), first, _Ball(Fraction(1))):
-                return False
-            first = value
-    return True
-
-
-def zero_of(tree: Tree) -> tuple[Real, int] | None:
-    """Where a tree that is linear in its one unknown is 0, and the sign of its slope; None for any other tree."""
-    (name,) = unknowns(tree)
-    at_0, at_1 = (_value_at(tree, {name: Fraction(point)}) for point in (0, 1))
-    if not (isinstance(at_0, _Ball) and isinstance(at_1, _Ball) and at_0.real and at_1.real):
-        return None
-    try:
-        slope = at_1 + -at_0
-        zero = -at_0 / slope
-        for point in _POINTS:
-            ball = _value_at(tree, {name: point})
-            if not isinstance(ball, _Ball) or not _same_product(ball + -at_0, _Ball(Fraction(1)), slope, _Ball(point)):
-                return None
-    except NotReadError:
-        return None
-    return Real(zero.value, zero.error), 1 if slope.value > 0 else -1
-
-
-def _same_product(a: _Ball, b: _Ball, c: _Ball, d: _Ball) -> bool:
-    """Whether `ab` is `cd`, exactly or but for an error that is small beside them."""
-    try:
-        left, right = a * b, c * d
-        difference = left + -right
-    except NotReadError:
-        return False
-    if difference.exact:
-        return bool(difference.value == 0)
-    return difference.size <= difference.error <= 2.0**-60 * max(left.size, right.size)
-
-
-def _places(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
-    """Six points: the value of each unknown."""
-    ordered = sorted(names)
-    for index in range(len(_POINTS)):
-        yield {name: _POINTS[(index + k) % len(_POINTS)] + k for k, name in enumerate(ordered)}
-
-
-@lru_cache(maxsize=256)
-def _values(reference: Tree, names: frozenset[str]) -> tuple[_Ball | Literal["too_large", "undefined"], ...]:
-    """The values of a reference answer at the six points, which the rollouts of a group share."""
-    return tuple(_value_at(reference, at) for at in _places(names))
-
-
-def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> _Ball | Literal["too_large", "undefined"]:
-    """The value where the unknowns are these, or why there is none."""
-    try:
-        return _Evaluator(at).of(tree)
-    except NotReadError as error:
-        return "too_large" if error.reason == "too_large" else "undefined"
-
-
-def _same(answer: _Ball, reference: _Ball) -> bool | None:
-    if answer.exact and reference.exact:
-        if answer.value.denominator == reference.value.denominator == 1:
-            return bool(answer.value == reference.value)
-        bound = RELATIVE_TOLERANCE * abs(reference.value) or ABSOLUTE_TOLERANCE
-        return bool(abs(answer.value - reference.value) <= bound)
-    left, right = answer.inexact(), reference.inexact()
-    bound = float(RELATIVE_TOLERANCE) * right.size if right.least > 0 else float(ABSOLUTE_TOLERANCE)
-    margin = bound - _Ball(left.value - right.value).size
-    error = left.error + right.error + 2.0**-40 * bound  # the last is that of the bound, which is a float
-    if abs(margin) > error:
-        return margin > 0
-    return True if 1000 * error < bound else None  # as near to the bound as can be known
-
-
-class _Evaluator:
-    """Computes one tree, and notes on the way what `Real.unevaluated` needs. Raises `NotReadError`.
-
-    `at`: the unknowns' values. Without them the tree has to be real in all its parts.
-    """
-
-    def __init__(self, at: Mapping[str, Fraction] | None) -> None:
-        self._at = at
-        self.bare_operation = False
-        self.closed_form = False
-
-    def of(self, tree: Tree) -> _Ball:
-        """The value of a tree."""
-        ball = self._node(tree)
-        if self._at is None and not ball.real:
-            raise NotReadError("undefined")
-        return ball
-
-    def _node(self, tree: Tree) -> _Ball:
-        kind = tree[0]
-        if kind == "num":
-            return _Ball(Fraction(tree[1]), bare=True)
-        if kind == "unknown":
-            if self._at is None:
-                raise NotReadError("beyond")
-            return _Ball(self._at[tree[1]])
-        if kind == "sum":
-            return self._sum(tree[1:])
-        if kind == "product":
-            return self._product(tree[1:])
-        if kind == "frac":
-            return self.of(tree[1]) / self.of(tree[2])
-        if kind == "mixed":
-            return _Ball(int(tree[1]) + Fraction(int(tree[2]), int(tree[3])))
-        if kind == "power":
-            return self._power(tree[1], tree[2])
-        self.closed_form = True
-        if kind in {"factorial", "binomial"}:
-            return _counted(*(self.of(one) for one in tree[1:]))
-        if kind == "pi":
-            return _pi()
-        if kind == "root":
-            return self._root(tree[1], tree[2])
-        if kind == "log":
-            return _log(self.of(tree[2])) / _log(self.of(tree[1]))
-        assert kind == "call", kind
-        return _called(tree[1], self.of(tree[2]), in_radians(tree[2]))
-
-    def _sum(self, terms: tuple[tuple[int, Tree], ...]) -> _Ball:
-        """`terms` are pairs of a sign, 1 or -1, and a tree."""
-        balls = (self.of(tree) if sign > 0 else -self.of(tree) for sign, tree in terms)
-        total = next(balls)
-        for ball in balls:
-            total += ball
-            self.bare_operation |= total.bare
-        return total
-
-    def _product(self, factors: tuple[tuple[str, Tree], ...]) -> _Ball:
-        """`factors` are pairs of an operator, `*` or `/`, and a tree. They are applied from left to right."""
-        result = self.of(factors[0][1])
-        for operator, tree in factors[1:]:
-            if operator == "/":
-                result /= self.of(tree)
-            else:
-                result *= self.of(tree)
-                self.bare_operation |= result.bare
-        return result
-
-    def _power(self, base_tree: Tree, exponent_tree: Tree) -> _Ball:
-        """A constant exponent is capped before the base is evaluated, which may be an unknown: `x^{999}`."""
-        exponent = self.of(exponent_tree)
-        if self._at is None and exponent.exact:
-            if abs(exponent.value) > MAX_EXPONENT:
-                raise NotReadError("too_large")
-            self.closed_form |= exponent.value.denominator != 1
-        base = self.of(base_tree)
-        result = _raised(base, exponent)
-        return _Ball(result.value, result.error, base.bare and exponent.bare)
-
-    def _root(self, degree: int, tree: Tree) -> _Ball:
-        """The root of this degree: of a negative constant the real one, at a point the principal one."""
-        radicand = self.of(tree)
-        constant = self._at is None or not unknowns(tree)
-        if constant and degree % 2 and radicand.real and radicand.value < 0:
-            return -_rooted(-radicand, degree)
-        return _rooted(radicand, degree)
-
-
-@dataclass(frozen=True)
-class _Ball:
-    """An intermediate result: its value, a bound on its absolute error, and whether it was made from nothing but
-    integers and decimals by addition, subtraction, multiplication and powers (`bare`).
-    """
-
-    value: Value
-    error: float = 0.0
-    bare: bool = False
 
     @property
     def exact(self) -> bool:
@@ -305,30 +66,30 @@ class _Ball:
         """The smallest absolute value that it can have; 0 or less where it can be 0."""
         return self.size - self.error
 
-    def inexact(self) -> _Ball:
+    def inexact(self) -> Ball:
         """The same value as one of mpmath."""
         return _computed(_mp().mpf(self.value.numerator) / self.value.denominator) if self.exact else self
 
-    def __neg__(self) -> _Ball:
-        return _Ball(-self.value, self.error, self.bare)
+    def __neg__(self) -> Ball:
+        return Ball(-self.value, self.error)
 
-    def __add__(self, other: _Ball) -> _Ball:
+    def __add__(self, other: Ball) -> Ball:
         if self.exact and other.exact:
-            return _fraction(self.value + other.value, self.bare and other.bare)
+            return _fraction(self.value + other.value)
         left, right = self.inexact(), other.inexact()
         return _computed(left.value + right.value, left.error + right.error)
 
-    def __mul__(self, other: _Ball) -> _Ball:
+    def __mul__(self, other: Ball) -> Ball:
         """Its error follows from `(a + da)(b + db) - ab`."""
         if self.exact and other.exact:
-            return _fraction(self.value * other.value, self.bare and other.bare)
+            return _fraction(self.value * other.value)
         if self.value == 0 == self.error or other.value == 0 == other.error:
-            return _Ball(Fraction(0))
+            return Ball(Fraction(0))
         left, right = self.inexact(), other.inexact()
         error = left.size * right.error + right.size * left.error + left.error * right.error
         return _computed(left.value * right.value, error)
 
-    def __truediv__(self, other: _Ball) -> _Ball:
+    def __truediv__(self, other: Ball) -> Ball:
         """Raises `NotReadError("undefined")` where the divisor is 0, but for its error."""
         if other.least <= 0:
             raise NotReadError("undefined")
@@ -336,7 +97,212 @@ class _Ball:
             return _fraction(self.value / other.value)
         above, below = self.inexact(), other.inexact()
         value = above.value / below.value
-        return _computed(value, (above.error + _Ball(value).size * below.error) / below.least)
+        return _computed(value, (above.error + Ball(value).size * below.error) / below.least)
+
+
+_ONE = Ball(Fraction(1))
+
+
+def number_of(tree: Tree) -> Ball:
+    """The value of a tree. Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`."""
+    ball = _of(tree, None)
+    to_do = any(map(_is_left_to_do, nodes(tree))) and not any(map(_is_closed, nodes(tree)))
+    return Ball(ball.value, ball.error, to_do)
+
+
+def _is_closed(tree: Tree) -> bool:
+    """Whether it is a function, a constant, a root, or a power that is one."""
+    if tree[0] == "power":
+        exponent = _of(tree[2], None)
+        return exponent.exact and exponent.value.denominator != 1
+    return tree[0] in {"factorial", "binomial", "pi", "root", "log", "call"}
+
+
+def _is_left_to_do(tree: Tree) -> bool:
+    """Whether it adds, subtracts or multiplies bare integers and decimals."""
+    if tree[0] not in {"sum", "product"} or len(tree) < 3 or tree[2][0] == "/":
+        return False
+    return _is_bare(tree[1][1]) and _is_bare(tree[2][1])
+
+
+def _is_bare(tree: Tree) -> bool:
+    """Whether it is made from integers and decimals by addition, subtraction, multiplication and powers alone."""
+    if tree[0] not in {"num", "sum", "product", "power"}:
+        return False
+    divides = tree[0] == "product" and any(operator == "/" for operator, _ in tree[1:])
+    return tree[0] == "num" or (not divides and all(map(_is_bare, children(tree))))
+
+
+def same_number(answer: Ball, reference: Ball) -> bool | None:
+    r"""Equal, or within 1e-6 relative unless both are integers: 1000001 is not 1000000.
+
+    None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit of pi left.
+    """
+    if answer.exact and reference.exact:
+        if answer.value.denominator == reference.value.denominator == 1:
+            return bool(answer.value == reference.value)
+        limit = RELATIVE_TOLERANCE * abs(reference.value) or ABSOLUTE_TOLERANCE
+        return bool(abs(answer.value - reference.value) <= limit)
+    left, right = answer.inexact(), reference.inexact()
+    bound = float(RELATIVE_TOLERANCE) * right.size if right.least > 0 else float(ABSOLUTE_TOLERANCE)
+    margin = bound - Ball(left.value - right.value).size
+    error = left.error + right.error + 2.0**-40 * bound  # the last is that of the bound, which is a float
+    if abs(margin) > error:
+        return margin > 0
+    return True if 1000 * error < bound else None  # as near to the bound as can be known
+
+
+def same_function(answer: Tree, reference: Tree) -> Comparison:
+    """Whether two trees with the same unknowns have the same value, complex ones included, at six points.
+
+    Where only one has a value they are `different`. Where a value is over the caps the point is left out, if that is so
+    on both sides, and else the answer is `too_large`, as it is where no point is left. Of two trees without a value
+    anywhere nothing is known: `undefined`.
+    """
+    compared = 0
+    nothing: Comparison = "undefined"
+    names = unknowns(answer) | unknowns(reference)
+    for at, right in zip(_places(names), _values(reference, names), strict=True):
+        left = _value_at(answer, at)
+        if isinstance(left, Ball) and isinstance(right, Ball):
+            same = same_number(left, right)
+            if not same:
+                return "undecided" if same is None else "different"
+            compared += 1
+        elif isinstance(left, Ball) or isinstance(right, Ball):
+            return "too_large" if "too_large" in (left, right) else "different"
+        elif "too_large" in (left, right):
+            nothing = "too_large"
+    return "equal" if compared else nothing
+
+
+def factor_between(answer: Tree, reference: Tree) -> int:
+    """The sign of the factor, not 0, by which the answer is the reference at six points; 0 where there is none."""
+    base: tuple[Ball, Ball] | None = None
+    zeros = []
+    names = unknowns(answer) | unknowns(reference)
+    for at, right in zip(_places(names), _values(reference, names), strict=True):
+        left = _value_at(answer, at)
+        if not isinstance(left, Ball) or not isinstance(right, Ball):
+            if left != right:
+                return 0
+        elif base is not None:
+            if not _same_product(left, base[1], base[0], right):
+                return 0
+        elif all(ball.real and ball.least > 0 for ball in (left, right)):
+            base = left, right
+        else:
+            zeros.append((left, right))
+    if base is None or not all(_same_product(left, base[1], base[0], right) for left, right in zeros):
+        return 0
+    return 1 if (base[0].value > 0) == (base[1].value > 0) else -1
+
+
+def is_constant(tree: Tree) -> bool:
+    """Whether a tree has the same value at all of six points where it has one."""
+    first: Ball | None = None
+    for at in _places(unknowns(tree)):
+        value = _value_at(tree, at)
+        if isinstance(value, Ball):
+            if first is not None and not _same_product(value, _ONE, first, _ONE):
+                return False
+            first = value
+    return True
+
+
+def zero_of(tree: Tree) -> tuple[Ball, int] | None:
+    """Where a tree that is linear in its one unknown is 0, and the sign of its slope; None for any other tree."""
+    (name,) = unknowns(tree)
+    at_0, at_1 = (_value_at(tree, {name: Fraction(point)}) for point in (0, 1))
+    if not (isinstance(at_0, Ball) and isinstance(at_1, Ball) and at_0.real and at_1.real):
+        return None
+    try:
+        slope = at_1 + -at_0
+        zero = -at_0 / slope
+        for point in _POINTS:
+            ball = _value_at(tree, {name: point})
+            if not isinstance(ball, Ball) or not _same_product(ball + -at_0, _ONE, slope, Ball(point)):
+                return None
+    except NotReadError:
+        return None
+    return zero, 1 if slope.value > 0 else -1
+
+
+def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
+    """Whether `ab` is `cd`, exactly or but for an error that is small beside them."""
+    try:
+        left, right = a * b, c * d
+        difference = left + -right
+    except NotReadError:
+        return False
+    if difference.exact:
+        return bool(difference.value == 0)
+    return difference.size <= difference.error <= 2.0**-60 * max(left.size, right.size)
+
+
+def _places(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
+    """Six points: the value of each unknown."""
+    ordered = sorted(names)
+    for index in range(len(_POINTS)):
+        yield {name: _POINTS[(index + k) % len(_POINTS)] + k for k, name in enumerate(ordered)}
+
+
+@lru_cache(maxsize=256)
+def _values(reference: Tree, names: frozenset[str]) -> tuple[Ball | Literal["too_large", "undefined"], ...]:
+    """The values of a reference answer at the six points, which the rollouts of a group share."""
+    return tuple(_value_at(reference, at) for at in _places(names))
+
+
+def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
+    """The value where the unknowns are these, or why there is none."""
+    try:
+        return _of(tree, at)
+    except NotReadError as error:
+        return "too_large" if error.reason == "too_large" else "undefined"
+
+
+def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
+    """The value of a tree. `at`: that of its unknowns; without them it has to be real in all its parts. Raises
+    `NotReadError`.
+    """
+    kind = tree[0]
+    if kind == "num":
+        ball = Ball(Fraction(tree[1]))
+    elif kind == "unknown":
+        if at is None:
+            raise NotReadError("beyond")
+        ball = Ball(at[tree[1]])
+    elif kind == "sum":
+        signed = (_of(one, at) if sign > 0 else -_of(one, at) for sign, one in tree[1:])
+        ball = reduce(Ball.__add__, signed)
+    elif kind == "product":
+        ball = _of(tree[1][1], at)
+        for operator, factor in tree[2:]:
+            ball = ball / _of(factor, at) if operator == "/" else ball * _of(factor, at)
+    elif kind == "frac":
+        ball = _of(tree[1], at) / _of(tree[2], at)
+    elif kind == "mixed":
+        ball = Ball(int(tree[1]) + Fraction(int(tree[2]), int(tree[3])))
+    elif kind == "power":
+        exponent = _of(tree[2], at)  # capped before the base is evaluated, which may be an unknown: `x^{999}`
+        if at is None and exponent.exact and abs(exponent.value) > MAX_EXPONENT:
+            raise NotReadError("too_large")
+        ball = _raised(_of(tree[1], at), exponent)
+    elif kind in {"factorial", "binomial"}:
+        ball = _counted(*(_of(one, at) for one in tree[1:]))
+    elif kind == "pi":
+        ball = _pi()
+    elif kind == "root":
+        radicand = _of(tree[2], at)  # of a negative constant the real root, at a point the principal one
+        negative = tree[1] % 2 and (at is None or not unknowns(tree[2])) and radicand.real and radicand.value < 0
+        ball = -_rooted(-radicand, tree[1]) if negative else _rooted(radicand, tree[1])
+    elif kind == "log":
+        ball = _log(_of(tree[2], at)) / _log(_of(tree[1], at))
+    else:
+        ball = _called(tree[1], _of(tree[2], at), in_radians(tree[2]))
+    if at is None and not ball.real:
+        raise NotReadError("undefined")
+    return ball
 
 
 _made: dict[str, Any] = {}
@@ -359,43 +325,43 @@ def _mp() -> Any:
     return _made.setdefault("context", context)
 
 
-def _fraction(value: Fraction, bare: bool = False) -> _Ball:
+def _fraction(value: Fraction) -> Ball:
     """An exact result; one over the cap on its digits goes on as a value of mpmath."""
-    return _Ball(value, bare=bare) if _bits(value) <= MAX_BITS else _Ball(value).inexact()
+    return Ball(value) if _bits(value) <= MAX_BITS else Ball(value).inexact()
 
 
 def _bits(value: Fraction) -> int:
     return max(value.numerator.bit_length(), value.denominator.bit_length())
 
 
-def _computed(value: Value, error: float = 0.0) -> _Ball:
+def _computed(value: Value, error: float = 0.0) -> Ball:
     """A value of mpmath with the error that its operands bring, to which that of the operation is added.
 
     Raises `NotReadError("too_large")` over the caps. An imaginary part within the error counts as 0.
     """
-    size = _Ball(value).size
+    size = Ball(value).size
     error += size * 2.0 ** (_SPARE_BITS - PRECISION) + _LEAST_ERROR
     if not size + error < 2.0**MAX_BITS or (value != 0 and size < 2.0**-MAX_BITS):
         raise NotReadError("too_large")
     if isinstance(value, _mp().mpc) and abs(float(value.imag)) <= error:
         value = value.real
-    return _Ball(value, error)
+    return Ball(value, error)
 
 
-def _pi() -> _Ball:
+def _pi() -> Ball:
     return _computed(+_mp().pi)
 
 
-def _exp(ball: _Ball) -> _Ball:
+def _exp(ball: Ball) -> Ball:
     """Raises `NotReadError("too_large")` where the result would be too large or small, or little is known of it."""
     ball = ball.inexact()
     if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
         raise NotReadError("too_large")
     value = _mp().exp(ball.value)
-    return _computed(value, 2 * _Ball(value).size * ball.error)
+    return _computed(value, 2 * Ball(value).size * ball.error)
 
 
-def _log(ball: _Ball) -> _Ball:
+def _log(ball: Ball) -> Ball:
     """The principal value. Raises `NotReadError("undefined")` for 0."""
     if ball.least <= 0:
         raise NotReadError("undefined")
@@ -403,14 +369,14 @@ def _log(ball: _Ball) -> _Ball:
     return _computed(_mp().ln(ball.value), ball.error / ball.least)
 
 
-def _raised(base: _Ball, exponent: _Ball) -> _Ball:
+def _raised(base: Ball, exponent: Ball) -> Ball:
     """`base ** exponent`, the principal value. The size of the result is bounded before it is computed."""
     power = exponent.value
     if base.least <= 0:  # 0, but for its error
         if not exponent.real or power - exponent.error <= 0:
             raise NotReadError("undefined")
         if not base.error:
-            return _Ball(Fraction(0))
+            return Ball(Fraction(0))
         ends = float(power) - exponent.error, float(power) + exponent.error
         try:
             return _computed(_mp().mpf(0), 2 * max(math.pow(base.size + base.error, end) for end in ends))
@@ -419,7 +385,7 @@ def _raised(base: _Ball, exponent: _Ball) -> _Ball:
     if not exponent.exact:
         return _exp(_log(base) * exponent)
     if base.exact and power.denominator == 1 and _bits(base.value) * abs(power) <= MAX_BITS:
-        return _Ball(Fraction(base.value ** int(power)))
+        return Ball(Fraction(base.value ** int(power)))
     base = base.inexact()
     steps = abs(float(power))
     spread = steps * base.error / base.least
@@ -427,20 +393,20 @@ def _raised(base: _Ball, exponent: _Ball) -> _Ball:
     if bits > 2 * MAX_BITS or spread > 1:
         raise NotReadError("too_large")
     value = base.value ** (int(power) if power.denominator == 1 else _mp().mpf(power.numerator) / power.denominator)
-    return _computed(value, 2 * _Ball(value).size * spread)
+    return _computed(value, 2 * Ball(value).size * spread)
 
 
-def _rooted(radicand: _Ball, degree: int) -> _Ball:
+def _rooted(radicand: Ball, degree: int) -> Ball:
     """The principal root. It is exact if the radicand is a perfect power, as in the square root of 4/9."""
     value = radicand.value
     if radicand.exact and value >= 0:
         exact = Fraction(round(float(value.numerator) ** (1 / degree)), round(float(value.denominator) ** (1 / degree)))
         if exact**degree == value:
-            return _Ball(exact)
-    return _raised(radicand, _Ball(Fraction(1, degree)))
+            return Ball(exact)
+    return _raised(radicand, Ball(Fraction(1, degree)))
 
 
-def _counted(whole: _Ball, chosen: _Ball | None = None) -> _Ball:
+def _counted(whole: Ball, chosen: Ball | None = None) -> Ball:
     """A factorial, or with `chosen` a binomial. Raises `NotReadError` over `MAX_COUNTED`, and where there is none."""
     for ball in (whole, chosen or whole):
         if not ball.exact or ball.value.denominator != 1 or ball.value < 0:
@@ -451,15 +417,15 @@ def _counted(whole: _Ball, chosen: _Ball | None = None) -> _Ball:
     return _fraction(Fraction(count))
 
 
-def _called(name: str, argument: _Ball, radians: bool) -> _Ball:
+def _called(name: str, argument: Ball, radians: bool) -> Ball:
     """A function's value. Angles are in degrees, since the sign is stripped, unless they are given in `radians`."""
-    half_turn = _Ball(Fraction(180))
+    half_turn = Ball(Fraction(180))
     if name == "ln":
         return _log(argument)
     if name.startswith("arc"):
         return _inverse(name, argument.inexact()) * half_turn / _pi()
     if not radians:
-        degrees = _Ball(argument.value % 360) if argument.exact else argument
+        degrees = Ball(argument.value % 360) if argument.exact else argument
         argument = degrees / half_turn * _pi()
     angle = argument.inexact()
     height = abs(float(angle.value.imag))
@@ -467,24 +433,23 @@ def _called(name: str, argument: _Ball, radians: bool) -> _Ball:
         raise NotReadError("too_large")
     error = math.exp(height + 1) * angle.error  # within 1 of the angle, neither function is steeper
     cosine, sine = (_computed(value, error) for value in _mp().cos_sin(angle.value))
-    one = _Ball(Fraction(1))
     above, below = {
-        "sin": (sine, one), "cos": (cosine, one), "tan": (sine, cosine), "sec": (one, cosine), "csc": (one, sine),
+        "sin": (sine, _ONE), "cos": (cosine, _ONE), "tan": (sine, cosine), "sec": (_ONE, cosine), "csc": (_ONE, sine),
         "cot": (cosine, sine),
     }[name]  # fmt: skip
     return above / below
 
 
-def _inverse(name: str, sine: _Ball) -> _Ball:
+def _inverse(name: str, sine: Ball) -> Ball:
     """The inverse of a sine, cosine or tangent, in radians. Its error follows from its slope, 1/sqrt(1 - z^2) or
     1/(1 + z^2); at an end, where a sine is 1, an error of d in the sine is one of about sqrt(2d) in the angle.
     """
-    one, squared = _Ball(Fraction(1)), sine * sine
+    squared = sine * sine
     if name == "arctan":
-        steepness = one + squared
+        steepness = _ONE + squared
         if steepness.least <= 0:
             raise NotReadError("undefined")
         return _computed(_mp().atan(sine.value), sine.error / steepness.least)
-    steepness = one + -squared
+    steepness = _ONE + -squared
     error = sine.error / math.sqrt(steepness.least) if steepness.least > 0 else 8 * math.sqrt(sine.error)
     return _computed((_mp().asin if name == "arcsin" else _mp().acos)(sine.value), error)

@@ -1,6 +1,6 @@
 r"""The solutions of inequalities in one unknown: which numbers solve them, and whether two have the same ones.
 
-    ("is", "<=", n)     the unknown is at most n, a `Real`; also with <, >, >=, != and =
+    ("is", "<=", n)     the unknown is at most n, a `Ball`; also with <, >, >=, != and =
     ("and", one, ...)   all of them hold
     ("or", one, ...)    at least one of them holds
 
@@ -11,7 +11,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from adora_vl.rewards.numeric import Real, same_number
+from adora_vl.rewards.numeric import Ball, same_number
 
 Solution = tuple[Any, ...]
 REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
@@ -23,17 +23,17 @@ def of_absolute(atom: Solution) -> Solution | None:
     _, sign, at = atom
     if float(at.value) <= 0 or sign == "!=":
         return None
-    below = Real(-at.value, at.error)
+    below = Ball(-at.value, at.error)
     return ("and" if "<" in sign else "or", atom, ("is", REVERSED[sign], below))
 
 
-def between(low: Real | str | None, high: Real | str | None, brackets: str) -> Solution | None:
+def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> Solution | None:
     """What lies between two ends, also `-infinity` and `infinity`; None where that is nothing, all or not known."""
     atoms = []
     for end, sign, infinite, bracket in zip((low, high), "><", ("-infinity", "infinity"), brackets, strict=True):
         if end == infinite and bracket in "()":
             continue
-        if not isinstance(end, Real):
+        if not isinstance(end, Ball):
             return None
         atoms.append(("is", sign + "=" * (bracket in "[]"), end))
     found = ("and", *atoms)
@@ -59,9 +59,9 @@ def same_solutions(answer: Solution, reference: Solution) -> bool:
     return _truths(answer, ends) == _truths(reference, ends)
 
 
-def _ends(*solutions: Solution) -> list[Real]:
+def _ends(*solutions: Solution) -> list[Ball]:
     """The numbers in solutions, in order, each once."""
-    found: list[Real] = []
+    found: list[Ball] = []
     every = [atom[2] for solution in solutions for atom in _atoms(solution)]
     for number in sorted(every, key=lambda number: float(number.value)):
         if not found or not same_number(number, found[-1]):
@@ -69,7 +69,7 @@ def _ends(*solutions: Solution) -> list[Real]:
     return found
 
 
-def _truths(solution: Solution, ends: Sequence[Real]) -> list[bool]:
+def _truths(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
     """Whether the solution holds below the first end, at it, between it and the second, and so on."""
     if solution[0] == "is":
         _, sign, number = solution

@@ -83,9 +83,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     seen = Work()
     fraction, computed = numeric._fraction, numeric._computed
 
-    def watched_fraction(value: Fraction, bare: bool = False) -> Any:
+    def watched_fraction(value: Fraction) -> Any:
         seen.digits.append(max(value.numerator.bit_length(), value.denominator.bit_length()))
-        seen.sizes.append((found := fraction(value, bare)).size)
+        seen.sizes.append((found := fraction(value)).size)
         return found
 
     def watched_computed(value: Any, error: float = 0.0) -> Any:
