@@ -162,7 +162,8 @@ class _Parser:
         if self.peek() == "!":
             if self._tokens[self._next - 1] not in {")", "}"} and base[0] not in {"num", "unknown"}:
                 raise NotReadError
-            base = (self._take() and "factorial", base)
+            self._take()
+            base = ("factorial", base)
             if self.peek() in {"!", "^"}:
                 raise NotReadError
         if self.peek() != "^":
@@ -178,43 +179,40 @@ class _Parser:
         """What follows a `^`: a sum in braces, one digit, or one letter."""
         self._take("^")
         symbol = self.peek()
-        if symbol == "{":
-            return self._group("{", "}")
         if len(symbol) == 1 and symbol.isdigit():
             return self._literal()
-        if _is_unknown(symbol):
-            return ("unknown", self._take())
-        raise NotReadError  # `2^34` is 2^3 beside a 4 in TeX
+        if symbol != "{" and not _is_unknown(symbol):
+            raise NotReadError  # `2^34` is 2^3 beside a 4 in TeX
+        return self._primary()
 
     def _primary(self) -> Tree:
         """The smallest unit: a group in brackets, a fraction, a root, a function, pi, an unknown, or a number."""
         symbol = self.peek()
         if symbol in {"(", "{"}:
-            return self._group(symbol, ")" if symbol == "(" else "}")
-        if symbol == r"\frac":
-            return self._fraction()
-        if symbol == r"\binom":
-            self._take()
-            return ("binomial", self._group("{", "}"), self._group("{", "}"))
+            return self._group(symbol)
+        if symbol[:1] in set(".0123456789"):
+            literal = self._literal()
+            return self._mixed(literal) if self.peek() == r"\frac" else literal
+        self._take()
+        if symbol in {r"\frac", r"\binom"}:
+            return ("frac" if symbol == r"\frac" else "binomial", self._group(), self._group())
         if symbol == r"\exp":
-            self._take()
             return ("power", ("unknown", "e"), self._argument())
         if symbol == r"\sqrt":
             return self._root()
         if symbol in _CALLS:
-            return self._call()
+            return self._call(symbol)
         if symbol == r"\pi":
-            self._take()
             return ("pi",)
         if _is_unknown(symbol):
-            return ("unknown", self._take())
-        literal = self._literal()
-        return self._mixed(literal) if self.peek() == r"\frac" else literal
+            return ("unknown", symbol)
+        raise NotReadError
 
-    def _group(self, opening: str, closing: str) -> Tree:
+    def _group(self, opening: str = "{") -> Tree:
+        """A sum in brackets, round ones or braces."""
         self._take(opening)
         tree = self.sum()
-        self._take(closing)
+        self._take(")" if opening == "(" else "}")
         return tree
 
     def _literal(self) -> Tree:
@@ -226,11 +224,6 @@ class _Parser:
             raise NotReadError("too_large")
         return ("num", symbol)
 
-    def _fraction(self) -> Tree:
-        self._take(r"\frac")
-        above = self._group("{", "}")
-        return ("frac", above, self._group("{", "}"))
-
     def _mixed(self, whole: Tree) -> Tree:
         r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
 
@@ -241,7 +234,7 @@ class _Parser:
         window = self._tokens[start : start + 7]
         if len(window) < 7 or not (window[2] + window[5]).isdigit() or window[3:5] != ["}", "{"] or window[6] != "}":
             return whole  # the fraction is the next factor of the product
-        _, (_, above), (_, below) = self._fraction()
+        _, (_, above), (_, below) = self._primary()
         if int(below) == 0:
             raise NotReadError("undefined")
         if "." in whole[1] or not 0 < int(above) < int(below) or self.peek() == "^":
@@ -250,29 +243,25 @@ class _Parser:
 
     def _root(self) -> Tree:
         r"""`\sqrt{sum}`, `\sqrt(sum)`, or with a degree of one digit `\sqrt[3]{sum}`."""
-        self._take(r"\sqrt")
-        degree = 2
+        degree = "2"
         if self.peek() == "[":
             self._take()
-            symbol = self._take()
-            if not (len(symbol) == 1 and symbol.isdigit() and int(symbol) >= 2):
+            degree = self._take()
+            if degree not in set("23456789"):
                 raise NotReadError
-            degree = int(symbol)
             self._take("]")
-        radicand = self._group("(", ")") if self.peek() == "(" else self._group("{", "}")
-        return ("root", degree, radicand)
+        return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))
 
-    def _call(self) -> Tree:
+    def _call(self, name: str) -> Tree:
         r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`, `\log_{2}(8)`, `\log100`.
 
         `\tan^{-1}(1)` is the arctangent, and `\sin^2x` the square of a sine.
         """
-        name = self._take()
         if name == r"\log":
             base: Tree = ("num", "10")
             if self.peek() == "_":
                 self._take()
-                base = self._group("{", "}") if self.peek() == "{" else self._literal()
+                base = self._group() if self.peek() == "{" else self._literal()
             return ("log", base, self._argument())
         exponent = self._exponent() if self.peek() == "^" else None
         if exponent == ("sum", (-1, ("num", "1"))):
@@ -286,11 +275,10 @@ class _Parser:
 
     def _argument(self) -> Tree:
         """The argument of a function, with or without brackets around it."""
-        bracket = self.peek()
-        closing = {"(": ")", "{": "}"}.get(bracket)
-        if closing:
-            return self._group(bracket, closing)
-        argument = self._primary() if bracket in {r"\frac", r"\sqrt"} or _is_unknown(bracket) else self._literal()
+        first = self.peek()
+        if first in {"(", "{"}:
+            return self._group(first)
+        argument = self._primary() if first in {r"\frac", r"\sqrt"} or _is_unknown(first) else self._literal()
         if self.peek() in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(self.peek()):
             raise NotReadError  # `\sin30\sqrt{3}`: where the angle ends is anybody's guess
         return argument
