@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import torch
 
 from adora_vl.advantage import Groups
-from adora_vl.advantage.adora import AdoraWeighting, weigh_groups
+from adora_vl.advantage.adora import weigh_groups
 from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.filter import asked_for_tags
 from eval.geometry3k import BENCHMARK
@@ -93,11 +93,11 @@ class Forecast:
 def forecast(groups: Groups) -> Forecast:
     """The forecast of whole groups, (P, G). Groups whose rewards are all equal teach nothing, and count nowhere."""
     weighing = weigh_groups(groups)
-    signal_P, facts = groups.differs_P & groups.scored_PG.any(dim=1), weighing.facts
-    tds_P, lengths_PG = weighing.tds_P & signal_P, facts.lengths_PG
-    wrong_lengths_PG = torch.where(facts.wrong_PG, lengths_PG, torch.inf)
-    short_P = tds_P & (facts.longest_correct_P <= wrong_lengths_PG.amin(dim=1))
-    pairs = _ends(weighing, signal_P)
+    signal_P = groups.differs_P & groups.scored_PG.any(dim=1)
+    tds_P = weighing.tds_P & signal_P
+    wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)
+    short_P = tds_P & (groups.longest_correct_P <= wrong_lengths_PG.amin(dim=1))
+    pairs = _ends(groups, signal_P)
     ahead = paired_t([long - short for long, short in pairs]) if len(pairs) > 1 else (math.nan, math.nan)
     longest, shortest = (Share(round(sum(one[i] for one in pairs)), len(pairs)) for i in (0, 1))
     tds = int(tds_P.sum())
@@ -108,12 +108,12 @@ def forecast(groups: Groups) -> Forecast:
     )  # fmt: skip
 
 
-def _ends(weighing: AdoraWeighting, signal_P: torch.Tensor) -> list[tuple[float, float]]:
+def _ends(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
     """How many of the longest and of the shortest answers are right, group by group, as shares."""
     found: list[tuple[float, float]] = []
-    scored_PG = weighing.facts.correct_PG | weighing.facts.wrong_PG
+    correct_PG, scored_PG = groups.correct_PG, groups.scored_PG
     for p in signal_P.nonzero()[:, 0].tolist():
-        lengths, right = weighing.facts.lengths_PG[p][scored_PG[p]], weighing.facts.correct_PG[p][scored_PG[p]].float()
+        lengths, right = groups.lengths_PG[p][scored_PG[p]], correct_PG[p][scored_PG[p]].float()
         if lengths.min() < lengths.max():
             longest, shortest = (right[lengths == end].mean().item() for end in (lengths.max(), lengths.min()))
             found.append((longest, shortest))

@@ -21,53 +21,6 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class GroupFacts:
-    """What the criteria look at in each group. Every tensor is (P,) or (P, G)."""
-
-    correct_PG: Tensor  # bool: the reward is above `correct_above`
-    wrong_PG: Tensor  # bool: scored, and the reward is not above it
-    finished_wrong_PG: Tensor  # bool: wrong and not truncated
-    lengths_PG: Tensor  # float
-    pass_rate_P: Tensor  # 0 where none was scored
-
-    @property
-    def any_correct_P(self) -> Tensor:
-        return self.correct_PG.any(dim=1)
-
-    @property
-    def any_finished_wrong_P(self) -> Tensor:
-        return self.finished_wrong_PG.any(dim=1)
-
-    @property
-    def any_scored_P(self) -> Tensor:
-        return (self.correct_PG | self.wrong_PG).any(dim=1)
-
-    @property
-    def longest_correct_P(self) -> Tensor:
-        """Tokens; -inf where no rollout is correct."""
-        return torch.where(self.correct_PG, self.lengths_PG, -torch.inf).amax(dim=1)
-
-    @property
-    def mean_finished_wrong_P(self) -> Tensor:
-        """Tokens; NaN where there is no untruncated wrong rollout."""
-        total_P = torch.where(self.finished_wrong_PG, self.lengths_PG, 0.0).sum(dim=1)
-        return total_P / self.finished_wrong_PG.sum(dim=1)
-
-    @property
-    def tied_P(self) -> Tensor:
-        """Whether the longest correct rollout is exactly as long as the mean of the untruncated wrong ones."""
-        return self.longest_correct_P == self.mean_finished_wrong_P
-
-
-def group_facts(groups: Groups) -> GroupFacts:
-    """Sort the rollouts of each group. A NaN reward (no reward function scored it) is neither correct nor wrong."""
-    correct_PG = groups.rewards_PG > groups.correct_above
-    wrong_PG = ~correct_PG & groups.scored_PG
-    finished_PG, lengths_PG = wrong_PG & ~groups.truncated_PG, groups.lengths_PG.to(torch.float32)
-    return GroupFacts(correct_PG, wrong_PG, finished_PG, lengths_PG, groups.pass_rate_P)
-
-
-@dataclass(frozen=True)
 class AdoraWeighting:
     """The weights of one batch and the reasons for them: `weights_P` is float32, `tds_P` and `tas_P` are bool.
 
@@ -77,7 +30,7 @@ class AdoraWeighting:
     weights_P: Tensor
     tds_P: Tensor
     tas_P: Tensor
-    facts: GroupFacts
+    groups: Groups
     ties_P: Tensor  # bool: TDS, and the length criterion fails by an equal length
     rate: float = 1.0
 
@@ -207,24 +160,23 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     rewards_PG, lengths_PG = groups.rewards_PG, groups.lengths_PG
     if rewards_PG.ndim != 2 or rewards_PG.shape != lengths_PG.shape:
         raise ValueError(f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both be (P, G)")
-    facts = group_facts(groups)
     # Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes it as +inf, so the
     # group is TDS, the LLM reference as -inf, so it is TAS.
     nothing = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
-    bound_P = torch.where(facts.any_finished_wrong_P, facts.mean_finished_wrong_P, nothing)
-    longer_P = facts.longest_correct_P > bound_P
+    bound_P = torch.where(groups.finished_wrong_PG.any(dim=1), groups.mean_finished_wrong_P, nothing)
+    longer_P = groups.longest_correct_P > bound_P
     # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means hard now, but solvable. A
     # group without a scored rollout has no pass rate, so it is not TAS.
-    counted_P = facts.any_correct_P if options.needs_correct else facts.any_scored_P
+    counted_P = (groups.correct_PG if options.needs_correct else groups.scored_PG).any(dim=1)
     verdicts = {
-        "length": longer_P | facts.tied_P if options.ties == "keep" else longer_P,
-        "difficulty": counted_P & (facts.pass_rate_P <= scheduled(options.tau).at(step)),
+        "length": longer_P | groups.tied_P if options.ties == "keep" else longer_P,
+        "difficulty": counted_P & (groups.pass_rate_P <= scheduled(options.tau).at(step)),
     }
     votes = torch.stack([verdicts[name] for name in options.criteria])
     tas_P = votes.any(dim=0) if options.combine == "any" else votes.all(dim=0)
-    tds_P = ~tas_P if options.no_correct == "attenuate" else ~tas_P & facts.any_correct_P
+    tds_P = ~tas_P if options.no_correct == "attenuate" else ~tas_P & groups.correct_PG.any(dim=1)
     marked_P = tds_P if options.mode == "attenuation" else tas_P
     ones_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
     weights_P = torch.where(marked_P, scheduled(options.factor).at(step), ones_P) if options.is_on(step) else ones_P
-    ties_P = tds_P & facts.tied_P if "length" in options.criteria else torch.zeros_like(tds_P)
-    return AdoraWeighting(weights_P, tds_P, tas_P, facts, ties_P)
+    ties_P = tds_P & groups.tied_P if "length" in options.criteria else torch.zeros_like(tds_P)
+    return AdoraWeighting(weights_P, tds_P, tas_P, groups, ties_P)

@@ -95,7 +95,36 @@ class Groups:
     @property
     def pass_rate_P(self) -> Tensor:
         """Share of correct rollouts among the scored ones; 0 where none is scored."""
-        return (self.rewards_PG > self.correct_above).sum(dim=1) / self.scored_PG.sum(dim=1).clamp(min=1)
+        return self.correct_PG.sum(dim=1) / self.scored_PG.sum(dim=1).clamp(min=1)
+
+    @property
+    def correct_PG(self) -> Tensor:
+        return self.rewards_PG > self.correct_above
+
+    @property
+    def wrong_PG(self) -> Tensor:
+        return ~self.correct_PG & self.scored_PG
+
+    @property
+    def finished_wrong_PG(self) -> Tensor:
+        """Wrong and not truncated."""
+        return self.wrong_PG & ~self.truncated_PG
+
+    @property
+    def longest_correct_P(self) -> Tensor:
+        """Tokens, float32; -inf where no rollout is correct."""
+        return torch.where(self.correct_PG, self.lengths_PG.to(torch.float32), -torch.inf).amax(dim=1)
+
+    @property
+    def mean_finished_wrong_P(self) -> Tensor:
+        """Tokens, float32; NaN where there is no untruncated wrong rollout."""
+        total_P = torch.where(self.finished_wrong_PG, self.lengths_PG.to(torch.float32), 0.0).sum(dim=1)
+        return total_P / self.finished_wrong_PG.sum(dim=1)
+
+    @property
+    def tied_P(self) -> Tensor:
+        """Whether the longest correct rollout is exactly as long as the mean of the untruncated wrong ones."""
+        return self.longest_correct_P == self.mean_finished_wrong_P
 
 
 def lacking_scores(rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int) -> Tensor:

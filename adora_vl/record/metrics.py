@@ -325,27 +325,29 @@ def _mean_where(values: Tensor, chosen: Tensor) -> float:
 
 def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
     """Shares of prompts, and mean lengths of rollouts in tokens. A group without any reward counts nowhere."""
-    facts = weighting.facts
-    judged_P = facts.any_scored_P
-    wrong_all_truncated_P = facts.wrong_PG.any(dim=1) & ~facts.any_finished_wrong_P
-    all_correct_P = facts.any_correct_P & ~facts.wrong_PG.any(dim=1)
+    groups = weighting.groups
+    judged_P, any_correct_P, any_wrong_P = (
+        each_PG.any(dim=1) for each_PG in (groups.scored_PG, groups.correct_PG, groups.wrong_PG)
+    )
+    wrong_all_truncated_P = any_wrong_P & ~groups.finished_wrong_PG.any(dim=1)
+    all_correct_P, lengths_PG = any_correct_P & ~any_wrong_P, groups.lengths_PG.float()
     return {
         "tds_share": _mean_where(weighting.tds_P.float(), judged_P),
         "weight_mean": _mean_where(weighting.weights_P, judged_P),
-        "no_correct_share": _mean_where((~facts.any_correct_P).float(), judged_P),
+        "no_correct_share": _mean_where((~any_correct_P).float(), judged_P),
         "all_correct_share": _mean_where(all_correct_P.float(), judged_P),
         "wrong_all_truncated_share": _mean_where(wrong_all_truncated_P.float(), judged_P),
-        "length_correct": _mean_where(facts.lengths_PG, facts.correct_PG),
-        "length_wrong": _mean_where(facts.lengths_PG, facts.wrong_PG),
-        "pass_rate": _mean_where(facts.pass_rate_P, judged_P),
+        "length_correct": _mean_where(lengths_PG, groups.correct_PG),
+        "length_wrong": _mean_where(lengths_PG, groups.wrong_PG),
+        "pass_rate": _mean_where(groups.pass_rate_P, judged_P),
         "ties": _mean_where(weighting.ties_P.float(), _comparable(weighting)),
     }
 
 
 def _comparable(weighting: AdoraWeighting) -> Tensor:
     """TDS groups that have both right and wrong rollouts, bool, (P,)."""
-    facts = weighting.facts
-    return weighting.tds_P & facts.any_correct_P & facts.wrong_PG.any(dim=1)
+    groups = weighting.groups
+    return weighting.tds_P & groups.correct_PG.any(dim=1) & groups.wrong_PG.any(dim=1)
 
 
 class TieNotice:

@@ -218,7 +218,7 @@ def _columns(scores: Scores, weighed: Advantages, table: Mapping[str, Any], func
         "advantage": weighed.advantages_PG.flatten().tolist(),
         "weight": weighting.weights_P.repeat_interleave(generations).tolist(),
         "tds": weighting.tds_P.repeat_interleave(generations).tolist(),
-        **criteria_columns(weighting.facts),
+        **criteria_columns(weighting.groups),
         "length": [int(length) for length in scores.lengths_B.tolist()],
         "truncated": groups.truncated_PG.flatten().tolist(),
     }

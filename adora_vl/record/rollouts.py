@@ -14,10 +14,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import torch
 from PIL import Image
 
-from adora_vl.advantage.adora import GroupFacts
+from adora_vl.advantage.groups import Groups
 from adora_vl.rollout.rollouts import Rollout
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import remove_partial, replacing
@@ -226,16 +225,15 @@ def turns_of(
     return made
 
 
-def criteria_columns(facts: GroupFacts) -> Columns:
+def criteria_columns(groups: Groups) -> Columns:
     """What the criteria look at, for each rollout of each group: lists of P x G values."""
-    nothing = torch.tensor(math.nan, device=facts.lengths_PG.device)
     columns_P = {
-        "pass_rate": facts.pass_rate_P,
-        "longest_right": torch.where(facts.any_correct_P, facts.longest_correct_P, nothing),
-        "mean_wrong": facts.mean_finished_wrong_P,  # NaN becomes null
+        "pass_rate": groups.pass_rate_P,
+        "longest_right": groups.longest_correct_P.where(groups.correct_PG.any(dim=1), math.nan),
+        "mean_wrong": groups.mean_finished_wrong_P,  # NaN becomes null
     }
-    group = facts.lengths_PG.shape[1]
-    return {name: column_P.repeat_interleave(group).tolist() for name, column_P in columns_P.items()}
+    rollouts = groups.lengths_PG.shape[1]
+    return {name: column_P.repeat_interleave(rollouts).tolist() for name, column_P in columns_P.items()}
 
 
 def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from adora_vl.advantage import Groups
-from adora_vl.advantage.adora import group_facts, weigh_groups
+from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
 from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
@@ -46,7 +46,7 @@ def steps(folder: Path) -> list[int]:
 def test_the_criteria_of_groups_by_hand():
     rewards = torch.tensor([[1.0, 0.1, 0.0], [0.0, NAN, 0.0], [1.0, 1.0, 0.1]])
     lengths = torch.tensor([[9.0, 5.0, 8.0], [1.0, 2.0, 3.0], [4.0, 6.0, 50.0]])
-    columns = rollouts.criteria_columns(group_facts(Groups(rewards, lengths, lengths >= 50)))
+    columns = rollouts.criteria_columns(Groups(rewards, lengths, lengths >= 50))
     assert columns["pass_rate"][::3] == pytest.approx([1 / 3, 0, 2 / 3])
     assert columns["longest_right"][::3] == pytest.approx([9, NAN, 6], nan_ok=True)
     assert columns["mean_wrong"][::3] == pytest.approx([6.5, 2, NAN], nan_ok=True)
