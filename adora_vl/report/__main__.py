@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.cli import Parser, amount, exit_code_of, number, path, whole
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import refuse
 
 if TYPE_CHECKING:
     from adora_vl.report.run_view import RunView
@@ -33,15 +33,6 @@ def report(runs: Sequence[Path], output: Path, *, max_rollouts: int, max_image_m
     return views
 
 
-def compare(first: Sequence[Path], second: Sequence[Path]) -> None:
-    """Print whether the second side helped. Raises `UserError`."""
-    from adora_vl.report.compare import comparison_lines
-
-    if len(first) + len(second) < 2:
-        raise UserError("--compare: one run is named; name two, A B")
-    print("\n".join(comparison_lines(first, second)))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m adora_vl.report", description=__doc__)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output_dir of a training run")
@@ -59,7 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> None:
         options = parser.parse_args(arguments)
         if options.compare is not None:
-            compare(options.runs, options.compare)
+            from adora_vl.report.compare import comparison_lines
+
+            refuse((len(options.runs + options.compare) < 2, "--compare: one run is named; name two, A B"))
+            print("\n".join(comparison_lines(options.runs, options.compare)))
             return
         output = options.output or options.runs[0] / "report.html"
         views = report(options.runs, output, max_rollouts=options.max_rollouts, max_image_mb=options.max_image_mb)

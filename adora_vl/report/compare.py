@@ -3,15 +3,14 @@
 `python -m adora_vl.report A B --compare` answers from the folders of runs, in one paragraph and one table.
 
 `python -m adora_vl.report.compare BEFORE.json AFTER.json [--beside GRPO=GRPO.json]` shows scores of `eval` on the same
-problems. What stands beside is another way of training. It may be a stored score, which has `stored` with the
-`command`, the `date` and the `versions` that it was made with.
+problems. What stands beside is another way of training.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -377,12 +376,12 @@ def gain_lines(before: ScoreFile, after: ScoreFile, beside: ScoreFile | None = N
     lines += [_gain_row("all", [run.score for run in runs]), *_group_rows(runs)]
     (low, high), (least, most) = before.score["wilson_95"], after.score["wilson_95"]
     lines.append(f"The two intervals {'do not overlap' if high < least or most < low else 'overlap'}.")
-    if beside:
-        lines += _beside_lines(after, beside)
-    for run in runs[1:]:
-        if _problems(before) != _problems(run):
-            lines.append(f"warning: before and {run.name} do not have the same problems")
-    return lines + cautions([_as_if_made_now(run, before) for run in runs])
+    if beside and (found := between_problems([beside], [after])):
+        said = f"(paired bootstrap over {found.over}; what another seed would change is not in it)"
+        lines.append(f"after - {beside.name}: {found.points} {said}.")
+    others = [run.name for run in runs[1:] if run.shares.keys() != before.shares.keys()]
+    lines += [f"warning: before and {name} do not have the same problems" for name in others]
+    return lines + cautions(runs)
 
 
 def _group_rows(runs: Sequence[ScoreFile]) -> list[str]:
@@ -412,37 +411,6 @@ def _gain_cell(cell: dict[str, Any] | None) -> str:
         return f"{'-':<{_CELL}}"
     low, high = cell["wilson_95"]
     return f"{100 * cell['accuracy']:6.1f} % [{100 * low:.1f}, {100 * high:.1f}]".ljust(_CELL)
-
-
-def _beside_lines(after: ScoreFile, beside: ScoreFile) -> list[str]:
-    """The difference to what stands beside, problem by problem, and where a stored score comes from."""
-    lines = []
-    if found := between_problems([beside], [after]):
-        said = f"(paired bootstrap over {found.over}; what another seed would change is not in it)"
-        lines.append(f"after - {beside.name}: {found.points} {said}.")
-    if stored := beside.score.get("stored"):
-        versions = ", ".join(f"{package} {version}" for package, version in stored["versions"].items())
-        lines.append(f"{beside.name} was not run now: it is stored, of {stored['date']}, with {versions}, by")
-        lines.append(f"  {stored['command']}")
-    return lines
-
-
-def _problems(run: ScoreFile) -> tuple[set[str], dict[str, dict[str, int]]]:
-    """What is known of a score's problems: their ids, and how many of each family, kind and form there are."""
-    groups = {key: run.score["groups"].get(key, {}) for key in ("family", "kind", "answer_form")}
-    return set(run.shares), {key: {name: cell["total"] for name, cell in of.items()} for key, of in groups.items()}
-
-
-def _as_if_made_now(run: ScoreFile, before: ScoreFile) -> ScoreFile:
-    """A stored score with the data's hash of `before`. That hash is over files, which another version of a library
-    writes in other bytes, so of a stored score the problems are compared instead.
-    """
-    fields = (run.score.get("fingerprint") or {}).get("fields")
-    if not fields or "stored" not in run.score:
-        return run
-    now = ((before.score.get("fingerprint") or {}).get("fields") or {}).get("data_hash")
-    fingerprint = {**run.score["fingerprint"], "fields": {**fields, "data_hash": now}}
-    return replace(run, score={**run.score, "fingerprint": fingerprint})
 
 
 def _named(value: str) -> tuple[str, str]:

@@ -24,7 +24,6 @@ from adora_vl.config.advantage import check_method
 from adora_vl.config.checks import check_extensions
 from adora_vl.data.dataset import load_split
 from adora_vl.models.shape import config_for_planning, describe
-from adora_vl.report.compare import main as gain
 from adora_vl.rewards.grade import grade
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from benchmarks import methods, scanned
@@ -35,7 +34,7 @@ from benchmarks.attenuation.report import end
 from benchmarks.attenuation.run import YOKED_TO, SignalWeights, run_job
 from benchmarks.attenuation.start import build_arithmetic, build_start, fingerprint
 from benchmarks.attenuation.task import draw
-from benchmarks.grpo_vs_adora import accuracy_table, attenuated, store
+from benchmarks.grpo_vs_adora import accuracy_table, attenuated
 from benchmarks.kill_and_resume import PHASES, compare, place_of
 from benchmarks.methods import (
     CURVES,
@@ -306,21 +305,6 @@ def test_accuracy_is_the_mean_over_seeds_with_its_range():
     assert rows["all"] == "3 0.0 83.3 (66.7 to 100.0) 66.7 (66.7 to 66.7)"
     assert rows["crossing, vertical"] == "2 0.0 100.0 (100.0 to 100.0) 50.0 (50.0 to 50.0)"
     assert rows["circle, diameter"] == "1 0.0 50.0 (0.0 to 100.0) 100.0 (100.0 to 100.0)"
-
-
-def test_a_stored_score_can_stand_beside_others_and_holds_no_answers(tmp_path, capsys):
-    (tmp_path / "run" / "eval").mkdir(parents=True)
-    path = tmp_path / "run" / "eval" / "score.json"
-    fields = {"fields": {"model": str(tmp_path / "run"), "max_tokens": 48}}
-    path.write_text(json.dumps(score("110") | {"fingerprint": fields}))
-    manifest = {"command": "train it", "finished": "2026-01-31T10:00:00", "versions": {"trl": "1.16.0", "python": "3"}}
-    (tmp_path / "run" / "manifest.json").write_text(json.dumps(manifest))
-    store(tmp_path / "run", tmp_path / "stored" / "grpo.json")
-    assert gain([str(path), str(path), "--beside", f"GRPO={tmp_path / 'stored' / 'grpo.json'}"]) == 0
-    printed = capsys.readouterr().out
-    assert "stored, of 2026-01-31, with trl 1.16.0, by\n  train it" in printed and "+0.0 points" in printed
-    stored = (tmp_path / "stored" / "grpo.json").read_text()
-    assert "extracted" not in stored and str(tmp_path) not in stored and '"max_tokens": 48' in stored
 
 
 STEPS = {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}

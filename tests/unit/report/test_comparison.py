@@ -178,9 +178,6 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
         assert message in error and error.count("\n") == 1
 
 
-STORED = {"date": "2026-01-31", "command": "accelerate launch --adora_method grpo", "versions": {"trl": "1.16.0"}}
-
-
 def score_file(path: Path, right: str, **more: Any) -> str:
     """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right answer."""
     graded = [
@@ -206,7 +203,7 @@ def interval(correct: int, total: int) -> str:
 def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp_path, capsys):
     before = score_file(tmp_path / "before.json", "0" * 20)
     after = score_file(tmp_path / "after.json", "10" * 10)  # supplementary kept, vertical lost
-    grpo = score_file(tmp_path / "grpo.json", "11" * 9 + "00", stored=STORED)
+    grpo = score_file(tmp_path / "grpo.json", "11" * 9 + "00")
     assert gain([before, after, "--beside", f"GRPO={grpo}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("GRPO [95 %]")
@@ -219,9 +216,6 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
         assert found == sorted(found), name
     low, high = bootstrap([0.0, -1.0] * 9 + [1.0, 0.0])
     assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(lines)
-    said = "\n".join(lines)
-    assert "GRPO was not run now: it is stored, of 2026-01-31, with trl 1.16.0, by\n" in said
-    assert "  accelerate launch --adora_method grpo" in said
 
 
 def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
@@ -237,37 +231,16 @@ def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
     assert "intervals overlap" in capsys.readouterr().out
 
 
-def test_a_score_that_was_run_now_is_not_called_stored_and_one_of_other_problems_has_no_difference(tmp_path, capsys):
+def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
     before, after = (score_file(tmp_path / name, right) for name, right in (("b", "0011"), ("a", "0111")))
     assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111')}"]) == 0
     printed = capsys.readouterr().out
-    assert "after - GRPO: -25.0 points" in printed and "stored" not in printed
+    assert "after - GRPO: -25.0 points" in printed
     items = [{"pid": f"other/{number}", "verdict": "correct"} for number in range(4)]
     assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111', items=items)}"]) == 0
     printed = capsys.readouterr().out
     assert "after - GRPO" not in printed and "100.0 %" in printed
     assert "before and GRPO do not have the same problems" in printed
-
-
-def test_a_stored_score_is_held_against_the_problems_and_the_settings_not_the_bytes_of_the_data(tmp_path, capsys):
-    def made(data_hash: str, tokens: int) -> dict[str, Any]:
-        return {"fingerprint": {"fields": {"data_hash": data_hash, "max_tokens": tokens}, "resolved": {}}}
-
-    def warnings(right: str, **more: Any) -> list[str]:
-        beside = score_file(tmp_path / "g", right, **more)
-        assert gain([before, before, "--beside", f"GRPO={beside}"]) == 0
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
-
-    before = score_file(tmp_path / "b", "0011", **made("one", 48))
-    assert not warnings("0111", stored=STORED, **made("two", 48))
-    (warning,) = warnings("0111", **made("two", 48))  # not stored: then other bytes are other data
-    assert "data_hash" in warning
-    (warning,) = warnings("0111", stored=STORED, **made("two", 40))
-    assert "max_tokens" in warning
-    groups = json.loads(Path(before).read_text())["groups"]
-    groups["kind"]["crossing, vertical"]["total"] += 1
-    (warning,) = warnings("0111", stored=STORED, groups=groups, **made("two", 48))
-    assert "do not have the same problems" in warning
 
 
 def test_what_cannot_be_compared_is_the_users_mistake(tmp_path, capsys):
