@@ -19,7 +19,7 @@ from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.experimental import extensions
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.record import metrics, trackers
-from adora_vl.record.recorder import GenerationLog, KeepRecord, Recorder
+from adora_vl.record.recorder import GenerationLog, Recorder
 from adora_vl.rollout.agreement import SelfCheck, drift_measured
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
@@ -124,7 +124,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         """Ours, in the order in which they act at a step; Transformers' own output goes."""
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
-        clock, keep = metrics.StepClock(self.clock, self.log_figure), KeepRecord(self.recorder, self.batcher.take_moved)
+        clock, keep = metrics.StepClock(self.clock, self.log_figure), self.recorder
         rate = ScaledRate(lambda: self.methods.rate)
         sharded = self.is_deepspeed_enabled
         deepspeed = DeepSpeedSteps(lambda: self.model_wrapped, self.accelerator) if sharded else None

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,55 +17,15 @@ from adora_vl.data.rows import images_of
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.record.metrics import TieNotice, judged_figures, learned_figures, tool_figures
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
-from adora_vl.record.trackers import TableRows, logs_images, logs_tables, set_weighed
+from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_weighed
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
-from adora_vl.rollout.rollouts import Rollout
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
 from adora_vl.training.scores import Scores
 from adora_vl.types import Batch, Row, StepContext, compared_mask
 from adora_vl.utils.cli import plain
 from adora_vl.utils.hidden import masked
-
-
-class RolloutNumbers:
-    """Numbers the rollouts of a rank in the present step, over its generations. All ranks know them by these."""
-
-    def __init__(self, rank: int = 0, ranks: int = 1) -> None:
-        self._rank, self._ranks = rank, ranks
-        self._drift: list[float] = []
-        self._of_others: list[tuple[int, float]] = []
-
-    def numbers(self, rows: int, device: torch.device) -> Tensor:
-        """The numbers of the next `rows` rollouts, (rows,)."""
-        first = len(self._drift)
-        self._drift += [torch.nan] * rows
-        return torch.arange(first, first + rows, device=device) * self._ranks + self._rank
-
-    def measured(self, numbers_B: Tensor, drift_B: Tensor) -> None:
-        """Note the drift of these rollouts, of any rank, in nats per token."""
-        both = torch.stack([numbers_B.double(), drift_B.double()], dim=1).tolist()  # one wait for both
-        found = [(int(number), drift) for number, drift in both]
-        self.add_remote(found)
-        self._of_others += [one for one in found if one[0] % self._ranks != self._rank]
-
-    def take_of_others(self) -> list[tuple[int, float]]:
-        """Numbers and drift of the other ranks' rollouts that this rank has measured since the last call."""
-        taken, self._of_others = self._of_others, []
-        return taken
-
-    def add_remote(self, found: list[tuple[int, float]]) -> None:
-        """Take what all ranks have measured for others, and keep what concerns this rank."""
-        for number, drift in found:
-            if number % self._ranks == self._rank:
-                self._drift[number // self._ranks] = drift
-
-    def take(self) -> list[float]:
-        """The drift of all rollouts since the last call; NaN where the policy's forward pass did not measure it."""
-        taken, self._drift = self._drift, []
-        return taken
-
 
 # The reward functions' columns of TRL's completions table
 _EXTRA = ("verdict", "extracted", "reason")
@@ -73,8 +34,10 @@ _RECORDED_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_w
 _OPTIONAL, _LATE = ("distorted", "segments", "age"), ("visual_dependency", "visual_scale")
 
 
-class Recorder:
-    """Keeps what a step did until the step ends, then writes it. All ranks call every method; the first one writes."""
+class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Keeps what a step did until the step ends, then writes it, before anything is saved. All ranks call every method;
+    the first one writes.
+    """
 
     def __init__(self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None) -> None:
         """`decode`: what a run with tools says; None without."""
@@ -82,8 +45,8 @@ class Recorder:
         self.accelerator, self.decode = accelerator, decode
         self.every = config.adora_record_every  # the rollouts of every n-th generation are recorded; 0: of none
         self.updates = Shape.of(config).updates
-        self.numbers = RolloutNumbers(accelerator.process_index, accelerator.num_processes)
         self._counted = self._latest = 0  # this rank's rollouts in the present step, and those graded last
+        self._drift: dict[int, float] = {}  # of rollouts of any rank, by their numbers, as this one has measured it
         self._spans: list[slice] = []  # the recorded ones, one entry per generation
         own = [each.name for each in fields(config) if each.name.startswith("adora_")]
         settings = masked(plain({name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)}))
@@ -91,8 +54,10 @@ class Recorder:
         self.record = Record(Path(config.output_dir), config.adora_record_gb, settings, accelerator.num_processes)
 
     def number(self, rows: int) -> Tensor:
-        """The numbers of this rank's next `rows` rollouts, valid on every rank, (rows,)."""
-        return self.numbers.numbers(rows, self.accelerator.device)
+        """The numbers of this rank's next `rows` rollouts, by which all ranks know them in this step, (rows,)."""
+        own_B = torch.arange(self._counted, self._counted + rows, device=self.accelerator.device)
+        numbers_B: Tensor = own_B * self.accelerator.num_processes + self.accelerator.process_index
+        return numbers_B
 
     def records(self, step: int) -> bool:
         """Whether the generation of this step is to be recorded."""
@@ -108,7 +73,7 @@ class Recorder:
         if not self.records(step):
             return
         self._spans.append(slice(self._counted - len(rows), self._counted))
-        drift = self._drift(batch)
+        drift = self._drift_of(batch)
         optional = {
             name: self.accelerator.gather(batch[name]).tolist()  # type: ignore[literal-required]
             for name in _OPTIONAL
@@ -116,7 +81,9 @@ class Recorder:
         }
         own = [self._of_row(row) for row in rows]
         if self.decode is not None:
-            own = [{**row, **self._of_rollout(one)} for row, one in zip(own, generation.rollouts, strict=True)]
+            keep = partial(self._keep, None)
+            for row, one in zip(own, generation.rollouts, strict=True):
+                row |= {"calls": len(one.calls), "turns": turns_of(one, self.decode, keep)}
         facts = gather_object(own)
         if self.accelerator.is_main_process and not self.record.failed:
             columns = _columns(scores, weighed, table, functions)
@@ -138,33 +105,39 @@ class Recorder:
             "weight": weighed.weighting.weights_P.repeat_interleave(weighed.raw_PG.shape[1]),
             **{name: gather(batch[name]).cpu() for name in _LATE if name in batch},  # type: ignore[literal-required]
         }
-        ranks, numbers_N = self.accelerator.num_processes, gather(batch["rollout_number"]).cpu()
-        own_N = numbers_N >= 0
+        numbers_N = gather(batch["rollout_number"]).cpu()
         for name, values_N in columns.items():
-            late_RB = torch.full((ranks, self._counted), torch.nan)
-            late_RB[numbers_N[own_N] % ranks, numbers_N[own_N] // ranks] = values_N[own_N].float()
-            if self.accelerator.is_main_process:
-                self.record.set_late(name, [late_RB[:, span].flatten().tolist() for span in self._spans])
+            late_RB = self._set_late(name, numbers_N, values_N)
             set_weighed(table, name, late_RB[:, -self._latest :].flatten().tolist())
+
+    def _set_late(self, name: str, numbers_N: Tensor, values_N: Tensor) -> Tensor:
+        """Fill in a column of the step's rollouts, (ranks, rollouts of each), NaN where nothing is known of one."""
+        ranks, ours_N = self.accelerator.num_processes, numbers_N >= 0  # below: of an earlier step
+        late_RB = torch.full((ranks, self._counted), torch.nan)
+        late_RB[numbers_N[ours_N] % ranks, numbers_N[ours_N] // ranks] = values_N[ours_N].float()
+        if self.accelerator.is_main_process:
+            self.record.set_late(name, [late_RB[:, span].flatten().tolist() for span in self._spans])
+        return late_RB
 
     def measured(self, micro: Batch, logps_BC: Tensor) -> None:
         """Add the drift of rollouts for which it is only known after the policy's own forward pass."""
         drift_B = rollout_drift(logps_BC, micro["sampling_per_token_logps"], compared_mask(micro))
-        self.numbers.measured(micro["rollout_number"], drift_B)
+        both = torch.stack([micro["rollout_number"].double(), drift_B.double()], dim=1).tolist()  # one wait for both
+        self._drift |= {int(number): drift for number, drift in both}
 
-    def complete(self, *, moved: bool) -> None:
-        """Called at the end of a step. `moved`: whether any rollout was learned from on another rank than its own."""
-        if moved:
-            self.numbers.add_remote(gather_object(self.numbers.take_of_others()))
-        late, spans = self.numbers.take(), self._spans
-        self._counted, self._spans = 0, []
-        if not late or not spans:
-            return
-        drift_RB = self.accelerator.gather(torch.tensor(late, device=self.accelerator.device)[None])
-        if self.accelerator.is_main_process:
-            self.record.set_late("drift", [drift_RB[:, span].flatten().tolist() for span in spans])
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.record.diagrams.forget()
+        if state.is_world_process_zero:
+            self.record.start(state.global_step)
 
-    def _drift(self, batch: Batch) -> list[float]:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._spans:
+            found = {number: drift for each in gather_object([self._drift]) for number, drift in each.items()}
+            self._set_late("drift", torch.tensor([*found], dtype=torch.long), torch.tensor([*found.values()]))
+        self._counted, self._spans, self._drift = 0, [], {}
+        self.record.flush(state.global_step)
+
+    def _drift_of(self, batch: Batch) -> list[float]:
         """The drift of each rollout of all ranks, nats per token; empty if only the policy's forward pass will tell."""
         if "old_per_token_logps" not in batch or "sampling_per_token_logps" not in batch:
             return []
@@ -175,30 +148,20 @@ class Recorder:
     def _of_row(self, row: Row) -> dict[str, Any]:
         """The columns of a rollout that come from the dataset."""
         name = None if row.get("id") is None else str(row["id"])
-        try:
-            images = self.record.diagrams.keep(name, images_of(row))
-        except OSError:  # if the disk is full, this diagram is left out of the record
-            images = []
         problem, answer = row.get("problem") or completion_text(row["prompt"]), row.get("answer")
         return {
             "id": name,
             "problem": str(problem),
             "choices": [str(choice) for choice in row.get("choices") or ()] or None,
             "answer": None if answer is None else str(answer),
-            "images": images,
+            "images": self._keep(name, images_of(row)),
         }
 
-    def _of_rollout(self, rollout: Rollout) -> dict[str, Any]:
-        """Its calls and turns, of a run with tools."""
-        assert self.decode is not None
-
-        def keep(images: Sequence[Any]) -> list[str]:
-            try:
-                return self.record.diagrams.keep(None, images)
-            except OSError:
-                return []
-
-        return {"calls": len(rollout.calls), "turns": turns_of(rollout, self.decode, keep)}
+    def _keep(self, row: str | None, images: Sequence[Any]) -> list[str]:
+        try:
+            return self.record.diagrams.keep(row, images)
+        except OSError:  # if the disk is full, these are left out of the record
+            return []
 
 
 def _columns(scores: Scores, weighed: Advantages, table: Mapping[str, Any], functions: Sequence[str]) -> Columns:
@@ -258,8 +221,7 @@ class GenerationLog:
             for name, value in tool_figures(judged.groups.rewards_PG.cpu(), facts_N4.cpu()).items():
                 figures[name].append(value)
         images = (prompts.images or [None] * len(answers)) if self.images else []
-        rows = TableRows(prompts.messages, answers, images, scores, judged, self.functions)
-        rows.add_to(self.table, texts=self.texts)
+        add_rows(self.table, prompts.messages, answers, images, scores, judged, self.functions, texts=self.texts)
         if training:
             generation.batch["rollout_number"] = self.recorder.number(len(answers))
             self.recorder.add(generation, self.table, self.functions)
@@ -271,20 +233,3 @@ class GenerationLog:
             self.log(name, value)
         self.notice.count(generation.advantages.weighting)
         self.recorder.weighed(generation, self.table)
-
-
-class KeepRecord(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The first rank writes a step's rollouts at its end, before anything is saved."""
-
-    def __init__(self, recorder: Recorder, moved: Callable[[], bool]) -> None:
-        """`moved()`: whether rollouts of the step were learned from on another rank than their own, asked once."""
-        self.recorder, self.moved = recorder, moved
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.recorder.record.diagrams.forget()
-        if state.is_world_process_zero:
-            self.recorder.record.start(state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.recorder.complete(moved=self.moved())
-        self.recorder.record.flush(state.global_step)

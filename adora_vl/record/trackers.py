@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,42 +62,37 @@ _COLUMNS = ("prompt", "completion", "advantages")  # one deque each in TRL's `_l
 _GROUPS = ("rewards", "extra")  # a deque per reward function, per column of the user's
 
 
-@dataclass(frozen=True)
-class TableRows:
-    """Rollouts that have been graded: `prompts`, `completions` and `images` of this rank, the rest of all ranks."""
+def add_rows(
+    table: Mapping[str, Any], prompts: list[Any], answers: list[Any], images: list[Any], scores: Scores,
+    judged: Advantages, functions: Sequence[str], *, texts: bool = False,
+) -> None:  # fmt: skip
+    """Put rollouts that were graded into `table`, the trainer's `_logs`, which keeps as many as a generation has.
 
-    prompts: list[Any]
-    completions: list[Any]
-    images: list[Any]  # empty where no tracker has a table for them
-    scores: Scores
-    judged: Advantages
-    functions: Sequence[str]  # the names of the reward functions
-
-    def add_to(self, table: Mapping[str, Any], *, texts: bool = False) -> None:
-        """Put them into `table`, the trainer's `_logs`, which keeps as many rows as a generation has. The advantages
-        are in a training 0 until `set_weighed` has the final ones; `advantage_raw` is TRL's. `texts`: turn prompts into
-        plain texts, because wandb refuses messages that mix text and images.
-        """
-        judged, generations = self.judged, self.judged.raw_PG.shape[1]
-        table["prompt"].extend(gather_texts(self.prompts))
-        table["completion"].extend(gather_object(self.completions))
-        table["images"].extend(gather_object(self.images))
-        in_one_form(table["prompt"])
-        for name, said_B in zip(self.functions, self.scores.rewards.all_BF.unbind(dim=1), strict=True):
-            table["rewards"][name].extend(said_B.tolist())
-        table["advantages"].extend(judged.advantages_PG.flatten().tolist())
-        columns = {
-            "advantage_raw": judged.raw_PG.flatten(),
-            "adora_weight": judged.weighting.weights_P.repeat_interleave(generations),
-            "adora_tds": judged.weighting.tds_P.repeat_interleave(generations),
-            "adora_length": judged.groups.lengths_PG.flatten(),
-        }
-        for name, values in [*self.scores.extra.items(), *((name, own.tolist()) for name, own in columns.items())]:
-            table["extra"][name].extend(values)
-        if texts:
-            prompts = [prompt if isinstance(prompt, str) else as_text(prompt) for prompt in table["prompt"]]
-            table["prompt"].clear()
-            table["prompt"].extend(prompts)
+    `prompts`, `answers` and `images` are of this rank, the rest of all; `images` is empty where no tracker has a table
+    for them. The advantages are in a training 0 until `set_weighed` has the final ones; `advantage_raw` is TRL's.
+    `functions`: the names of the rewards. `texts`: turn prompts into plain texts, because wandb refuses messages that
+    mix text and images.
+    """
+    generations = judged.raw_PG.shape[1]
+    table["prompt"].extend(gather_texts(prompts))
+    table["completion"].extend(gather_object(answers))
+    table["images"].extend(gather_object(images))
+    in_one_form(table["prompt"])
+    for name, said_B in zip(functions, scores.rewards.all_BF.unbind(dim=1), strict=True):
+        table["rewards"][name].extend(said_B.tolist())
+    table["advantages"].extend(judged.advantages_PG.flatten().tolist())
+    columns = {
+        "advantage_raw": judged.raw_PG.flatten(),
+        "adora_weight": judged.weighting.weights_P.repeat_interleave(generations),
+        "adora_tds": judged.weighting.tds_P.repeat_interleave(generations),
+        "adora_length": judged.groups.lengths_PG.flatten(),
+    }
+    for name, values in [*scores.extra.items(), *((name, own.tolist()) for name, own in columns.items())]:
+        table["extra"][name].extend(values)
+    if texts:
+        plain = [prompt if isinstance(prompt, str) else as_text(prompt) for prompt in table["prompt"]]
+        table["prompt"].clear()
+        table["prompt"].extend(plain)
 
 
 def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) -> None:

@@ -90,7 +90,6 @@ class MicroBatcher:
         self.config, self.shape = context.config, Shape.of(context.config)
         self.banks, self._every_row_counts = banks, every_row_counts
         self._exchange = RowExchange()
-        self._moved = False
 
     def split(self, batch: Batch, key: str) -> list[Batch]:
         """Divide the generation into `steps_per_generation` micro-batches of whole units. An empty one has no work.
@@ -136,11 +135,6 @@ class MicroBatcher:
         share = micro.get("share_of_rows", 1.0)
         return loss * share if share != 1.0 and self.config.loss_type in MEAN_OVER_ROWS else loss
 
-    def take_moved(self) -> bool:
-        """Whether rollouts of this step moved to another rank. Call it once per step, because it resets the answer."""
-        taken, self._moved = self._moved, False
-        return taken
-
     def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:
         """Move units between ranks, if one of them would otherwise take longer than the others."""
         counts = self._tokens(batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1))
@@ -151,6 +145,5 @@ class MicroBatcher:
         self.log("adora/moved_groups", len(plan) / max(sum(map(len, tokens)), 1))
         if not plan:
             return batch, live
-        self._moved = True
         rank, unit = self.accelerator.process_index, self.shape.unit
         return rebalanced(batch, live, unit, plan, rank, self.banks, self.pad_id, self._exchange.exchange)

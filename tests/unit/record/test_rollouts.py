@@ -233,8 +233,9 @@ def test_every_second_generation_is_recorded_whole_however_many_steps_learn_from
 
 
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
-    """Of two ranks, whose rollouts are recorded rank by rank. The other one measures 10 more."""
-    monkeypatch.setattr(recorder_module, "gather_object", lambda own: [*own, *own])
+    """Of two ranks, whose rollouts are recorded rank by rank. The other one measures one of this rank's too."""
+    seen = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75, -1: 9.0}]])  # a number below 0 is of an earlier step
+    monkeypatch.setattr(recorder_module, "gather_object", lambda own: [*own, *(next(seen) or own)])
     ranks = SimpleNamespace(
         process_index=0, num_processes=2, is_main_process=True, device=torch.device("cpu"),
         gather=lambda own: torch.cat([own, own + 10]),
@@ -244,12 +245,11 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     numbers = recorder.number(2)
     asked = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
     recorder.add(generation_of(asked, 2), {"completion": ["so B"] * 4, "extra": {}}, ["accuracy"])
-    learned: Any = {"rollout_number": numbers.flip(0), "completion_mask": torch.ones(2, 1)}
-    learned["sampling_per_token_logps"] = torch.zeros(2, 1)
-    recorder.measured(learned, torch.tensor([[0.25], [0.5]]))
-    recorder.complete(moved=False)
-    recorder.record.flush(1)
-    assert recorded(recorder.record.folder)["drift"].to_pylist() == [0.5, 0.25, 10.5, 10.25]
+    learned: Any = {"rollout_number": numbers[1:], "completion_mask": torch.ones(1, 1)}
+    learned["sampling_per_token_logps"] = torch.zeros(1, 1)
+    recorder.measured(learned, torch.tensor([[0.25]]))
+    recorder.on_step_end(None, SimpleNamespace(global_step=1), None)
+    assert recorded(recorder.record.folder)["drift"].to_pylist() == [0.75, 0.25, 10.5, 10.25]
 
 
 def test_a_diagram_is_stored_once_and_small(tmp_path):

@@ -24,7 +24,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import judged_figures, learned_figures
-from adora_vl.record.trackers import TableRows
+from adora_vl.record.trackers import add_rows
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.batch_rows import chosen_groups
@@ -254,7 +254,7 @@ def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_th
         shown: Any = {name: column() for name in ("prompt", "completion", "images", "advantages")}
         shown |= {name: defaultdict(column) for name in ("extra", "rewards")}
         of_the_loss = weighed()
-        TableRows(["a problem"] * 4, [*"wxyz"], [], scores, of_the_loss, ["accuracy"]).add_to(shown)
+        add_rows(shown, ["a problem"] * 4, [*"wxyz"], [], scores, of_the_loss, ["accuracy"])
         assert list(shown["advantages"]) == of_the_loss.advantages_PG.flatten().tolist()[-size:]
         assert torch.equal(torch.tensor(shown["extra"]["advantage_raw"]), of_the_loss.raw_PG.flatten()[-size:])
         assert list(shown["extra"]["adora_length"]) == [10, 20, 30, 40][-size:]

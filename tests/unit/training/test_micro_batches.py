@@ -1,7 +1,6 @@
 """A generation becomes micro-batches: which rows each has, what a row takes with it, and what moves between ranks."""
 
 import copy
-import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from adora_vl.config.batch_plan import Shape, unit_size
 from adora_vl.dedup.image_store import ImageBanks, ProcessedImage
-from adora_vl.record.recorder import RolloutNumbers
 from adora_vl.training import batch_rows
 from adora_vl.training.micro_batches import (
     MicroBatcher,
@@ -372,15 +370,3 @@ def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
     starts = batch["pixel_values"][::4, 0].tolist()
     seen = [chr(int(bank.pixels([start])[0][0, 0])) for start in starts]
     assert seen == ["a", "b", "a", "b", "a", "d"]
-
-
-def test_drift_measured_elsewhere_comes_home():
-    home, other = RolloutNumbers(0, 2), RolloutNumbers(1, 2)
-    own, foreign = home.numbers(2, CPU), other.numbers(2, CPU)
-    assert not set(own.tolist()) & set(foreign.tolist())
-    other.measured(torch.stack([foreign[1], own[0]]), torch.tensor([0.5, 0.25]))
-    found = [*home.take_of_others(), *other.take_of_others()]
-    home.add_remote(found)
-    other.add_remote(found)
-    assert home.take()[0] == 0.25 and math.isnan(other.take()[0])
-    assert home.take() == [] and other.take_of_others() == []
