@@ -9,90 +9,63 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from adora_vl.config.key_list import Key, read_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments, StepPart
 from adora_vl.config.values import RANGES, Read, convert, declared, takes
-from adora_vl.utils.cli import is_null, read_mapping, truth, yaml_line, yaml_value
+from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest, refuse
 from adora_vl.utils.own_files import look_beside
 
-# What became of keys that earlier configs have.
+# A key that the configs of another trainer have: its name, and the word of `adora_vl.migrate`.
+OTHERS = {"worker": ("EasyR1", "easyr1"), "actor_rollout_ref": ("verl", "verl"), "rlhf_type": ("ms-swift", "swift")}
+# What to write in the place of a key that earlier configs have.
 REMOVED = {
     "adora_less_padding": "leave it out: a shared prompt leaves no padding, and other rows are cut to their length",
     "adora_prefetch_images": "leave it out: on a GPU images are read ahead by themselves",
     "adora_max_bad_steps": "leave it out: a run stops after three such steps in a row",
-}
-# A key that the configs of another trainer have: its name, and the word of `adora_vl.migrate`.
-OTHERS = {"worker": ("EasyR1", "easyr1"), "actor_rollout_ref": ("verl", "verl"), "rlhf_type": ("ms-swift", "swift")}
-LEAVE_OUT: Any = object()  # a value that is what the new key does by itself
-
-
-def _listed(word: str, when: bool) -> Callable[[Any], Any]:
-    """A switch that is now a word in a list."""
-    return lambda value: [word] if truth(value) is when else LEAVE_OUT
-
-
-def _mode(mode: Any) -> Any:
-    if mode in (False, "off"):
-        return "grpo"
-    return LEAVE_OUT if mode == "attenuation" else {"adora": {"mode": mode}}
-
-
-def _listed_options(options: Any) -> Any:
-    return [{name: given} for name, given in options.items()] if isinstance(options, Mapping) else [str(options)]
-
-
-def _with_owner(options: Any) -> Any:
-    """The options below the method that has them; ADORA, if none has all."""
-    from adora_vl.advantage import METHODS
-
-    named = {*options} - {"keep_settings"} if isinstance(options, Mapping) else set()
-    having = (name for name, method in METHODS.items() if named <= {each.name for each in fields(method)})
-    return {next(having, "adora") if named else "adora": options}
-
-
-# Old key -> the new one, and what its value is there; None: the same value.
-MOVED: dict[str, tuple[str, Callable[[Any], Any] | None]] = {
+    "adora_system_prompt_file": "write adora_system_prompt: FILE.txt, or nothing where it was null",
+    "adora_response_format": "write adora_system_prompt: think, or nothing where it was boxed",
+    "adora_truncation": "write adora_truncated: eos, or nothing where it was length",
+    "adora_weight_folder": "write adora_weight_transfer: ./FOLDER, or nothing where it was null",
+    "adora_reward_options": "write adora_reward: [{NAME: OPTIONS}]",
+    "adora_rounding": "write adora_reward: [{adora: {rounding: true}}], or nothing where it was false",
+    "adora_mode": "write adora_method: {adora: {mode: amplification}}, or adora_method: grpo where it was off",
+    "adora_method_options": "write adora_method: {METHOD: OPTIONS}",
     **{
-        f"adora_noise_{name}": (f"adora_extensions.noisy_rollouts.{name}", None)
-        for name in ("kind", "strength", "schedule", "middle", "steepness")
+        f"adora_{part}": f"write adora_stock_step: [{part}], or nothing where it was true"
+        for part in get_args(StepPart)
     },
-    "adora_noisy_rollouts": ("adora_extensions.noisy_rollouts.share", None),
-    "adora_visual_tokens": ("adora_extensions.visual_tokens.share", None),
-    "adora_visual_scale_min": ("adora_extensions.visual_tokens.scale_min", None),
-    "adora_dynamic_sampling": ("adora_rollouts.refill", None),
-    "adora_rollout_budget": ("adora_rollouts.budget", None),
-    "adora_async_rollouts": ("adora_rollouts.ahead", None),
-    "adora_max_staleness": ("adora_rollouts.staleness", None),
-    "adora_replay_groups": ("adora_rollouts.replay", None),
-    "adora_replay_alpha": ("adora_rollouts.replay_alpha", None),
-    "adora_system_prompt_file": ("adora_system_prompt", lambda value: LEAVE_OUT if is_null(value) else value),
-    "adora_response_format": ("adora_system_prompt", lambda value: LEAVE_OUT if value == "boxed" else value),
-    "adora_truncation": ("adora_truncated", lambda value: value if value == "eos" else LEAVE_OUT),
-    "adora_truncated_at": ("adora_truncated", None),
-    "adora_weight_folder": (
-        "adora_weight_transfer",
-        lambda value: LEAVE_OUT if is_null(value) else value if "/" in str(value) else f"./{value}",
-    ),
-    **{f"adora_{part}": ("adora_stock_step", _listed(part, False)) for part in get_args(StepPart)},
     **{
-        f"adora_freeze_{part}": ("adora_freeze", _listed(part, True))
+        f"adora_freeze_{part}": f"write adora_freeze: [{part}], or nothing where it was false"
         for part in ("vision_tower", "projector", "language_model")
     },
+}
+# Old key -> the new one, of the same value.
+MOVED = {
     **{
-        f"adora_{name}": (f"adora_method.adora.{name}", None)
+        f"adora_noise_{name}": f"adora_extensions.noisy_rollouts.{name}"
+        for name in ("kind", "strength", "schedule", "middle", "steepness")
+    },
+    "adora_noisy_rollouts": "adora_extensions.noisy_rollouts.share",
+    "adora_visual_tokens": "adora_extensions.visual_tokens.share",
+    "adora_visual_scale_min": "adora_extensions.visual_tokens.scale_min",
+    "adora_dynamic_sampling": "adora_rollouts.refill",
+    "adora_rollout_budget": "adora_rollouts.budget",
+    "adora_async_rollouts": "adora_rollouts.ahead",
+    "adora_max_staleness": "adora_rollouts.staleness",
+    "adora_replay_groups": "adora_rollouts.replay",
+    "adora_replay_alpha": "adora_rollouts.replay_alpha",
+    "adora_truncated_at": "adora_truncated",
+    **{
+        f"adora_{name}": f"adora_method.adora.{name}"
         for name in ("factor", "criteria", "combine", "tau", "empty_wrong", "ties", "no_correct")
     },
-    "adora_difficulty_needs_correct": ("adora_method.adora.needs_correct", None),
-    "adora_reward_options": ("adora_reward", _listed_options),
-    "adora_rounding": ("adora_reward", lambda rounds: [{"adora": {"rounding": True}}] if truth(rounds) else LEAVE_OUT),
-    "adora_mode": ("adora_method", _mode),
-    "adora_method_options": ("adora_method", _with_owner),
+    "adora_difficulty_needs_correct": "adora_method.adora.needs_correct",
 }
 # What the training command takes beside the keys, for a word that is meant as one of them.
 OPTIONS = ("config", "dry-run", "card-gib", "processes", "accelerate-config", "write-config", "help", "help-all")
@@ -216,20 +189,16 @@ def refuse_old(key: str, value: Any, where: str) -> None:
     refuse((key in REMOVED, f"{where}: the key '{key}' was removed; {REMOVED.get(key)}"))
     if key not in MOVED:
         return
-    path, change = MOVED[key]
-    plain = _plain(value) if isinstance(value, Words) else value
-    new = change(plain) if change else plain
-    if new is LEAVE_OUT:
-        raise UserError(f"{where}: {key} is now part of {path}, which does this by itself; leave {key} out")
+    path, new = MOVED[key], _plain(value) if isinstance(value, Words) else value
     if where == "command line":
         entries = new if isinstance(new, list) else [yaml_line(new)]
-        line = f"--{path} {shlex.join(one if isinstance(one, str) else yaml_line(one) for one in entries)}"
+        line = f"--{path} {shlex.join(map(str, entries))}"
     else:
         root, *names = path.split(".")
         for name in reversed(names):
             new = {name: new}
         line = f"{root}: {yaml_line(new)}"
-    raise UserError(f"{where}: {key} is now {'part of ' if change else ''}{path}; write {line}")
+    raise UserError(f"{where}: {key} is now {path}; write {line}")
 
 
 def _by_key(arguments: Sequence[str]) -> list[tuple[str, Words]]:
@@ -256,7 +225,7 @@ def _check_key(key: str, value: Any, where: str, known: Mapping[str, Key], optio
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
         raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
     near = {one.name: one.name for each in known.values() for one in (each, *each.options)}
-    near |= {old: path for old, (path, _) in MOVED.items()}
+    near |= MOVED
     near |= {option.replace("-", "_"): f"--{option}" for option in options}
     close = nearest(key, near)
     raise UserError(f"{where}: unknown key '{key}'{f'; did you mean {near[close]!r}?' if close else ''}")

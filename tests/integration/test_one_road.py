@@ -116,7 +116,7 @@ ALL = "CDKP"
 WRONG: list[tuple[str, ...]] = [  # the words, how the line begins, and the ways if these are not all
     ("--adora_factr 0.2", "command line: unknown key 'adora_factr'; did you mean 'adora_method.adora.factor'?", "CDK"),
     ("--adora_factor 0.3", "command line: adora_factor is now adora_method.adora.factor; write --adora_method.adora.f"),
-    ("--config HERE/old.yaml", "HERE/old.yaml: adora_mode is now part of adora_method; write adora_method: grpo"),
+    ("--config HERE/old.yaml", "HERE/old.yaml: the key 'adora_mode' was removed; write adora_method: {adora: {mode:"),
     ("--adora_method.adora.factor 3", "adora_method.adora.factor: 3 must be above 0 and at most 1 with mode: atten"),
     ('--adora_method.adora.tau {"end":0.2}', "adora_method.adora.tau: {'end': 0.2} lacks start"),
     ("--adora_method HERE/syntax.py:f", "adora_method: 'HERE/syntax.py:f' cannot be loaded: line 1: SyntaxError"),
