@@ -124,18 +124,17 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         """Ours, in the order in which they act at a step; Transformers' own output goes."""
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
-        clock, keep = metrics.StepClock(self.clock, self.log_figure), self.recorder
-        rate = ScaledRate(lambda: self.methods.rate)
         sharded = self.is_deepspeed_enabled
         deepspeed = DeepSpeedSteps(lambda: self.model_wrapped, self.accelerator) if sharded else None
         self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
-        watching: list[TrainerCallback] = [
-            self.bad_steps,
-            RefuseWrongBuffers(self),
-            *([SelfCheck(self)] if args.adora_self_check else []),
-        ]
+        callbacks: list[TrainerCallback] = [
+            self.loss_sums, ScaledRate(lambda: self.methods.rate), self.clock, self.recorder, metrics.ProgressLine(),
+            metrics.MetricsFile(), self.bad_steps, RefuseWrongBuffers(self),
+        ]  # fmt: skip
+        if args.adora_self_check:
+            callbacks.append(SelfCheck(self))
         run = self.run
         if run.evaluations is not None:
-            watching.append(EvaluateOnTheWay(self, run.evaluations, run.system_prompt, run.revision))
-        for callback in (self.loss_sums, rate, clock, keep, metrics.ProgressLine(), metrics.MetricsFile(), *watching):
+            callbacks.append(EvaluateOnTheWay(self, run.evaluations, run.system_prompt, run.revision))
+        for callback in callbacks:
             self.add_callback(callback)

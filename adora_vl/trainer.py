@@ -89,7 +89,7 @@ class AdoraGRPOTrainer(TrainerParts):
         plan_no_shapes()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
-        self.clock = metrics.PhaseClock(sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode)
+        self.clock = metrics.PhaseClock(self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode)
         self.card = CardWriter()  # the README.md of every saved model
         trackers.prepare_trackers(args.report_to, args.output_dir)
         engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, run.revision), timed=self.clock.phase)

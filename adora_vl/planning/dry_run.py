@@ -248,10 +248,11 @@ def batch_lines(plan: Plan) -> list[str]:
         f"process{'' if processes == 1 else 'es'} ({batches.global_batch} over all).",
         f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are {batches.optimizer_batch} "
         f"sequences. Optimizer steps a generation: {batches.updates_per_generation:g}.",
-        *(
-            [] if plan.run.config.use_cpu and processes == 1 else [other_processes_line(plan)]
-        ),  # such a recipe starts one
     ]
+    if processes > 1 or not config.use_cpu:  # a recipe for a CPU starts one
+        others = (replace(batches, processes=count) for count in (1, 2, 4, 8) if count != processes)
+        sizes = [f"{one.processes}: {one.generation_batch} rollouts and {one.optimizer_batch}" for one in others]
+        lines.append(f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}.")
     epoch, total = steps_of(plan)
     rows = plan.rows
     if epoch is None:
@@ -267,13 +268,6 @@ def batch_lines(plan: Plan) -> list[str]:
     if config.save_strategy == "steps":
         lines.append(f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}.")
     return section("Batches", lines)
-
-
-def other_processes_line(plan: Plan) -> str:
-    """What the same keys make of the batches on another number of processes."""
-    others = (replace(plan.run.plan, processes=count) for count in (1, 2, 4, 8) if count != plan.run.plan.processes)
-    sizes = [f"{one.processes}: {one.generation_batch} rollouts and {one.optimizer_batch}" for one in others]
-    return f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}."
 
 
 def _spread(name: str, values: Sequence[int]) -> str:

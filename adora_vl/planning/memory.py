@@ -1,5 +1,6 @@
 """How much memory and disk space a run will need, computed from shapes alone: pure formulas, each with its source."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -146,8 +147,7 @@ def replay_bytes(groups: int, processes: int, image_tokens: int, shape: ModelSha
 
 
 def run_bytes(checkpoint: int, model: int, kept: int) -> int:
-    """The largest size of a run's folder: `kept` checkpoints, the one that is written before the oldest is deleted, and
-    the final model."""
+    """The largest size of a run's folder: `kept` checkpoints, one that is being written, and the final model."""
     return checkpoint * (kept + 1) + model
 
 
@@ -261,11 +261,9 @@ def predict(setup: Setup, card: int) -> Prediction:
 
 
 def frozen_tower(setup: Setup) -> tuple[int, int]:
-    """Of a frozen vision tower that sees each image of a generation once: the features, which are kept for the
-    generation, and the most that a pass over `PATCHES_A_PASS` holds, both in bytes. A tower that is trained, or sees
-    the images of one micro-batch at a time, has neither.
-
-    A pass without gradients holds less than what a block would save for its backward: 0.7 of it for the 7B model.
+    """Of a frozen vision tower that sees each image of a generation once, in bytes: the features, which are kept for
+    the generation, and the most that a pass over `PATCHES_A_PASS` holds, which is less than what a block would save for
+    its backward (0.7 of it for the 7B model). Any other tower has neither.
     """
     shape, eye = setup.shape, setup.shape.vision
     if eye is None or not setup.sharing.vision or shape.trainable["vision_tower"] or shape.trainable["projector"]:
@@ -369,10 +367,7 @@ def largest_batch(setup: Setup, card: int) -> int:
 
 
 def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS) -> int:
-    """The largest number of image tokens per prompt that fits, with the same text; 0 if not even one fits.
-
-    `room`: how many there may be at most.
-    """
+    """The largest number of image tokens per prompt that fits, at most `room`, with the same text; 0 if none does."""
     limit = min(room, MOST_IMAGE_TOKENS)
     text = setup.batch.prompt_tokens - setup.batch.image_tokens
 
@@ -386,8 +381,4 @@ def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS)
 
 def _largest(good: Callable[[int], bool], limit: int) -> int:
     """The largest number from 1 to `limit` that is good, or 0. If a number is good, all smaller ones are."""
-    low, high = 0, limit
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if good(middle) else (low, middle - 1)
-    return low
+    return bisect_left(range(1, limit + 1), True, key=lambda number: not good(number))

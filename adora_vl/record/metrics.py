@@ -117,15 +117,19 @@ def settle() -> None:
         torch.cuda.synchronize()
 
 
-class PhaseClock:
-    """Divides the time among phases. A phase inside another one pauses it. The time outside all phases is `other`."""
+class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Divides the time among phases, and puts the seconds of each into the log of a step.
+
+    A phase inside another one pauses it. Inside a step, time that is in no other phase counts as `policy`. The time
+    between two steps (loading data, saving, evaluating) is `other`, of the later one.
+    """
 
     def __init__(
-        self, now: Callable[[], float] = time.perf_counter, settle: Callable[[], None] = settle, *,
-        sleep_mode: bool = False,
+        self, log: Callable[[str, float], None], now: Callable[[], float] = time.perf_counter,
+        settle: Callable[[], None] = settle, *, sleep_mode: bool = False,
     ) -> None:  # fmt: skip
         """`sleep_mode`: whether the run's engine sleeps between generations; else it has no phases for that."""
-        self._now, self._settle = now, settle
+        self._log, self._now, self._settle = log, now, settle
         self._phases = [phase for phase in PHASES if sleep_mode or phase not in _OF_SLEEP_MODE]
         self._open: list[str] = []
         self._seconds = dict.fromkeys(self._phases, 0.0)
@@ -165,26 +169,16 @@ class PhaseClock:
         self._seconds[self._open[-1] if self._open else "other"] += now - self._mark
         self._mark = now
 
-
-class StepClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Puts the seconds of each step into the log. Inside a step, time that is in no other phase counts as `policy`.
-
-    The time between two steps (loading data, saving, evaluating) counts as `other` of the later step.
-    """
-
-    def __init__(self, clock: PhaseClock, log: Callable[[str, float], None]) -> None:
-        self.clock, self.log = clock, log
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.clock.take()
+        self.take()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.clock.enter("policy")
+        self.enter("policy")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.clock.leave()
-        for phase, seconds in self.clock.take().items():
-            self.log(f"seconds/{phase}", seconds)
+        self.leave()
+        for phase, seconds in self.take().items():
+            self._log(f"seconds/{phase}", seconds)
 
 
 PASS, ACCURACY = "adora/pass_rate", "grading/correct"  # rewards above adora_correct_above, and right answers

@@ -28,12 +28,7 @@ from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.data.rows import has_images
 from adora_vl.evaluation import DataMissingError, fitting_evaluations, take_evaluations
 from adora_vl.models import check as fits
-from adora_vl.models.adapter import (
-    adapters_of,
-    check_keys,
-    hash_of,
-    processor_folder,
-)
+from adora_vl.models.adapter import adapters_of, check_keys, hash_of, processor_folder
 from adora_vl.models.families import sees_images
 from adora_vl.models.four_bit import check_four_bit
 from adora_vl.models.load import check_weights, limit_pixels, load_config, load_processor
@@ -324,11 +319,8 @@ def evaluations(run: Checked) -> None:
     config, asked = run.config, run.asked.rows
     run.evaluations = None
     if isinstance(asked, Datasets) and asked.evaluate is not None:
-        batch, group = config.per_device_eval_batch_size, config.num_generations_eval or config.num_generations
-        key, processes = (
-            "num_generations_eval" if config.num_generations_eval else "num_generations",
-            run.plan.processes,
-        )
+        key = "num_generations_eval" if config.num_generations_eval else "num_generations"
+        batch, group, processes = config.per_device_eval_batch_size, getattr(config, key), run.plan.processes
         refuse((batch * processes % group, f"per_device_eval_batch_size: {batch} x {processes} processes is no whole "
                 f"number of groups of {key}: {group}; set it to {group}"))  # fmt: skip
         return

@@ -106,24 +106,34 @@ class ChatClient:
     """Asks an endpoint, from several threads at once."""
 
     def __init__(self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None) -> None:
-        """`cache`: a file of earlier answers. `budget`: of calls, each attempt one; None: any number."""
+        """`cache`: a file of earlier answers, by conversation, address and all else of the request. `budget`: of calls,
+        each attempt one; None: any number.
+        """
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint, self.budget = endpoint, budget
         self.calls = 0
         self._lock = threading.Lock()
-        self._cache = None if cache is None else ReplyCache(cache, [endpoint.url, self._fields])
+        self._file, self._answers = cache, None
+        if cache is not None:
+            with written_to("judge_cache", cache):
+                self._answers = KeptAnswers(cache)
 
     def cached(self, messages: Messages) -> str | None:
         """The answer to these messages that is on the disk."""
-        return None if self._cache is None else self._cache.get(messages)
+        return None if self._answers is None else self._answers.get(self._key(messages))
+
+    def _key(self, messages: Messages) -> str:
+        request = [self.endpoint.url, self._fields, list(messages)]
+        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
         """What `read` makes of the answer, which `cached` gives from now on. `read` may raise `EndpointError` for an
         answer of the wrong form, which is then asked for again.
         """
         answer: str = self._patiently(lambda: read(self._call(messages, {}).text))
-        if self._cache is not None:
-            self._cache.put(messages, answer)
+        if self._answers is not None and self._file is not None:
+            with written_to("judge_cache", self._file):
+                self._answers.put(self._key(messages), answer)
         return answer
 
     def chat(self, messages: Messages, **body: Any) -> Reply:
@@ -277,23 +287,3 @@ def _seconds(asked: str | None) -> float:
         return max(0.0, float(asked or 0))
     except ValueError:  # a date
         return 0.0
-
-
-class ReplyCache:
-    """Answers by conversation and by `asked`: the address, and all else of the request."""
-
-    def __init__(self, file: Path, asked: Sequence[Any]) -> None:
-        self._file, self._asked = file, asked
-        with written_to("judge_cache", file):
-            self._answers = KeptAnswers(file)
-
-    def get(self, messages: Messages) -> str | None:
-        return self._answers.get(self._key(messages))
-
-    def put(self, messages: Messages, answer: str) -> None:
-        with written_to("judge_cache", self._file):
-            self._answers.put(self._key(messages), answer)
-
-    def _key(self, messages: Messages) -> str:
-        request = [*self._asked, list(messages)]
-        return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()

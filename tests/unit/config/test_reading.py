@@ -9,6 +9,7 @@ import sys
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -201,12 +202,14 @@ def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
                     read(["--config", str(path)], whole=False)
                 read_so.add(key)
     assert MOVED.keys() == read_so
+    old: Any
     for key, words in REMOVED.items():
+        old = {key: 1}
         for written in re.findall(r"(adora_\w+: .*?)(?=, or |$)", words.replace("METHOD: OPTIONS", "dapo: {}")):
             path.write_text(written.replace("FILE.txt", "boxed").replace("{NAME: OPTIONS}", "accuracy"))
             read(["--config", str(path)], whole=False)
         with pytest.raises(UserError, match=f"the key '{key}' was removed; (write|leave it out)"):
-            AdoraGRPOConfig("x", **{key: 1})
+            AdoraGRPOConfig("x", **old)
 
 
 def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces_it(tmp_path):

@@ -64,7 +64,7 @@ class Clock:
 
 def test_every_second_belongs_to_one_phase_also_where_one_fails():
     clock = Clock()
-    phases = PhaseClock(clock, settle=lambda: None)
+    phases = PhaseClock(print, clock, settle=lambda: None)
 
     def spend(seconds: float) -> None:
         clock.now += seconds
@@ -84,7 +84,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         spend(64)
     assert phases.take() == {"rollout": 10, "grading": 16, "policy": 32, "sync": 4, "other": 65}
     assert phases.take() == dict.fromkeys(("rollout", "grading", "policy", "sync", "other"), 0), "none of sleep mode"
-    assert PhaseClock(clock, settle=lambda: None, sleep_mode=True).take() == dict.fromkeys(PHASES, 0)
+    assert PhaseClock(print, clock, settle=lambda: None, sleep_mode=True).take() == dict.fromkeys(PHASES, 0)
 
     phases.enter("policy")
     with pytest.raises(RuntimeError), phases.phase("grading"):
