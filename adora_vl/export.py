@@ -49,9 +49,8 @@ _PROCESSOR = (
 
 
 def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = False) -> Path:
-    """Write `output`, whole or not at all. Returns the folder that was exported.
-
-    Raises `UserError` where there is nothing to export, its weights are damaged, or `output` is there already.
+    """Write `output`, whole or not at all. Returns the folder that was exported. Raises `UserError` where there is
+    nothing to export, its weights are damaged, or `output` is there already.
     """
     source = find_weights(run)
     if list(source.glob("*.safetensors")):  # else they are still in every rank's part
@@ -78,12 +77,10 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
 
 
 def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Accelerator) -> bool:
-    """Write a PEFT model with its adapter merged in, and the processor, into `folder`. All ranks call this together.
-
-    Returns whether anything was written: a model without LoRA is whole already; under ZeRO-3 and FSDP the weights are
-    in pieces, and a base in 4 bits becomes a larger one: there merging is left to the user (`python -m
-    adora_vl.export`). The evaluators look for `folder`, so it is there whole or not at all. The model itself is used
-    up: its adapter is gone afterwards.
+    """Write a PEFT model with its adapter merged in, and the processor, into `folder`, whole or not at all. Returns
+    whether anything was: a model without LoRA is whole already, and under ZeRO-3, FSDP and over a base in 4 bits
+    merging is left to the user (`python -m adora_vl.export`). The model is used up: its adapter is gone. All ranks call
+    this together.
     """
     from accelerate.utils import is_peft_model
     from trl.distributed import DistributedBackend

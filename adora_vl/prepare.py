@@ -45,9 +45,8 @@ def _asked(given: Given, parsed: Any, most: int | None = None) -> Any:
 
 
 def _build_for_any_machine(given: Given) -> tuple[Any, bool]:
-    """The three dataclasses, and whether this machine could run them: a GPU's config is read on a laptop too.
-
-    bf16 and fp16 are refused where there is no GPU; they are put back after the check.
+    """The three dataclasses, and whether this machine could run them: a GPU's config is read on a laptop too, where
+    bf16 and fp16, which are refused there, are put back after the check.
     """
     from adora_vl.config.schema import NoGPUError, build
 

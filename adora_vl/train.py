@@ -86,10 +86,9 @@ def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) ->
 
 
 def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
-    """Save the model and the trainer's state into `output_dir`. Returns the folder of the whole model.
-
-    With LoRA that is `output_dir/merged`: `output_dir` has the adapter alone, which neither vLLM nor the evaluators
-    load. Raises `RunError` where they cannot be written.
+    """Save the model and the trainer's state into `output_dir`. Returns the folder of the whole model: with LoRA
+    `output_dir/merged`, as neither vLLM nor the evaluators load an adapter alone. Raises `RunError` where they cannot
+    be written.
     """
     from adora_vl.checkpoint.writer import noted
     from adora_vl.export import save_merged
@@ -193,8 +192,7 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
 
 def report_mistake(error: UserError) -> None:
     """Print one line. Most mistakes are found by every rank: the first rank of each machine reports them, and the
-    launcher ends the others. A rank that nobody has ended after some seconds has found its mistake alone, and reports
-    it itself.
+    launcher ends the others. One that nobody has ended after some seconds has found its mistake alone, and reports it.
     """
     place = ""
     if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":
@@ -216,8 +214,8 @@ def dry_run(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 130
-    interrupted outside the training, 1 anything else: one line with the step and the checkpoint to go on from, after
-    the traceback of its cause. A dry run returns 1 where the run does not fit.
+    interrupted outside the training, 1 anything else (one line, after the traceback of its cause), or a dry run that
+    does not fit.
     """
     words = sys.argv[1:] if arguments is None else arguments
     watch_launcher()

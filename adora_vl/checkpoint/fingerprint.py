@@ -46,11 +46,9 @@ def fingerprint(
     *settings: Any, data: Sequence[Path | str], model: Path | str, revision: str | None, processes: int,
     sharding: str = "none", own: Mapping[str, str] | None = None, left_out: Sequence[str] = (),
 ) -> Fingerprint:  # fmt: skip
-    """Every key that influences the steps, with its value as text.
-
-    `settings` are the run's dataclasses, `data` the folders of its data sets in their order, `model` a folder or
-    hub id, `sharding` is from `sharding_of`, `own` the hash of each file of the user's code, by what it is for,
-    `left_out` the ids of rows that are not trained on.
+    """Every key that influences the steps, with its value as text. `settings`: the run's dataclasses. `data`: the
+    folders of its data sets in their order. `model`: a folder or hub id. `sharding`: from `sharding_of`. `own`: the
+    hash of each file of the user's code, by what it is for. `left_out`: the ids of rows that are not trained on.
     """
     values: dict[str, Any] = {}
     for each in settings:

@@ -19,7 +19,6 @@ LOCK = ".lock"  # in output_dir
 
 def lock_output_dir(output_dir: Path) -> FileLock:
     """A lock on `output_dir` for as long as this process lives: two runs in one folder would delete each other's work.
-
     Raises `UserError` if another process holds it, or if the folder cannot be made.
     """
     refuse_dangling("output_dir", output_dir)
@@ -50,11 +49,10 @@ def choose_start(
     output_dir: Path, wanted: object, overwrite: bool, now: Fingerprint, inputs: Sequence[tuple[str, str]] = (),
     *, clear: bool = True,
 ) -> StartPoint:  # fmt: skip
-    """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None is that too). `inputs`: keys
-    and the folders that they name, which the run reads. `clear`: what a killed run has left half written.
-
-    `auto` resumes if `output_dir` holds a run with the same fingerprint, and starts at the first step if it holds none.
-    Raises `UserError` for another run, and for a checkpoint that is not whole. One process calls this.
+    """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None too), which resumes if
+    `output_dir` holds a run with the same fingerprint, and starts at the first step if it holds none. `inputs`: keys
+    and the folders that they name, which the run reads. `clear`: what a killed run has left half written. Raises
+    `UserError` for another run, and for a checkpoint that is not whole. One process calls this.
     """
     word = str(wanted).lower()
     named = None if wanted is None or word in ("auto", "true", "false") else Path(str(wanted))

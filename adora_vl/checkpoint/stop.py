@@ -63,7 +63,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
     def release(self) -> None:
         """Restore the handlers when all ranks have written everything. A stopped run ignores signals from now on, so
-        that they do not change its exit code: the launcher sends one to the others as soon as the first rank has ended.
+        that its exit code stays: the launcher sends one to the others as soon as the first rank has ended.
         """
         ends = self.stopped or self.received is not None
         for number, handler in self._before.items():

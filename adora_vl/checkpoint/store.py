@@ -33,11 +33,9 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def publish(staged: Path, final: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
-    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename; nothing is lost in a crash.
-
-    A folder that stands at `final` already (one that was found damaged) is moved away first. One process calls this,
-    after all have written. `written` names the files that other machines have put there: on a shared disk this one may
-    list its folder as it was some seconds ago. Raises `OSError` where one of them does not appear.
+    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename; what stands there already (one
+    that was damaged) is moved away first. One process calls this, after all have written. `written`: the files of other
+    machines, which a shared disk may not list here yet. Raises `OSError` where one of them does not appear.
     """
     missing = next((name for name in written if not appears(staged / name)), None)
     if missing is not None:
@@ -115,10 +113,8 @@ def newest_valid(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]
 
 
 def rotate(output_dir: Path, keep: int | None) -> None:
-    """Delete all finished checkpoints except the newest `keep` (None keeps all). Call it after the newest is published.
-
-    Folders without the mark are neither counted nor touched. A folder is renamed before it is deleted, so none is ever
-    half there.
+    """Delete all finished checkpoints except the newest `keep` (None keeps all), each renamed first, so that none is
+    ever half there. Folders without the mark are neither counted nor touched. Call it after the newest is published.
     """
     finished = [path for path in checkpoints(output_dir) if (path / MARK).is_file()]
     for checkpoint in finished[keep:] if keep else []:

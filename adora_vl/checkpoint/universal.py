@@ -71,9 +71,8 @@ def shards_of(checkpoint: Path) -> Path | None:
 
 def write_universal(checkpoint: Path, output: Path) -> None:
     """Write `output`, a whole checkpoint with the content of `checkpoint`, for any number of DeepSpeed processes.
-
-    DeepSpeed's own converter reads the shards with pickle, hence `without_code`: hashes say that a checkpoint is whole,
-    and not who made it. Raises `UserError` where there are no shards to convert, or they ask for code.
+    DeepSpeed's converter reads the shards with pickle, hence `without_code`: hashes say that a checkpoint is whole, and
+    not who made it. Raises `UserError` where there are no shards to convert, or they ask for code.
     """
     shards = shards_of(checkpoint)
     if shards is None:
@@ -97,9 +96,8 @@ def write_universal(checkpoint: Path, output: Path) -> None:
 
 
 def expect_universal(trainer: Trainer) -> None:
-    """Have DeepSpeed read the universal folder, and not look for shards. Call it before `trainer.train`.
-
-    Raises `UserError` if the run does not use DeepSpeed.
+    """Have DeepSpeed read the universal folder, and not look for shards. Call it before `trainer.train`. Raises
+    `UserError` if the run does not use DeepSpeed.
     """
     launch = "accelerate launch --num_processes 1 with the config of before"
     needs = f"resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: {launch}"
@@ -110,11 +108,9 @@ def expect_universal(trainer: Trainer) -> None:
 
 
 class _GroupsAsBefore(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Corrects, before the first step, what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint.
-
-    Every group of parameters gets the first group's weight decay, so norms and biases would decay too. (Transformers
-    makes two groups: with decay, and without.) And all groups share one tensor as their Adam step, which each of them
-    advances.
+    """Corrects, before the first step, what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint: every
+    group gets the first group's weight decay, so norms and biases would decay too (Transformers makes two groups: with
+    decay, and without), and all groups share one tensor as their Adam step, which each of them advances.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:

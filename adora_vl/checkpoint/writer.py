@@ -53,10 +53,9 @@ def model_of_a_run(folder: Path) -> list[Path]:
 
 
 def own_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
-    """The files below `paths` that no run is known to have written as they are, by their names in the folder.
-
-    `paths`: by default `of_a_run`. Links are among them, as a run makes none. A folder `checkpoint-N` without a
-    checkpoint's manifest is named as a whole. Raises `OSError` where a folder cannot be listed.
+    """The files below `paths` (by default `of_a_run`) that no run is known to have written as they are, by their names
+    in the folder; links too, as a run makes none. A `checkpoint-N` without a checkpoint's manifest is named as a whole.
+    Raises `OSError` where a folder cannot be listed.
     """
     notes, own = _notes(folder), list[Path]()
     for path in of_a_run(folder) if paths is None else paths:
@@ -75,10 +74,8 @@ def some(names: Sequence[str]) -> str:
 
 @contextmanager
 def noted(output_dir: Path, writes: bool) -> Iterator[None]:
-    """Note in `written.json` what the block saves of a model into `output_dir`. `writes`: this process saves it.
-
-    If the run is killed inside, whatever was not there before counts as the run's, so that it can resume. Raises
-    `OSError`.
+    """Note in `written.json` what the block saves of a model into `output_dir`. `writes`: this process saves it. If the
+    run is killed inside, whatever was not there before counts as the run's, so that it can resume. Raises `OSError`.
     """
     if not writes:
         yield
@@ -195,10 +192,8 @@ def begun(output_dir: Path) -> bool:
 
 
 def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
-    """Raise `UserError` for what no run is known to have written, where this one would write over it or delete it.
-
-    A run that resumes writes over the final model alone: it takes the rest of the folder as it is, except for the
-    place of what is put aside.
+    """Raise `UserError` for what no run is known to have written, where this one would write over it or delete it: of a
+    run that resumes the final model alone, and the place of what is put aside.
     """
     with written_to("output_dir", output_dir):
         resumes = holds_a_run(output_dir) and begun(output_dir) and not overwrite
@@ -221,11 +216,10 @@ def _own_hidden(output_dir: Path) -> list[str]:
 
 
 def set_aside(output_dir: Path) -> str | None:
-    """Move the old run out of the way by renaming. Returns where it is now, or None if there was no run.
-
-    No start resumes from the run that was put aside, even if the new run ends before its first checkpoint. What such an
-    unfinished run has left is deleted by the next call; the old run is kept. One process calls this. Raises `UserError`
-    for files of the user's that have come since the start.
+    """Move the old run out of the way by renaming. Returns where it is now, or None if there was none. No start resumes
+    from it, even if the new run ends before its first checkpoint; what such a run has left is deleted by the next call,
+    and the old one kept. One process calls this. Raises `UserError` for files of the user's that have come since the
+    start.
     """
     refuse_own_files(output_dir, overwrite=True)
     aside = output_dir / ASIDE
@@ -267,8 +261,7 @@ class CheckpointWriter:
 
     def write(self, step: int, save: Save) -> None:
         """Write a checkpoint. `save` writes its files; when all are there it appears, and older ones are deleted.
-
-        Raises `RunError` if a file cannot be written. Older checkpoints are then as they were.
+        Raises `RunError` if a file cannot be written; older checkpoints are then as they were.
         """
         from accelerate.utils import gather_object
 

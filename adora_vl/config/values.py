@@ -98,10 +98,8 @@ class Read:
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value from the command line or a YAML file to `hint`, what `key` takes. Raises `UserError`.
-
-    A dataclass is a block of options, each read as its own annotation says. One with a `shorthand` may be given as the
-    value of that field alone.
+    """Convert a value from the command line or a YAML file to `hint`, what `key` takes. Raises `UserError`. A dataclass
+    is a block of options; one with a `shorthand` may be given as the value of that field alone.
     """
     kinds, names = {_kind(arm) for arm in _arms(hint)}, _names(hint)
     word = value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
@@ -129,9 +127,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def check_fields(config: Any, theirs: type | None = None) -> None:
-    """Check the values of a dataclass that Python code made without a parser, and convert ours. Raises `UserError`.
-
-    `theirs`: the dataclass of a library. Its keys have to be finite, and those in `RANGES` in their range.
+    """Check the values of a dataclass that Python code made without a parser, and convert ours. `theirs`: the dataclass
+    of a library, whose keys have to be finite, and in their range if `RANGES` has one. Raises `UserError`.
     """
     left = {key.name for key in fields(theirs)} if theirs else set()
     kind: Any = type(config)
@@ -311,9 +308,8 @@ def _or_mapping(key: str, word: Any) -> list[Any]:
 
 
 def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
-    """A mapping, read from JSON, from YAML's `{a: 1}`, or from the path of a JSON file.
-
-    `or_text`: the key takes texts too, so a text is checked and stays a text, of JSON.
+    """A mapping, read from JSON, from YAML's `{a: 1}`, or from the path of a JSON file. `or_text`: the key takes texts
+    too, so a text is checked and stays one, of JSON.
     """
     if isinstance(value, Mapping):
         return value

@@ -57,9 +57,8 @@ class Sharding:
 
 def from_file(path: str | Path, processes: int | None = None, machines: int | None = None) -> Sharding:
     """The sharding of an accelerate config. With another number of `machines` each has as many processes as in the
-    file, unless `processes` says how many there are on all of them.
-
-    Raises `UserError` for a file that is none, for FSDP, and for one that several machines cannot start from.
+    file, unless `processes` says how many there are on all. Raises `UserError` for a file that is none, for FSDP, and
+    for one that several machines cannot start from.
     """
     content, where = read_mapping("--accelerate-config", Path(path)), f"--accelerate-config: {str(path)!r}"
     refuse(("num_processes" not in content, f"{where} is no accelerate config (no num_processes)"))
@@ -145,10 +144,8 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
 
 @dataclass(frozen=True)
 class Where:
-    """What the checks before a run may look at.
-
-    `here`: this machine will run it, so its packages, device, servers and folders count. `sharding`: of the run.
-    `folder`: what becomes of `output_dir`. `paper`: nothing will run, so what is not here is not known, and not wrong.
+    """What the checks before a run may look at. `here`: this machine will run it, so its packages, device, servers and
+    folders count. `folder`: what becomes of `output_dir`. `paper`: nothing will run, so what is not here is not wrong.
     """
 
     here: bool

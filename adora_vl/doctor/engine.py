@@ -47,11 +47,9 @@ SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the
 
 
 def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
-    """The last trained matrix of the language model's layers, or with `vision` of tower and projector. None if nothing
-    there is trained.
-
-    The last one has the most direct effect on the output. With `vision` it is the last one before the image embeddings:
-    features that enter at later layers ("deepstack") are added to much larger numbers, and hardly move an answer.
+    """The last trained matrix of the language model's layers, which has the most direct effect, or with `vision` of
+    tower and projector, the last before the image embeddings: features that enter at later layers ("deepstack") hardly
+    move an answer. None if nothing there is trained.
     """
     found = [
         (name, parameter)

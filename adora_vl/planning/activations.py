@@ -61,10 +61,9 @@ def _mlp(tower: Tower, dtypes: Dtypes) -> int:
 
 
 def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
-    """What one decoder layer saves, in bytes.
-
-    `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (not where there is one head of
-    them: that is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
+    """What one decoder layer saves, in bytes. `masked`: SDPA with a padding mask. Then keys and values are repeated for
+    every head (one head of them is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T,
+    T).
     """
     queries = tower.heads * tower.head_size
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
@@ -88,10 +87,8 @@ def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
 
 
 def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
-    """What one block of the vision tower saves, in bytes.
-
-    Attention keeps the whole fused q/k/v (v is a view into it), rotated q and k, the output of each window and all of
-    them joined.
+    """What one block of the vision tower saves, in bytes. Attention keeps the fused q/k/v (v is a view into it),
+    rotated q and k, the output of each window and all of them joined.
     """
     return patches * (
         (_norms if tower.swiglu else _layer_norms)(tower.width, dtypes) + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
@@ -161,10 +158,8 @@ def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact:
 
 def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
     """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients of hidden states
-    and, where the head is trained, of its weight, with their copies in the model's dtype.
-
-    `compact`: on a GPU only completion tokens are scored, and a kernel works in the tile itself; elsewhere all tokens
-    are, and torch's own operations hold eight float32 values of the tile at once.
+    and, where the head is trained, of its weight, with their copies in the model's dtype. `compact`: on a GPU only
+    completion tokens are scored, in the tile itself; elsewhere all are, with eight float32 values of the tile at once.
     """
     tokens, width = _scored(batch, compact), shape.text.width
     rows = min(tokens, TILE_TOKENS)

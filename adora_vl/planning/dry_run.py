@@ -370,9 +370,8 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """Every key with its value, in a form that `--config` reads; what differs from the defaults comes first.
-
-    Keys that Transformers or TRL derive from others, and would not accept as given, are left out.
+    """Every key with its value, in a form that `--config` reads; what differs from the defaults comes first. Keys that
+    Transformers or TRL derive from others are left out.
     """
     everything = changed_keys(plan, given)
     for key, value, same in _keys(plan):

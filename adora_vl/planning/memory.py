@@ -33,10 +33,9 @@ class States:
 
 
 def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
-    """`mixed`: DeepSpeed computes in bfloat16 or float16, and then keeps float32 master weights.
-
-    Without DeepSpeed gradients and moments have the dtype of the weights, and LoRA's own weights are float32 (peft's
-    default). The reference model is whole on each card but for ZeRO-3, and LoRA needs none (TRL).
+    """`mixed`: DeepSpeed computes in bfloat16 or float16, and then keeps float32 master weights. Without it gradients
+    and moments have the dtype of the weights, and LoRA's own are float32 (peft's default). The reference model is whole
+    on each card but for ZeRO-3, and LoRA needs none (TRL).
     """
     if sharding.stage is None:
         return _plain(shape, sharding.processes, reference)
@@ -123,11 +122,9 @@ _SMALL = 2 * 2**20  # scheduler, random states, trainer_state.json and manifest,
 
 
 def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False) -> int:
-    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and with `reference` a
-    reference model that moves (`sync_ref_model`).
-
-    DeepSpeed writes, beside the model for `from_pretrained`, its own float32 master weights, the moments and, for
-    ZeRO-2 and below, the module's weights once more.
+    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and with `reference`
+    one that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own float32 master
+    weights, the moments and, for ZeRO-2 and below, the module's weights once more.
     """
     moved = shape.total * shape.weight_bytes if reference else 0
     if sharding.stage is None:
@@ -331,9 +328,9 @@ HEADROOM = 0.05  # of the card: left free by a share that is proposed, since no 
 
 
 def proposed_utilization(setup: Setup, card: int) -> float | None:
-    """The `vllm_gpu_memory_utilization`, in hundredths, with which the most rollouts of full length run at once while
-    every phase leaves `HEADROOM` of the card free: the smallest such share. None without a colocated engine on a GPU,
-    and where no share fits.
+    """The smallest `vllm_gpu_memory_utilization`, in hundredths, with which the most rollouts of full length run at
+    once while every phase leaves `HEADROOM` of the card free. None without a colocated engine on a GPU, or where none
+    fits.
     """
     engine = setup.engine
     if engine is None or not setup.accelerator:

@@ -25,9 +25,8 @@ from adora_vl.utils.versions import installed
 
 
 def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) -> str:
-    """The command that started this run: `accelerate launch ...` if the parent process was started so (Linux can
-    tell), else `python -m adora_vl.train` with the same arguments, which are None for a script of Python's. Secrets are
-    left out.
+    """The command that started this run, without secrets: `accelerate launch ...` if the parent process was started so
+    (Linux can tell), else `python -m adora_vl.train` with the `arguments`, which are None for a script of Python's.
     """
     if arguments is None:
         named = sys.argv and sys.argv[0] not in ("", "-c")
@@ -140,9 +139,8 @@ def run_manifest(
     plan: str, processes: int, checkpoint: str | None, own: Mapping[str, str] | None = None, left_out: int = 0,
 ) -> Manifest:  # fmt: skip
     """The manifest of a run that starts now, or resumes from `checkpoint`. `settings`: the dataclasses of the run.
-
-    `rows`: those that are trained on. `own`: the hash of each file of the user's code, by what it is for. `left_out`:
-    rows whose prompts are too long (`adora_overlong_prompts`).
+    `rows`: those that are trained on; `left_out`: those whose prompts are too long (`adora_overlong_prompts`). `own`:
+    the hash of each file of the user's code, by what it is for.
     """
     config = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
     return {
@@ -171,9 +169,8 @@ def run_manifest(
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:
-    """Write the manifest at once. A resumed run keeps the earlier starts that it lists. One process calls this.
-
-    Raises `RunError` if the disk refuses.
+    """Write the manifest at once. A resumed run keeps the earlier starts that it lists. One process calls this. Raises
+    `RunError` if the disk refuses.
     """
     path = output_dir / MANIFEST
     if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:

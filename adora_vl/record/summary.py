@@ -69,10 +69,9 @@ def summary_lines(
     history: Sequence[Mapping[str, Any]], config: AdoraGRPOConfig, model: Path, seconds: float, *, data: str = "DATA",
     command: str = "",
 ) -> list[str]:  # fmt: skip
-    """The lines of the summary; the table compares the first and the last fifth of the logged steps.
-
-    `model` is a folder that transformers and vLLM can load, or a LoRA adapter that is to be merged first. `data` is the
-    dataset's folder, and `command` is the command that started the run.
+    """The lines of the summary; the table compares the first and the last fifth of the logged steps. `model`: a folder
+    that transformers and vLLM can load, or a LoRA adapter that is to be merged first. `data`: the dataset's folder.
+    `command`: the one that started the run.
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
     lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]

@@ -67,11 +67,9 @@ def add_rows(
     judged: Advantages, functions: Sequence[str], *, texts: bool = False,
 ) -> None:  # fmt: skip
     """Put rollouts that were graded into `table`, the trainer's `_logs`, which keeps as many as a generation has.
-
-    `prompts`, `answers` and `images` are of this rank, the rest of all; `images` is empty where no tracker has a table
-    for them. The advantages are in a training 0 until `set_weighed` has the final ones; `advantage_raw` is TRL's.
-    `functions`: the names of the rewards. `texts`: turn prompts into plain texts, because wandb refuses messages that
-    mix text and images.
+    `prompts`, `answers` and `images` (empty where no tracker shows them) are of this rank, the rest of all. The
+    advantages are in a training 0 until `set_weighed` has the final ones; `advantage_raw` is TRL's. `functions`: the
+    names of the rewards. `texts`: prompts become plain texts, as wandb refuses messages that mix text and images.
     """
     generations = judged.raw_PG.shape[1]
     table["prompt"].extend(gather_texts(prompts))
@@ -105,9 +103,8 @@ def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) ->
 
 
 def in_one_form(prompts: Any) -> None:
-    """Give the texts of all prompts one form, since a column of a table has one type.
-
-    TRL splits them into parts on a rank whose batch has an image, and on no other rank.
+    """Give the texts of all prompts one form, since a column of a table has one type: TRL splits them into parts on a
+    rank whose batch has an image, and on no other rank.
     """
     conversations = [prompt for prompt in prompts if is_conversation(prompt)]
     if not any(isinstance(message.get("content"), list) for prompt in conversations for message in prompt):

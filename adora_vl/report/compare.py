@@ -163,7 +163,6 @@ def _scores(folder: Path) -> tuple[dict[str, ScoreFile], list[str]]:
 
 def make_sides(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> tuple[Side, Side]:
     """The sides as they were named; without a second one, two runs are two sides, and more are sorted by their config.
-
     Raises `UserError` where that gives no two sides, or a side with a seed twice.
     """
     if not second:
@@ -359,10 +358,9 @@ def _notes(a: Side, b: Side) -> list[str]:
 
 
 def gain_lines(before: ScoreFile, after: ScoreFile, beside: ScoreFile | None = None) -> list[str]:
-    """The table, overall, by family and by kind, with 95 % Wilson intervals. The gain is in percentage points.
-
-    `beside` is another score of the same problems: it gets a column, and a paired difference. Raises `UserError` for
-    scores of different benchmarks, or of different numbers of answers.
+    """The table, overall, by family and by kind, with 95 % Wilson intervals, and the gain in percentage points.
+    `beside`: another score of the same problems, with a column and a paired difference. Raises `UserError` for scores
+    of different benchmarks, or of different numbers of answers.
     """
     runs = [before, after, *([beside] if beside else [])]
     check_one_benchmark(runs)

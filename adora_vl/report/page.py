@@ -47,9 +47,8 @@ Tree = list[Any]  # [element, attributes, child or text, ...]
 
 
 def formulas(texts: Iterable[str | None], whole: Iterable[str | None] = ()) -> dict[str, Tree]:
-    """The trees of the formulas in `texts`, and of each of `whole` that is LaTeX altogether, by their source.
-
-    The first `MAX_FORMULAS` different ones are looked at. Without the package latex2mathml there are none.
+    """The trees of the formulas in `texts`, and of each of `whole` that is LaTeX altogether, by their source; of the
+    first `MAX_FORMULAS` different ones. Without the package latex2mathml there are none.
     """
     if find_spec("latex2mathml") is None:  # an environment from before it was needed still gets its page
         return {}

@@ -28,11 +28,9 @@ _CONTROLS = {  # `assign`: what decided the weight instead of the criteria
 
 
 def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Why a group has its weight, in one to three sentences.
-
-    `group`: step (from 1 on), weight, tds, pass_rate, longest_right and mean_wrong as recorded, `equal`: all rewards
-    are the same, and `left`: how many of its `size` rollouts have no reward. `settings`: the keys of the run, as the
-    files of the record have them.
+    """Why a group has its weight, in one to three sentences. `group`: step (from 1 on), weight, tds, pass_rate,
+    longest_right and mean_wrong as recorded, `equal`: all rewards are the same, and `left`: how many of its `size`
+    rollouts have no reward. `settings`: the keys of the run, as its record has them.
     """
     if group["left"] == group["size"]:
         return "No rollout of the group has a reward to compare with another, so nothing is learned from it."
@@ -207,7 +205,6 @@ def _rollout(row: Json) -> list[Any]:
 
 def _compared(row: Json) -> list[tuple[str, str, str]] | None:
     """The parts of an answer with those of the reference answer; None for one number, or where the grade was another.
-
     The record does not say how the run read its answers, so each way is tried until one has the recorded reason.
     """
     response, reference = row["completion"], row["answer"]

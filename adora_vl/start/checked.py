@@ -50,10 +50,8 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user wants, whichever way it came.
-
-    `rows`: a command's keys, or data sets of Python's. `rewards`: what Python gave. `given`: the command; None from
-    Python. `most`: so many prompts are measured; None: all.
+    """What a user wants, whichever way it came. `rows`: a command's keys, or data sets of Python's. `rewards`: what
+    Python gave. `given`: the command; None from Python. `most`: so many prompts are measured; None: all.
     """
 
     config: AdoraGRPOConfig

@@ -35,7 +35,6 @@ class MistakesError(UserError):
 
 def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool = True) -> int:
     """Run a command: 0 done, 2 the user's input is wrong, 130 Ctrl-C, 141 nobody reads on, as behind `| head`.
-
     `interrupted`: what became of its work. `speaks`: whether this process says what is wrong with the input.
     """
     try:

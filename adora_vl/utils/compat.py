@@ -1,9 +1,7 @@
-"""All patches of libraries. What a library does there, why that is not enough, and when a patch can go, is in the table
-at the end of CONTRIBUTING.md, to be read when a version is raised.
-
-A `Patch` replaces an attribute of a library, because the library leaves no argument and no method to override for it.
-`tests/unit/utils/test_compat.py` holds that the attributes exist in the installed versions, and that nothing is
-replaced past this list.
+"""All patches of libraries: attributes that are replaced because the library leaves no argument and no method to
+override for it. What it does there, why that is not enough, and when a patch can go, is in the table at the end of
+CONTRIBUTING.md, to be read when a version is raised. `tests/unit/utils/test_compat.py` holds that the attributes exist,
+and that nothing is replaced past this list.
 """
 
 from collections.abc import Iterator
@@ -21,9 +19,8 @@ class Patch:
 
     @contextmanager
     def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
-        """Inside the block the attribute of `on`, the owner or an object of that class, is `value`.
-
-        After it, an attribute that `on` has only from its class is deleted from `on`, so that it is not saved with it.
+        """Inside the block the attribute of `on`, the owner or an object of that class, is `value`. After it, one that
+        `on` has only from its class is deleted from `on`, so that it is not saved with it.
         """
         own = self.name in vars(on)
         original = vars(on)[self.name] if own else getattr(on, self.name)  # a static method as such

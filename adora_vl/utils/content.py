@@ -21,11 +21,9 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 
 
 def content_hash(files: Iterable[Path]) -> str:
-    """32 hexadecimal digits for the names of files, without their folders, and all of their bytes.
-
-    XXH3 with 128 bits: five times as fast as SHA-256, and no defence against somebody who wants two files to look
-    alike. A file that was read before is not read again while device, inode, size and the times of its last change
-    (that of the content, and that of the inode, which nobody can set) are the same; see `_memory`. Raises `OSError`.
+    """32 hexadecimal digits for the names of files, without their folders, and all of their bytes, by XXH3: five times
+    as fast as SHA-256, and no defence against somebody who wants two files to look alike. A file is not read again
+    while its `_state` is the same, whose times nobody can set. Raises `OSError`.
     """
     paths = sorted(files)
     new = sum(path.stat().st_size for path in paths if _memory().get(_state(path.stat())) is None)

@@ -37,11 +37,9 @@ def cache_folder() -> Path:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A hidden neighbour of `path` to write into, which is renamed over `path` when the block ends.
-
-    Whatever goes wrong, the neighbour is removed and what was at `path` stays. Unless `durable` is false, the bytes are
-    on the disk before the file gets its name. What is no file, such as /dev/stdout, is written to as it is. Raises
-    `OSError`.
+    """A hidden neighbour of `path` to write into, renamed over `path` when the block ends; on an error it is removed,
+    and what was at `path` stays. Unless `durable` is false, the bytes are on the disk before the file gets its name.
+    What is no file, such as /dev/stdout, is written to as it is. Raises `OSError`.
     """
     if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
         with path.open("wb") as file:
@@ -68,9 +66,8 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 class KeptAnswers:
-    """Answers by key, a JSON line each, to which several processes may add at once.
-
-    A line that cannot be read is ignored; one that a killed process tore does not take the next one with it.
+    """Answers by key, a JSON line each, to which several processes may add at once. A line that cannot be read is
+    ignored; one that a killed process tore does not take the next one with it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -111,11 +108,10 @@ def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder, hidden beside `folder`, which takes its place when the block ends; the old one goes after that.
-
-    Whatever goes wrong, the new one is removed and the old one stays. The files are on the disk before the folder gets
-    its name. Two renames make the exchange: where a process is killed between them, the next `replacing_folder` (or
-    `recover_folder`, or `remove_partial`) gives the old folder its name back. Raises `OSError`.
+    """A new folder, hidden beside `folder`, which takes its place when the block ends; on an error it is removed, and
+    the old one stays. The files are on the disk before the folder gets its name. Where a process is killed between the
+    two renames of the exchange, `recover_folder` or `remove_partial` gives the old folder its name back. Raises
+    `OSError`.
     """
     recover_folder(folder)
     beside, lock = locked_folder(lambda: _neighbour(folder))
@@ -134,9 +130,8 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def usual_modes(folder: Path) -> None:
-    """Give the weights in `folder` the mode that any other new file has there.
-
-    Stock safetensors (0.8) makes a file that its owner alone may read, whatever the umask says.
+    """Give the weights in `folder` the mode that any other new file has there: stock safetensors (0.8) makes a file
+    that its owner alone may read, whatever the umask says.
     """
     probe = _neighbour(folder / "mode")
     with suppress(OSError):  # not on every file system
@@ -183,9 +178,8 @@ def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
-    """A new folder with a random name, and the open lock in it, by which others know that its process lives.
-
-    None in place of the lock on a file system that has no locks; there nobody removes what a process left behind.
+    """A new folder with a random name, and the open lock in it, by which others know that its process lives; None on a
+    file system without locks, where nobody removes what a process left behind.
     """
     while True:
         folder = new_name()
@@ -231,10 +225,7 @@ def is_partial(path: Path) -> bool:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left in `folder` of files and folders that they were replacing.
-
-    Call it where nobody else writes at the same time.
-    """
+    """Remove what killed processes left in `folder` of what they were replacing. Call it where nobody else writes."""
     for path in folder.glob(f".*{_PARTIAL}*"):
         named = _PARTIAL_NAME.fullmatch(path.name)
         if named and path.is_dir():
@@ -287,9 +278,8 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or would take the place of anything but `what`.
-
-    `is_ours`: whether the content of such a file is what this command writes.
+    """Raise `UserError` where a JSON file cannot be written, or would take the place of anything but `what`. `is_ours`:
+    whether a file of this content is one.
     """
     check_folder(option, path.parent)
     if not path.exists() or not (path.is_file() or path.is_dir()):  # /dev/stdout is written to as it is

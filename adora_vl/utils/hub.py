@@ -16,13 +16,10 @@ _SERVER_ERROR = 500
 
 @cache
 def no_hub() -> str:
-    """Why the hub cannot be used, in a few words; empty where it answers. The result is kept for later calls.
-
-    A hub that does not answer within five seconds is not asked again in this process: TRL, vLLM, PEFT and `datasets`
-    then take what is on this machine, or fail at once.
-
-    The limit is for the whole call. An HTTP client's own time-out is for each piece of the answer, so a proxy that
-    sends a byte now and then could hold it for ever.
+    """Why the hub cannot be used, in a few words; empty where it answers. One that does not answer within five seconds
+    is not asked again in this process: TRL, vLLM, PEFT and `datasets` then take what is on this machine, or fail at
+    once. The limit is for the whole call: an HTTP client's own is for each piece of the answer, which a proxy may send
+    one by one for ever.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
@@ -49,10 +46,7 @@ def no_hub() -> str:
 
 
 def only_here(name: str) -> bool:
-    """Whether to look on this machine alone: the name is a folder, or the hub does not answer.
-
-    Transformers takes this as `local_files_only`.
-    """
+    """Whether to look on this machine alone (`local_files_only`): it is a folder, or the hub does not answer."""
     return Path(name).is_dir() or bool(no_hub())
 
 

@@ -29,9 +29,8 @@ def find_cpu_build() -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, outside the range from which the system chooses ports for connections.
-
-    The engine listens on it only when it starts, up to a minute later; by then a port of that range may be in use.
+    """A port that nobody listens on, outside the range from which the system chooses ports for connections: the engine
+    listens on it up to a minute later.
     """
     for port in random.SystemRandom().sample(_LISTENING, 100):
         with socket.socket() as probe, suppress(OSError):
@@ -41,9 +40,8 @@ def free_port() -> int:
 
 
 def put_own_programs_on_path() -> None:
-    """Let child processes find the programs of this Python environment, even if it was not activated.
-
-    DeepSpeed and torch call `ninja` by name when they compile an operator, `DeepSpeedCPUAdam` for instance.
+    """Let child processes find the programs of this Python environment, even if it was not activated: DeepSpeed and
+    torch call `ninja` by name.
     """
     own = str(Path(sys.executable).parent)
     others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
@@ -51,9 +49,8 @@ def put_own_programs_on_path() -> None:
 
 
 def use_one_gpu() -> None:
-    """A single process uses the first GPU that it may see.
-
-    Transformers would spread a batch over all visible GPUs with `torch.nn.DataParallel`, which TRL does not support.
+    """A single process uses the first GPU that it may see: over several, Transformers would spread a batch with
+    `torch.nn.DataParallel`, which TRL does not support.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
@@ -80,10 +77,9 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 
 def use_expandable_segments() -> None:
-    """Let torch grow its blocks of GPU memory instead of keeping one of every size; before torch first uses a GPU.
-
-    The packed sequences of every micro-batch have another length, which leaves gaps between fixed blocks that no later
-    tensor fits in. What the user has set stays as it is. vLLM switches this off around the memory that sleeps.
+    """Before torch first uses a GPU, let it grow its blocks of memory: micro-batches of packed sequences differ in
+    length, and leave gaps between fixed blocks. What the user has set stays. vLLM switches this off around the memory
+    that sleeps.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -132,10 +128,8 @@ def is_left_behind(lock: Path) -> bool | None:
 
 
 def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Remove the locks of killed builds, and wait while one may still be held. The first rank says so in one line.
-
-    The first rank of a machine removes locks, and the others wait until it has: to torch, a lock that vanishes means
-    that the build is finished.
+    """Remove the locks of killed builds, and wait while one may still be held. The first rank of a machine does, and
+    says so; the others wait for it: to torch, a lock that vanishes means that the build is finished.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     folder = builds_folder()
@@ -195,11 +189,9 @@ def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def watch_launcher() -> None:
-    """Send this process SIGHUP when its launcher is gone, as the system does when a terminal is gone.
-
-    Before the training, SIGHUP ends the process; during the training, the run is saved first. Without a launcher
-    nothing is watched: a process under nohup outlives its shell. PR_SET_PDEATHSIG is not used, because it fires when a
-    *thread* of the parent ends.
+    """Send this process SIGHUP when its launcher is gone, as the system does when a terminal is gone. Without a
+    launcher nothing is watched: a process under nohup outlives its shell. (PR_SET_PDEATHSIG fires when a *thread* of
+    the parent ends.)
     """
     if under_launcher():
         watch_parent()
@@ -222,9 +214,8 @@ _GONE = select.POLLERR | select.POLLHUP
 
 
 def mute_lost_outputs() -> None:
-    """Redirect an output whose reader is gone to /dev/null. Else the next line would end the run with an `OSError`.
-
-    The descriptors are replaced, since tqdm and loggers keep the stream objects that they were made with.
+    """Redirect an output whose reader is gone to /dev/null, by its descriptor, since tqdm and loggers keep their
+    streams. Else the next line would end the run with an `OSError`.
     """
     outputs = select.poll()
     for descriptor in (1, 2):
@@ -237,12 +228,10 @@ def mute_lost_outputs() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code as `sys.exit` does, but for the interpreter's finalization.
-
-    gloo's threads outlive `destroy_process_group` while anything holds a group. One that frees a tensor just when the
-    interpreter is finalized aborts the process (pytorch/pytorch issue 190489), so that a run that went well ended with
-    SIGABRT now and then. Threads that are no daemons have ended, and what is registered for the exit has run. Without
-    torch there are no such threads, as where a command has only shown its help.
+    """End the process with this exit code as `sys.exit` does, but for the interpreter's finalization. gloo's threads
+    outlive `destroy_process_group` while anything holds a group, and one that frees a tensor just then aborts the
+    process (pytorch/pytorch issue 190489). Threads that are no daemons have ended, and what is registered for the exit
+    has run. Without torch there are no such threads.
     """
     if "torch" not in sys.modules:
         sys.exit(code)
@@ -257,10 +246,8 @@ _SHOWN = 20  # lines
 
 
 class StartupLog:
-    """Inside, both outputs of this process go into `path`, also what compiled code writes, until `release`.
-
-    The descriptors are replaced, since loggers and progress bars keep the streams that they were made with. Where the
-    file cannot be opened, everything stays on the screen.
+    """Inside, both outputs of this process go into `path`, also what compiled code writes, until `release`; by their
+    descriptors, since loggers keep their streams. Where the file cannot be opened, all stays on the screen.
     """
 
     def __init__(self, path: Path, *, first: bool = False) -> None:

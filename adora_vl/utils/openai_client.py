@@ -1,10 +1,9 @@
 """One client for OpenAI-compatible endpoints: evaluated models, judges of answers, and judges as rewards.
 
 Concurrent calls, attempts with growing waits, a cache on disk, and a budget. A call that fails raises `EndpointError`;
-it is never taken for an answer, and never stored. The key is read from an environment variable and is shown nowhere.
-
-The `openai` package is not used. Its retries count neither towards a budget nor for an answer of the wrong form, so the
-loop below would stay. It takes a second to import, and it sends to any address what OPENAI_CUSTOM_HEADERS holds.
+it is never taken for an answer, and never stored. The `openai` package is not used: its retries count neither towards a
+budget nor for an answer of the wrong form, it takes a second to import, and it sends to any address what
+OPENAI_CUSTOM_HEADERS holds.
 """
 
 import asyncio
@@ -43,10 +42,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to ask, and how patiently.
-
-    `timeout_s` bounds a whole attempt, from the connection to the last byte of the reply. `wait_s` doubles from one
-    attempt to the next.
+    """Where to ask, and how patiently. `timeout_s` bounds a whole attempt, from the connection to the last byte of the
+    reply; `wait_s` doubles from one attempt to the next.
     """
 
     url: str  # such as http://localhost:8000/v1
@@ -61,10 +58,9 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer of a model, of an endpoint's or of a local one.
-
-    `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's end. `n_tokens` counts the
-    end token; both numbers of tokens are 0 where a server does not say them. `calls`: of tools, in order; None without.
+    """One answer of a model. `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's
+    end. `n_tokens` counts the end token; numbers of tokens are 0 where a server does not say them. `calls`: of tools,
+    in order.
     """
 
     text: str
@@ -142,10 +138,8 @@ class ChatClient:
         return answer
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """`function` of each item, in order, as many at once as there are workers.
-
-        Its threads are daemons, so that after Ctrl-C nobody waits for the calls under way: with their further attempts
-        they may take many minutes.
+        """`function` of each item, in order, as many at once as there are workers. Its threads are daemons, so that
+        after Ctrl-C nobody waits for the further attempts of calls under way.
         """
 
         def named() -> None:
@@ -220,10 +214,9 @@ Exchanged = tuple[int, Headers, bytes]  # status, headers and body
 
 
 def fetch(address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None) -> Exchanged:
-    """Status, headers and body of one exchange, a GET where there is no `content`. All of it ends after `timeout_s`.
-
-    The proxy of the environment is used, but not for this machine itself, and no redirect is followed: the key goes to
-    the address that the user named. Raises what httpx raises, `OSError`, and `EndpointError` for a body without end.
+    """Status, headers and body of one exchange, a GET where there is no `content`, all within `timeout_s`. The proxy of
+    the environment is used, but not for this machine itself, and no redirect is followed: the key goes to the address
+    that the user named. Raises what httpx raises, `OSError`, and `EndpointError` for a body without end.
     """
     exchange = partial(asyncio.run, _exchange(address, timeout_s, content, headers))
     try:

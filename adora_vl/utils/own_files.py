@@ -80,9 +80,8 @@ def look_beside(config: Path | None) -> None:
 
 def from_file(key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function) -> FromFile:
     """What `FILE.py:NAME` in `key` stands for, with the file beside the config, or else in the working directory.
-
-    `noun`: what it has to be, in one word, as `fits` says. Raises `UserError` for a file that is not there or fails,
-    with the line, and for a name that it does not have.
+    `noun`: what it has to be, as `fits` says. Raises `UserError` for a file that is not there or fails, with the line,
+    and for a name that it does not have.
     """
     path = _find(key, entry, noun)
     # Before the file is read: what changes from now on is another one at the next start.
@@ -180,9 +179,8 @@ class OverdueError(BaseException):
 
 @contextmanager
 def in_one_process(what: str) -> Iterator[None]:
-    """Ends a process that the block has forked and that comes out of it: it would go on as a second run.
-
-    The innermost of a call's blocks: `backstop` would wait for a thread that a forked process does not have.
+    """Ends a process that the block has forked and that comes out of it, which would go on as a second run. The
+    innermost of a call's blocks: `backstop` would wait for a thread that a forked process does not have.
     """
     own = os.getpid()
     try:
@@ -209,9 +207,8 @@ def back_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def deadline(seconds: float | None) -> Iterator[None]:
-    """Raises `OverdueError` inside after `seconds`, wherever Python code runs or waits; None is no deadline.
-
-    A signal can only interrupt the main thread; in others nothing is raised.
+    """Raises `OverdueError` inside after `seconds` (None: never), wherever Python code runs or waits. Only in the main
+    thread, the only one that a signal can interrupt.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
