@@ -49,9 +49,7 @@ _PROCESSOR = (
 
 
 def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = False) -> Path:
-    """Write `output`, whole or not at all. Returns the folder that was exported. Raises `UserError` where there is
-    nothing to export, its weights are damaged, or `output` is there already.
-    """
+    """Write `output`, whole or not at all. Returns what was exported. Raises `UserError` where that cannot be."""
     source = find_weights(run)
     if list(source.glob("*.safetensors")):  # else they are still in every rank's part
         check_weights("RUN", str(source))

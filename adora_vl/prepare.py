@@ -45,16 +45,14 @@ def _asked(given: Given, parsed: Any, most: int | None = None) -> Any:
 
 
 def _build_for_any_machine(given: Given) -> tuple[Any, bool]:
-    """The three dataclasses, and whether this machine could run them: a GPU's config is read on a laptop too, where
-    bf16 and fp16, which are refused there, are put back after the check.
-    """
+    """The three dataclasses, and whether this machine could run them: a GPU's config is read on a laptop too."""
     from adora_vl.config.schema import NoGPUError, build
 
     try:
         return build(given), True
     except NoGPUError as error:
         key = error.key
-    parsed = build(given.but(use_cpu=True, bf16=False, fp16=False))
+    parsed = build(given.but(use_cpu=True, bf16=False, fp16=False))  # refused here, and put back
     parsed[1].use_cpu = False
     setattr(parsed[1], key, True)
     return parsed, False

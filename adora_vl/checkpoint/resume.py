@@ -18,9 +18,7 @@ LOCK = ".lock"  # in output_dir
 
 
 def lock_output_dir(output_dir: Path) -> FileLock:
-    """A lock on `output_dir` for as long as this process lives: two runs in one folder would delete each other's work.
-    Raises `UserError` if another process holds it, or if the folder cannot be made.
-    """
+    """A lock on `output_dir` while this process lives. Raises `UserError` if another has it, or it cannot be made."""
     refuse_dangling("output_dir", output_dir)
     here = repr(str(output_dir))
     try:

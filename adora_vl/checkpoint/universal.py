@@ -96,9 +96,7 @@ def write_universal(checkpoint: Path, output: Path) -> None:
 
 
 def expect_universal(trainer: Trainer) -> None:
-    """Have DeepSpeed read the universal folder, and not look for shards. Call it before `trainer.train`. Raises
-    `UserError` if the run does not use DeepSpeed.
-    """
+    """Have DeepSpeed read the universal folder. Call it before `trainer.train`. Raises `UserError` without it."""
     launch = "accelerate launch --num_processes 1 with the config of before"
     needs = f"resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: {launch}"
     refuse((not trainer.is_deepspeed_enabled, needs))

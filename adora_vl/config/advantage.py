@@ -36,9 +36,7 @@ class OwnFunction(Method):
 
 
 def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
-    """The methods in `adora_method` with the options that it gives them, in order: ours, and FILE.py:NAME. Raises
-    `UserError` for an unknown one, naming the nearest.
-    """
+    """The methods in `adora_method`, in order, with the options given. Raises `UserError` for an unknown one."""
     if isinstance(value, str):
         names = [name.strip() for name in value.split("+")]
         if len(set(names)) < len(names):
@@ -71,9 +69,7 @@ def method_hashes(config: Any) -> dict[str, str]:
 
 
 def settle_methods(config: Any) -> list[str]:
-    """Put all options of each method into `adora_method`, also those by default, and set the keys of TRL that belong to
-    a method. Returns one note per key that changed. Raises `UserError`.
-    """
+    """Settle `adora_method` with all options, and the keys of TRL it sets, with a note on each. Raises `UserError`."""
     notes, settled = [], {}
     for name, given in asked_methods(config.adora_method).items():
         keep, method = given.pop(KEEP, []), _made(name, given)

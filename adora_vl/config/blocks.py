@@ -1,6 +1,5 @@
 """The blocks of options among the keys: how a generation is filled, and the methods that nobody has reproduced here.
-
-Beside its options each has what they need from a run, and what they cost, as a method has (`advantage/method.py`).
+Beside its options each has what it needs from a run, and its costs, as a method has (`advantage/method.py`).
 """
 
 from collections.abc import Sequence

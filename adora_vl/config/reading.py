@@ -183,9 +183,7 @@ def refuse_stray(words: Sequence[str]) -> None:
 
 
 def refuse_old(key: str, value: Any, where: str) -> None:
-    """Raise `UserError` for a key of earlier configs, with what to write now. `where`: the file or the caller, else
-    `command line`, whose words are in dashes.
-    """
+    """Raise `UserError` for a key of earlier configs. `where`: the file or the caller, else `command line`."""
     refuse((key in REMOVED, f"{where}: the key '{key}' was removed; {REMOVED.get(key)}"))
     if key not in MOVED:
         return

@@ -61,9 +61,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
                 raise UserError(f"{left_out}; write it, or log in with `hf auth login` for the hub")
 
     def _check_groups(self, batch: int | None, steps: int | None) -> None:
-        """Raise `UserError` in the user's own keys, where TRL's words have a number that is made of them. `batch`,
-        `steps`: generation_batch_size and steps_per_generation as they were given.
-        """
+        """Raise `UserError` in the keys as they were given, where TRL's words have a number made of them."""
         made, rows, each = self.generation_batch_size, self.per_device_train_batch_size, self.num_generations
         if batch is not None or made is None or made % each == 0:
             return

@@ -308,9 +308,7 @@ def _or_mapping(key: str, word: Any) -> list[Any]:
 
 
 def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
-    """A mapping, read from JSON, from YAML's `{a: 1}`, or from the path of a JSON file. `or_text`: the key takes texts
-    too, so a text is checked and stays one, of JSON.
-    """
+    """A mapping, also of JSON, of `{a: 1}`, or in a JSON file. `or_text`: a text is checked and stays one, of JSON."""
     if isinstance(value, Mapping):
         return value
     text = value.strip() if isinstance(value, str) else ""

@@ -22,9 +22,7 @@ _FSDP = (
 
 @dataclass(frozen=True)
 class Sharding:
-    """`stage` is DeepSpeed's: 0 nothing, 1 optimizer, 2 and gradients, 3 and weights; `None` is no DeepSpeed at all.
-    `processes` are those of all machines together.
-    """
+    """`stage`: DeepSpeed's, 0 to 3; None: no DeepSpeed. `processes`: of all machines together."""
 
     processes: int = 1
     stage: int | None = None

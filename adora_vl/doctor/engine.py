@@ -82,9 +82,7 @@ def _whole(parameter: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
-    """Yields what sets the weight to its original plus noise of so many times its size, the same noise each time. The
-    weight is put back whatever happens inside.
-    """
+    """Yields what sets the weight to its original plus noise of so many times its size; in the end it is put back."""
     with _whole(parameter) as values:
         original = values.detach().to("cpu", copy=True)
     noise = torch.randn(original.shape, generator=torch.Generator().manual_seed(seed))

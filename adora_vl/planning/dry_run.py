@@ -370,9 +370,7 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """Every key with its value, in a form that `--config` reads; what differs from the defaults comes first. Keys that
-    Transformers or TRL derive from others are left out.
-    """
+    """Every key as `--config` reads it, changed ones first, without those that TRL and Transformers derive."""
     everything = changed_keys(plan, given)
     for key, value, same in _keys(plan):
         if key.init and key.name not in everything and same:

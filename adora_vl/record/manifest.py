@@ -38,9 +38,7 @@ def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) 
 
 
 def interpreter() -> str:
-    """This Python interpreter, as one calls it from the folder in which the run was started: `python` instead of
-    `python3` where both are the same program, as in every virtual environment.
-    """
+    """This Python, as one calls it from the run's folder: `python` where that and `python3` are the same."""
     program = Path(sys.executable)
     plain = program.with_name("python")
     return as_called(str(plain if plain.is_file() and plain.samefile(program) else program))
@@ -89,9 +87,7 @@ def recipe_of(config: Mapping[str, Any]) -> str:
 
 
 def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ADORA's options, schedules as such; where it is not among the methods those by which groups are judged for the
-    log.
-    """
+    """ADORA's options, schedules as such; where it is no method of the run those of its criteria for the log."""
     own = methods_of(config).get("adora")
     defaults = {each.name: each.default for each in dataclasses.fields(Adora)}
     given = {**defaults, **({"mode": "off"} if own is None else own)}
@@ -169,9 +165,7 @@ def run_manifest(
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:
-    """Write the manifest at once. A resumed run keeps the earlier starts that it lists. One process calls this. Raises
-    `RunError` if the disk refuses.
-    """
+    """Write the manifest, with a resumed run's earlier starts. One process calls this. Raises `RunError`."""
     path = output_dir / MANIFEST
     if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:
         manifest["starts"] = [*read_manifest(output_dir).get("starts", []), *manifest["starts"]]

@@ -64,9 +64,7 @@ def read_metrics(path: Path) -> list[Line]:
 
 
 def resumed_lines(found: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int) -> list[Line]:
-    """What the file has to hold when a run resumes after `step`: no later line, and also the lines of the checkpoint's
-    history that the file lacks (the checkpoint may come from another folder).
-    """
+    """The file of a run that resumes after `step`: no later line, and what it lacks of the checkpoint's history."""
     lines = [*found, *(as_line(entry, int(entry["step"]), None) for entry in history)]
     kept: dict[tuple[Any, ...], Line] = {}
     for line in lines:
@@ -110,9 +108,7 @@ _OF_THE_HOST = {"grading", "other"}  # a step starts nothing there that the devi
 
 
 def settle() -> None:
-    """Wait for the GPU, so that each phase is charged for the work that it started. This costs little: the next phase
-    would soon have to wait anyway, because it needs the tokens, the rewards or the weights.
-    """
+    """Wait for the GPU, so that each phase is charged for its own work; the next one would soon wait anyway."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
@@ -377,9 +373,7 @@ def learned_figures(weighed: Advantages) -> dict[str, float]:
 
 
 def judged_figures(judged: Advantages, scores: Scores, functions: Sequence[str]) -> dict[str, float]:
-    """The figures of all rollouts that were graded, also of those that are replaced: TRL's, under its names, ADORA's,
-    and those that the reward `functions` asked to log.
-    """
+    """The figures of all rollouts that were graded: TRL's under its names, ADORA's, and what the `functions` log."""
     figures = {f"adora/{name}": value for name, value in adora_metrics(judged.weighting).items()}
     figures["adora/reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
     figures["rewards/missing"] = scores.rewards.missing_share

@@ -29,19 +29,16 @@ def is_conversation(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)
 
 
-# The packages that Transformers' trackers need, one of each; it says so only after the weights are loaded.
+# The packages of trackers that are not called like them; kubeflow's comes with its cluster
 _PACKAGES = {
-    "azure_ml": ("azureml",), "clearml": ("clearml",), "codecarbon": ("codecarbon",), "comet_ml": ("comet_ml",),
-    "dagshub": ("dagshub",), "dvclive": ("dvclive",), "flyte": ("flytekit",), "mlflow": ("mlflow",),
-    "neptune": ("neptune",), "swanlab": ("swanlab",), "tensorboard": ("tensorboard", "tensorboardX"),
-    "trackio": ("trackio",), "wandb": ("wandb",),
+    "azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX"), "kubeflow": (),
 }  # fmt: skip
 
 
 def check_trackers(report_to: Sequence[str]) -> None:
-    """Raise `UserError` for a tracker that is not installed."""
+    """Raise `UserError` for a tracker that is not installed, which Transformers does after the weights are loaded."""
     for name in report_to:
-        packages = _PACKAGES.get(name, ())
+        packages = _PACKAGES.get(name, (name,))
         if packages and not any(find_spec(package) for package in packages):
             remedy = f"pip install {packages[0]}, or leave it out (metrics.jsonl is always written)"
             raise UserError(f"report_to: '{name}' is not installed; {remedy}")

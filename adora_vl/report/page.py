@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterable
 from html import escape, unescape
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -47,11 +46,7 @@ Tree = list[Any]  # [element, attributes, child or text, ...]
 
 
 def formulas(texts: Iterable[str | None], whole: Iterable[str | None] = ()) -> dict[str, Tree]:
-    """The trees of the formulas in `texts`, and of each of `whole` that is LaTeX altogether, by their source; of the
-    first `MAX_FORMULAS` different ones. Without the package latex2mathml there are none.
-    """
-    if find_spec("latex2mathml") is None:  # an environment from before it was needed still gets its page
-        return {}
+    """The trees of the first `MAX_FORMULAS` formulas in `texts`, and of `whole` that are LaTeX altogether, by source."""
     found: dict[str, Tree | None] = {}
     pattern = re.compile(FORMULA)
     for text in whole:

@@ -178,7 +178,7 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
     row_id = str(first["id"])
     problem = {
         "problem": _cut(first["problem"]),
-        "choices": [_cut(choice) for choice in lettered(first.get("choices") or ())],  # earlier records have none
+        "choices": [_cut(choice) for choice in lettered(first["choices"] or ())],
         "answer": _cut(first["answer"]),
         "images": first["images"] or [],
     }
@@ -193,7 +193,6 @@ def _group(rows: list[Json], settings: Json, problems: dict[str, Json]) -> Json:
 def _rollout(row: Json) -> list[Any]:
     reward_parts = {name.removeprefix("reward/"): value for name, value in row.items() if name.startswith("reward/")}
     values = {
-        **dict.fromkeys(("missing", "segments", "age", "turns")),  # in a record of before there were these columns
         **row,
         "completion": _cut(row["completion"]),
         "extracted": _cut(row["extracted"]),

@@ -140,9 +140,7 @@ class Checked:
 
     @property
     def system_prompt(self) -> str | None:
-        """What the model is told before each problem, tools among it: the command's key, or the first message of
-        Python's first row.
-        """
+        """What the model is told before each problem, tools among it: the key, or the start of Python's first row."""
         if self.script is not None:
             return with_tools(self.script.adora_system_prompt, self.schemas)
         prompt = next(iter(self.dataset))["prompt"]

@@ -65,9 +65,7 @@ def _name_of(model: Any) -> str:
 
 
 def model_keys(model: Any, config: AdoraGRPOConfig, peft_config: Any, quantised: Any = None) -> ModelConfig:
-    """What a command's keys would say of the model. `quantised`: the trainer's `quantization_config`. Raises
-    `UserError` for an object in 4 bits, of which an engine could not read the same weights.
-    """
+    """What a command's keys would say of the model. `quantised`: `quantization_config`. Raises `UserError`."""
     init = dict(config.model_init_kwargs or {})
     quantised = quantised or init.pop("quantization_config", None)
     if quantised is not None and not getattr(quantised, "load_in_4bit", False):
@@ -126,9 +124,7 @@ def _can_be_tried(function: Any) -> bool:
 
 
 def told_of_tools(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
-    """The data set, or each of several by their names, with what the tools are in the system message of each prompt.
-    Raises `UserError` for a prompt that has none, being a text.
-    """
+    """The data set, or each of several, with the tools in its system messages. Raises `UserError` for a text prompt."""
     if not schemas or dataset is None:
         return dataset
     if isinstance(dataset, Mapping):

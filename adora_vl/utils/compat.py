@@ -19,9 +19,7 @@ class Patch:
 
     @contextmanager
     def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
-        """Inside the block the attribute of `on`, the owner or an object of that class, is `value`. After it, one that
-        `on` has only from its class is deleted from `on`, so that it is not saved with it.
-        """
+        """Inside, the attribute of `on` is `value`; after it, one that `on` has only from its class is deleted again."""
         own = self.name in vars(on)
         original = vars(on)[self.name] if own else getattr(on, self.name)  # a static method as such
         setattr(on, self.name, value)

@@ -40,9 +40,7 @@ def free_port() -> int:
 
 
 def put_own_programs_on_path() -> None:
-    """Let child processes find the programs of this Python environment, even if it was not activated: DeepSpeed and
-    torch call `ninja` by name.
-    """
+    """Let child processes find this environment's programs: DeepSpeed and torch call `ninja` by its name."""
     own = str(Path(sys.executable).parent)
     others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
     os.environ["PATH"] = os.pathsep.join([own, *others])
@@ -171,9 +169,8 @@ SEVERAL = "take configs/accelerate/zero2.yaml or zero3.yaml (cpu_zero3.yaml with
 
 
 def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
-    """What to say where `accelerate launch` was asked for several processes and has started one; empty elsewhere.
-
-    It then gives its child an address for them to meet at, and no number of processes.
+    """What to say where `accelerate launch` was asked for several processes and has started one, with an address to
+    meet at and no number of processes; empty elsewhere.
     """
     asked = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
     if not asked or under_elastic(environment) or any(name.endswith("WORLD_SIZE") for name in environment):

@@ -1,6 +1,5 @@
 """Files of the user's: `FILE.py:NAME` in a key is loaded here, and known again by a hash of what it imports beside it.
-
-The file is the user's code, so loading it has a deadline, may not leave a second process behind, and ends in one line.
+Loading it has a deadline, may not leave a second process behind, and ends in one line.
 """
 
 import ast

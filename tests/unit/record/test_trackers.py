@@ -115,12 +115,6 @@ def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(t
     assert not (tmp_path / "run").exists()
 
 
-def test_every_tracker_of_transformers_is_known():
-    from transformers.integrations import INTEGRATION_TO_CALLBACK
-
-    assert set(INTEGRATION_TO_CALLBACK) - {"kubeflow"} <= set(backends._PACKAGES)  # kubeflow's comes with its cluster
-
-
 def test_trackers_are_offline(monkeypatch):
     environment: dict[str, str] = {}
     monkeypatch.setattr(os, "environ", environment)
