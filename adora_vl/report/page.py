@@ -46,7 +46,7 @@ Tree = list[Any]  # [element, attributes, child or text, ...]
 
 
 def formulas(texts: Iterable[str | None], whole: Iterable[str | None] = ()) -> dict[str, Tree]:
-    """The trees of the first `MAX_FORMULAS` formulas in `texts`, and of `whole` that are LaTeX altogether, by source."""
+    """The trees of the first `MAX_FORMULAS` formulas in `texts`, and of `whole` that are LaTeX, by their source."""
     found: dict[str, Tree | None] = {}
     pattern = re.compile(FORMULA)
     for text in whole:

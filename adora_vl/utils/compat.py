@@ -19,7 +19,7 @@ class Patch:
 
     @contextmanager
     def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
-        """Inside, the attribute of `on` is `value`; after it, one that `on` has only from its class is deleted again."""
+        """Inside, the attribute of `on` is `value`; one that `on` has from its class alone is deleted after that."""
         own = self.name in vars(on)
         original = vars(on)[self.name] if own else getattr(on, self.name)  # a static method as such
         setattr(on, self.name, value)
