@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args
 
 from adora_vl.config.key_list import Key, read_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments, StepPart
-from adora_vl.config.values import RANGES, Read, convert, declared, takes
+from adora_vl.config.values import RANGES, convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest, refuse
 from adora_vl.utils.own_files import look_beside
@@ -80,7 +80,7 @@ class Words(list[str]):
 
 @dataclass(frozen=True)
 class Given:
-    """A command as it was read. `values`: of each key that was given; a `Read` is final."""
+    """A command as it was read. `values`: of each key that was given."""
 
     arguments: Sequence[str]
     file: Path | None
@@ -91,24 +91,16 @@ class Given:
         """The keys that the user has set, in the file or on the command line."""
         return set(self.values)
 
-    def read(self, key: str, hint: Any) -> Read:
+    def read(self, key: str, hint: Any) -> Any:
         """The value of a key that was given, as `hint`. Raises `UserError`."""
         value = self.values[key]
-        if not isinstance(value, Read):
-            written = _of_words(key, value, hint) if isinstance(value, Words) else value
-            value = self.values[key] = Read(convert(key, written, hint))
-        return value
+        return convert(key, _of_words(key, value, hint) if isinstance(value, Words) else value, hint)
 
     def build(self, kind: type[T]) -> T:
         """The dataclass with the given keys. Raises `UserError`, also with the one line of TRL or Transformers."""
         keys: Any = kind
-        found: dict[str, Any] = {
-            key: self.read(key, hint) for key, hint in declared(keys).items() if key in self.values
-        }
-        if not issubclass(kind, AdoraScriptArguments | AdoraKeys):  # ours take a `Read` for what needs no second look
-            found = {key: value.value for key, value in found.items()}
         try:
-            return kind(**found)
+            return kind(**{key: self.read(key, hint) for key, hint in declared(keys).items() if key in self.values})
         except UserError:
             raise
         except (ValueError, TypeError) as error:
@@ -116,7 +108,7 @@ class Given:
 
     def but(self, **values: Any) -> Given:
         """The same command with other values for these keys."""
-        return Given(self.arguments, self.file, self.values | {key: Read(value) for key, value in values.items()})
+        return Given(self.arguments, self.file, self.values | values)
 
 
 def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
@@ -139,9 +131,9 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
     given = Given(arguments, file, values)
     hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
     for key in [key for key in values if key in hints]:
-        given.read(key, hints[key])
+        values[key] = given.read(key, hints[key])
     if "output_dir" in values:
-        check_output_dir(values["output_dir"].value)
+        check_output_dir(values["output_dir"])
     refuse((whole and "model_name_or_path" not in values, "model_name_or_path: not set; name a file with --config "
             "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"))  # fmt: skip
     return given

@@ -9,8 +9,7 @@ everywhere.
 import json
 import sys
 from collections.abc import Mapping
-from copy import deepcopy
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
@@ -90,13 +89,6 @@ _MANY = 12  # as many names still fit into one line
 _SHOWN = 80
 
 
-@dataclass(frozen=True)
-class Read:
-    """A value that was converted already, on its way into a dataclass."""
-
-    value: Any
-
-
 def convert(key: str, value: Any, hint: Any) -> Any:
     """Convert a value from the command line or a YAML file to `hint`, what `key` takes. Raises `UserError`. A dataclass
     is a block of options; one with a `shorthand` may be given as the value of that field alone.
@@ -127,16 +119,14 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def check_fields(config: Any, theirs: type | None = None) -> None:
-    """Check the values of a dataclass that Python code made without a parser, and convert ours. `theirs`: the dataclass
+    """Check the values of a dataclass, and convert ours, which is the same twice. `theirs`: the dataclass
     of a library, whose keys have to be finite, and in their range if `RANGES` has one. Raises `UserError`.
     """
     left = {key.name for key in fields(theirs)} if theirs else set()
     kind: Any = type(config)
     for key, hint in declared(kind).items():
         value = getattr(config, key)
-        if isinstance(value, Read):
-            setattr(config, key, deepcopy(value.value))
-        elif key not in left:
+        if key not in left:
             setattr(config, key, convert(key, value, hint))
         elif _range_of(key):
             convert(key, value, hint)

@@ -10,6 +10,7 @@ from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -19,9 +20,10 @@ from adora_vl.config import key_list, reading, values
 from adora_vl.config.advantage import method_run
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.key_list import help_text
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.reading import MOVED, OPTIONS, REMOVED, read
-from adora_vl.config.schema import DATACLASSES, AdoraGRPOConfig, build, parse
-from adora_vl.utils.cli import split_list, yaml_value
+from adora_vl.config.schema import DATACLASSES, AdoraGRPOConfig, parse
+from adora_vl.utils.cli import read_mapping, split_list, yaml_value
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -169,18 +171,21 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
         read(["--config", "runs/smoke_cpu.yaml"])
 
 
-def test_a_file_is_read_once_and_each_value_converted_once(tmp_path, monkeypatch):
-    (tmp_path / "c.yaml").write_text("adora_max_drift: 0.4\noptim: adamw_torch\nmodel_name_or_path: tiny\n")
-    asked: list[str] = []
-
-    def counted(function):
-        return lambda what, *more: [asked.append(what), function(what, *more)][1]  # type: ignore[func-returns-value]
-
-    for module, name in ((reading, "convert"), (values, "convert"), (reading, "read_mapping")):
-        monkeypatch.setattr(module, name, counted(getattr(module, name)))
-    given = read(["--config", str(tmp_path / "c.yaml"), *CPU, "--num_generations", "4", "--learning_rate", "1e-3"])
-    assert [build(given)[1].num_generations, build(given)[1].learning_rate] == [4, 1e-3]
-    assert sorted(key for key in asked if key in {"--config", *given.words}) == sorted(["--config", *given.words])
+def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text(
+        "adora_max_drift: 0.4\nmodel_name_or_path: tiny\nadora_reward: [accuracy, {judge: {model: m}}, 'a,b']\n"
+        "adora_rollouts: {refill: 1}\nadora_system_prompt: null\nadora_stock_step: yes\nadora_truncated: eos\n"
+        "adora_method: {dapo: {overlong_cache: 4}, adora: {factor: 0.3}}\nadora_columns: {problem: question}\n"
+    )
+    once = Mock(wraps=read_mapping)
+    monkeypatch.setattr(reading, "read_mapping", once)
+    words = ["--config", str(tmp_path / "c.yaml"), "--num_generations", "4", "--learning_rate", "1e-3"]
+    given = read([*words, "--adora_freeze", "projector,vision_tower", "--scale_rewards=false", "--eval_steps=none"])
+    once.assert_called_once()
+    hints = {**values.RANGES, **values.declared(AdoraScriptArguments), **values.declared(AdoraKeys)}
+    for key in given.words & hints.keys():
+        assert given.read(key, hints[key]) == given.values[key], key
+    assert given.values["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
 
 
 def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
@@ -230,9 +235,7 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
         ("dapo+adora", "dapo+adora"),
         ("{daro: {}}", {"daro": {}}),
     ):
-        assert (
-            read(["--config", str(path), "--adora_method", words], whole=False).values["adora_method"].value == expected
-        )
+        assert read(["--config", str(path), "--adora_method", words], whole=False).values["adora_method"] == expected
     assert method_run(parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]).is_plain
 
 

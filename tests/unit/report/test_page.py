@@ -303,8 +303,6 @@ def test_no_text_makes_the_page_slow():
     assert slow == {}
 
 
-def test_a_page_has_a_limit_and_is_made_without_the_converter_too(monkeypatch):
+def test_a_page_has_a_limit_of_formulas(monkeypatch):
     monkeypatch.setattr(module, "MAX_FORMULAS", 3)
     assert len(formulas([f"$x_{number}$" for number in range(9)])) == 3
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    assert formulas(["$x$"], ["x^2"]) == {}
