@@ -107,7 +107,7 @@ def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
 
 def test_a_tracker_that_is_not_installed_is_one_line_before_anything_is_loaded(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
-    monkeypatch.setattr("adora_vl.builtin.assets.resolve_model", lambda name: pytest.fail("a model was looked for"))
+    monkeypatch.setattr("adora_vl.start.road.resolve_model", lambda name: pytest.fail("a model was looked for"))
     for name, package in (("wandb", "wandb"), ("mlflow", "mlflow"), ("flyte", "flytekit")):
         assert main(arguments(tmp_path / "run", report_to=name)) == 2
         (line,) = capsys.readouterr().err.splitlines()
