@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.utils.cli import Parser, exit_code_of, imports
 from adora_vl.utils.cli import path as a_path
 from adora_vl.utils.errors import UserError, refuse
-from adora_vl.utils.files import replacing, replacing_folder
+from adora_vl.utils.files import replacing, replacing_folder, unwritable
 
 with imports():
     from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
@@ -178,9 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             source = export(options.run, options.output, adapter=options.adapter, universal=options.universal)
         except (OSError, SafetensorError) as error:  # what safetensors raises for a full disk
-            reason = getattr(error, "strerror", None) or str(error).strip().splitlines()[0]
-            remedy = "make room there, or name another folder"
-            raise UserError(f"OUT: {str(options.output)!r} cannot be written ({reason}); {remedy}") from error
+            raise unwritable("OUT", options.output, error) from error
         print(f"{source} -> {options.output}")
         if not options.universal:
             print(f"Serve it      {serve_command(options.output)}")

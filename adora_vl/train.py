@@ -24,8 +24,7 @@ from adora_vl.utils.versions import check_versions
 with imports():
     from adora_vl.config.key_list import asks_for_help, help_text
     from adora_vl.config.reading import Given, read
-    from adora_vl.config.where import refuse_without_dry_run, take_options
-    from adora_vl.config.where import wanted as wants_dry_run
+    from adora_vl.config.where import take_options
     from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
@@ -203,15 +202,6 @@ def report_mistake(error: UserError) -> None:
     print(f"error{place}: {error}", file=sys.stderr, flush=True)
 
 
-def dry_run(arguments: Sequence[str]) -> int:
-    """With `--dry-run`: say what the run would do and whether it fits, load no weight, write nothing."""
-    options, rest = take_options(arguments)
-    given = read(rest)
-    from adora_vl.planning.dry_run import dry_run
-
-    return dry_run(given, options)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 130
     interrupted outside the training, 1 anything else (one line, after the traceback of its cause), or a dry run that
@@ -224,8 +214,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(help_text(words))
             return 0
         check_versions(use_vllm=False)
-        refuse_without_dry_run(words)
-        return dry_run(words) if wants_dry_run(words) else train(read(words))
+        options, rest = take_options(words)
+        given = read(words if options is None else rest)
+        if options is None:
+            return train(given)
+        from adora_vl.planning.dry_run import dry_run
+
+        return dry_run(given, options)
     except UserError as error:
         report_mistake(error)
         return 2

@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 import os
+from argparse import SUPPRESS
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -95,9 +96,6 @@ def _whole(key: str, value: object, least: int, path: str | Path) -> int:
     return int(str(value))
 
 
-_FLAGS = ("--dry-run", "--dry_run")
-
-
 @dataclass(frozen=True)
 class DryRunOptions:
     """`card_gib`: memory of one GPU in GiB; None: the one that is visible."""
@@ -111,33 +109,25 @@ class DryRunOptions:
     json: Path | None = None
 
 
-def wanted(arguments: Sequence[str]) -> bool:
-    """Whether the command asks for a dry run."""
-    return any(word in _FLAGS for word in arguments)
-
-
-def refuse_without_dry_run(arguments: Sequence[str]) -> None:
-    """Raise `UserError` for an option of a dry run where none is asked for."""
-    names = {field.name for field in fields(DryRunOptions)}
-    given = (word.partition("=")[0] for word in arguments if word.startswith("--"))
-    option = next((word for word in given if word[2:].replace("-", "_") in names), None)
-    if option is not None and not wanted(arguments):
-        raise UserError(f"{option}: belongs to --dry-run; add --dry-run, or leave it out")
-
-
-def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions, list[str]]:
-    """The options and the training arguments that are left. Raises `UserError` for a bad value."""
-    parser = Parser(prog="python -m adora_vl.train", add_help=False)
-    parser.add_argument(*_FLAGS, action="store_true")
+def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[str]]:
+    """The options of a dry run, None where none is asked for, and the training arguments that are left. Raises
+    `UserError` for a bad value, and for an option without `--dry-run`.
+    """
+    parser = Parser(prog="python -m adora_vl.train", add_help=False, argument_default=SUPPRESS)
+    parser.add_argument("--dry-run", "--dry_run", action="store_true")
     memory, count = number(0.1, 1e6), whole(1)
     for name, kind in (
         ("card_gib", memory), ("accelerate_config", path), ("processes", count), ("machines", count), ("rows", count),
         ("write_config", path), ("json", path),
     ):  # fmt: skip
-        spellings = dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}"))
-        parser.add_argument(*spellings, dest=name, type=kind, default=None)
+        parser.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), dest=name, type=kind)
     found, rest = parser.parse_known_args(list(arguments))
-    return DryRunOptions(**{field.name: getattr(found, field.name) for field in fields(DryRunOptions)}), rest
+    given = vars(found)
+    if given.pop("dry_run", False):
+        return DryRunOptions(**given), rest
+    stray = next(iter(given), "").replace("_", "-")
+    refuse((stray, f"--{stray}: belongs to --dry-run; add --dry-run, or leave it out"))
+    return None, rest
 
 
 @dataclass(frozen=True)

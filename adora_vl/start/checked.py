@@ -153,11 +153,6 @@ class Checked:
         return self.toolbox.schemas if self.toolbox is not None else []
 
     @property
-    def left_out(self) -> list[str]:
-        """Ids of the rows that adora_overlong_prompts: drop leaves out."""
-        return self.overlong.left_out
-
-    @property
     def fingerprint(self) -> Fingerprint:
         return self.folder.now
 
@@ -196,7 +191,7 @@ class Checked:
             processes=self.where.sharding.processes,
             checkpoint=self.start.checkpoint,
             own=self.own,
-            left_out=len(self.left_out),
+            left_out=len(self.overlong.left_out),
         )
 
     @property

@@ -379,7 +379,7 @@ def _fingerprint(run: Checked) -> Fingerprint:
         processes=run.where.sharding.processes,
         sharding=run.where.sharding.name if run.where.paper else sharding_of(run.config),
         own=run.own,
-        left_out=run.left_out,
+        left_out=run.overlong.left_out,
     )
     if run.adapters:
         found["model"] = hash_of(run.adapters, found["model"])

@@ -37,7 +37,7 @@ from adora_vl.planning.dry_run import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run
-from adora_vl.train import dry_run, main
+from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
@@ -231,9 +231,9 @@ def test_the_run_does_not_start(data: Path, tmp_path: Path, no_weights: None, ca
 def test_the_length_that_is_named_holds_all(data: Path, tmp_path: Path, capsys: Any, processor: Any) -> None:
     needed = str(counted(processor, LONG + LONG) + 40)
     run = prepare(read(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed)), to_train=False)
-    assert len(run.dataset) == 12 and run.left_out == [] and capsys.readouterr().out == ""
+    assert len(run.dataset) == 12 and run.overlong.left_out == [] and capsys.readouterr().out == ""
     assert "overlong_rows_left_out" not in run.manifest()["data"]
-    assert dry_run(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
+    assert main(words_of(data, tmp_path / "out", "--vllm_max_model_length", needed, "--dry-run")) == 0
     said = capsys.readouterr().out
     assert f"{needed} leaves all of 12 prompts room for max_completion_length: 40." in said and "It fits" in said
 
@@ -244,7 +244,7 @@ def test_rows_are_left_out_and_recorded(data: Path, tmp_path: Path, capsys: Any,
     run = prepare(read(words), to_train=False)
     (said,) = capsys.readouterr().out.splitlines()
     assert said.startswith("adora_overlong_prompts: drop leaves out 3 of 12 rows, for whose prompts vllm_max_model_len")
-    assert run.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
+    assert run.overlong.left_out == ["mine/train/7", "mine/train/9", "mine/train/11"]
     assert [row["id"] for row in run.dataset] == [f"mine/train/{number}" for number in (0, 1, 2, 3, 4, 5, 6, 8, 10)]
     assert {row["problem"] for row in run.dataset} == {SHORT} and run.dataset[7]["images"][0].size == (140, 140)
     manifest = run.manifest()
@@ -255,7 +255,7 @@ def test_rows_are_left_out_and_recorded(data: Path, tmp_path: Path, capsys: Any,
     capsys.readouterr()
     plan = make_plan(read(words), DryRunOptions())
     assert plan.rows == 9 and plan.lengths.longest[0] == counted(processor, SHORT)
-    assert dry_run([*words, "--dry-run"]) == 0
+    assert main([*words, "--dry-run"]) == 0
     said = capsys.readouterr().out
     assert "drop leaves out 3 of 12 rows" in said and "9 rows make" in said and "It fits" in said
 
@@ -359,7 +359,7 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, 
     run = prepare(read(words), to_train=False)
     assert run.evaluations is not None
     assert [problem.pid for problem in run.evaluations.tasks[0].problems] == ["mine/test/0", "mine/test/2"]
-    assert run.left_out == [] and len(run.dataset) == 4
+    assert run.overlong.left_out == [] and len(run.dataset) == 4
     assert main([*words, "--dry-run"]) == 0
     assert "drop leaves out 1 of 3 rows of the evaluation geometry3k" in capsys.readouterr().out
     write(tmp_path / "all", [LONG], split="test")

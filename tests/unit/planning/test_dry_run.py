@@ -12,13 +12,13 @@ from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.reading import read
 from adora_vl.config.schema import parse
-from adora_vl.config.where import DryRunOptions, take_options, wanted
+from adora_vl.config.where import DryRunOptions, take_options
 from adora_vl.data.dataset import load_split
 from adora_vl.data.prompt_lengths import Measured, OverlongPrompts, limits_of, tokenizer_counter
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
 from adora_vl.planning.dry_run import batch_lines, learning_rate_line, length_lines, make_plan, steps_of
-from adora_vl.train import dry_run, main
+from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from tests.unit.config.test_recipes import CONFIGS, PAIRS
@@ -138,7 +138,7 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data)
 def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
     file = tmp_path / "all.yaml"
     source = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data), "--beta", "0.02"]
-    assert dry_run([*source, "--dry-run", "--write-config", str(file)]) == 0
+    assert main([*source, "--dry-run", "--write-config", str(file)]) == 0
     first, again = parse(source), parse(["--config", str(file)])
     for before, after in zip(first, again, strict=True):
         pairs = {key: (getattr(before, key), getattr(after, key)) for key in vars(before)}
@@ -181,7 +181,7 @@ def test_rows_above_the_prefill_budget_are_counted(data):
 
 
 def test_both_spellings_and_what_is_left_for_trl():
-    assert wanted(["--dry-run"]) and wanted(["--config", "x", "--dry_run"]) and not wanted(["--config", "x"])
+    assert take_options(["--dry-run"])[0] == DryRunOptions() and take_options(["--config", "x"])[0] is None
     options, rest = take_options(["--config", "x.yaml", "--dry_run", "--card_gib=24", "--seed", "3", "--rows", "9"])
     assert rest == ["--config", "x.yaml", "--seed", "3"] and (options.card_gib, options.rows) == (24.0, 9)
     with pytest.raises(UserError, match="--processes: '0' is not a whole number from 1 on; see"):

@@ -22,7 +22,7 @@ from adora_vl.models import load
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
 from adora_vl.prepare import prepare
-from adora_vl.train import build_trainer, dry_run
+from adora_vl.train import build_trainer, main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import hub
 from adora_vl.utils.errors import UserError
@@ -135,7 +135,7 @@ def test_a_dry_run_of_a_model_on_a_hub_that_hangs(endpoint: Callable[[str], None
     """One question for config, processor and tokenizer together; what ships here stands in for the config."""
     with serving(hangs) as (address, asked):
         endpoint(address)
-        assert dry_run([*CPU, "--dry-run", "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"]) in (0, 1)
+        assert main([*CPU, "--dry-run", "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"]) in (0, 1)
         assert len(asked) <= 1
 
 
