@@ -100,9 +100,7 @@ def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) ->
 
 
 def in_one_form(prompts: Any) -> None:
-    """Give the texts of all prompts one form, since a column of a table has one type: TRL splits them into parts on a
-    rank whose batch has an image, and on no other rank.
-    """
+    """Give all prompts one form, as a column has one type: TRL splits texts into parts on ranks with an image alone."""
     conversations = [prompt for prompt in prompts if is_conversation(prompt)]
     if not any(isinstance(message.get("content"), list) for prompt in conversations for message in prompt):
         return

@@ -88,9 +88,7 @@ def model_keys(model: Any, config: AdoraGRPOConfig, peft_config: Any, quantised:
 
 
 def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
-    """The trainer's `reward_funcs`: functions and models as in TRL; a text is a preset, `judge`, or FILE.py:FUNCTION,
-    or with a slash TRL's reward model. Raises `UserError`.
-    """
+    """The trainer's `reward_funcs`, as in TRL, or as in the key; a name with a slash is a model. Raises `UserError`."""
     asked = [*given] if isinstance(given, list | tuple) else [] if given is None else [given]
     # with a slash, or of a folder, it is the name of a reward model, for which TRL looks
     models = [one for one in asked if isinstance(one, str) and not is_own(one) and ("/" in one or Path(one).is_dir())]

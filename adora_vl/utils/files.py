@@ -130,9 +130,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def usual_modes(folder: Path) -> None:
-    """Give the weights in `folder` the mode that any other new file has there: stock safetensors (0.8) makes a file
-    that its owner alone may read, whatever the umask says.
-    """
+    """Give the weights in `folder` a new file's mode: stock safetensors (0.8) lets their owner alone read them."""
     probe = _neighbour(folder / "mode")
     with suppress(OSError):  # not on every file system
         probe.touch()
@@ -278,9 +276,7 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or would take the place of anything but `what`. `is_ours`:
-    whether a file of this content is one.
-    """
+    """Raise `UserError` where a JSON file cannot be written, or is there and is not `what`, as `is_ours` says."""
     check_folder(option, path.parent)
     if not path.exists() or not (path.is_file() or path.is_dir()):  # /dev/stdout is written to as it is
         return

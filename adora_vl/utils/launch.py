@@ -29,9 +29,7 @@ def find_cpu_build() -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, outside the range from which the system chooses ports for connections: the engine
-    listens on it up to a minute later.
-    """
+    """A free port outside the range of connections' own: the engine listens on it up to a minute later."""
     for port in random.SystemRandom().sample(_LISTENING, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

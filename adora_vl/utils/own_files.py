@@ -61,9 +61,7 @@ def function_name(function: Any) -> str:
 
 
 def source_hash(function: Any) -> str:
-    """Of the function's own text, since the file around it may be the script that says how long to train. Of what has
-    no text, such as a builtin, its name.
-    """
+    """Of the function's own text: the file may be the script that says how long to train. Of a builtin, its name."""
     while isinstance(function, partial):
         function = function.func
     text, named = function_name(function), inspect.isroutine(function) or inspect.isclass(function)
