@@ -27,10 +27,7 @@ _RAY: Mapping[str, tuple[str, Any, str, Any]] = {
     "PROMPTS": ("data.rollout_batch_size", 512, "data.train_batch_size", 1024),
     "MINIBATCH": (f"{_W}global_batch_size", 256, f"{_A}ppo_mini_batch_size", 256),
     "per_device_train_batch_size": (
-        f"{_W}micro_batch_size_per_device_for_update",
-        4,
-        f"{_A}ppo_micro_batch_size_per_gpu",
-        4,
+        f"{_W}micro_batch_size_per_device_for_update", 4, f"{_A}ppo_micro_batch_size_per_gpu", 4,
     ),
     "num_generations": (f"{_O}n", 1, f"{_R}n", 1),
     "epsilon": (f"{_W}clip_ratio_low", 0.2, f"{_A}clip_ratio_low", 0.2),
@@ -58,7 +55,7 @@ _RAY: Mapping[str, tuple[str, Any, str, Any]] = {
     "adora_vllm_max_num_batched_tokens": ("", None, f"{_R}max_num_batched_tokens", None),
     "REWARD": ("worker.reward.reward_function", None, "custom_reward_function.path", None),
     "EVALUATE": ("trainer.val_freq", -1, "trainer.test_freq", -1),
-}
+}  # fmt: skip
 _EASYR1: Names = {key: (name, default) for key, (name, default, _, _) in _RAY.items() if name}
 _VERL: Names = {key: (name, default) for key, (_, _, name, default) in _RAY.items()}
 # ms-swift takes TRL's names for all else.

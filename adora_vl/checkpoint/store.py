@@ -48,7 +48,7 @@ def publish(staged: Path, final: Path, facts: dict[str, Any], written: Collectio
 
 def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
     """Flush everything to the disk, then write the manifest, then the mark."""
-    paths = sorted({*_files(folder), *(folder / name for name in written)})
+    paths = [folder / name for name in sorted({*names_in(folder), *written})]
     for path in paths:
         flush(path)
     manifest = json.dumps({**facts, "files": hashes(folder, paths)}, indent=2, sort_keys=True)
@@ -132,11 +132,7 @@ def clear_staging(output_dir: Path) -> None:
 
 def names_in(folder: Path) -> list[str]:
     """The files of a folder, as a manifest names them."""
-    return [path.relative_to(folder).as_posix() for path in _files(folder)]
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
 def hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:

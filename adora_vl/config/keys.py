@@ -4,7 +4,7 @@ Nothing slow is imported here, so `--help` and a wrong value answer at once. The
 annotation, and not in its metadata, which Transformers' parser hands on to argparse.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -65,15 +65,13 @@ class AdoraScriptArguments:
         "model allows): error (the run does not start) or drop (the row is left out).",
         choices=["error", "drop"],
     )
-    adora_reward: list[str | dict[str, Any]] = field(
-        default_factory=lambda: ["adora"],
-        metadata={
-            "help": "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), format "
-            "(1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 / 0.1 / 0.0 on "
-            "puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); judge (a served model); or a function of your own, "
-            "FILE.py:FUNCTION. One with options is {judge: {model: m}} or {accuracy: {rounding: true}}, which takes a "
-            "rounded decimal. Several are summed with TRL's reward_weights."
-        },
+    adora_reward: list[str | dict[str, Any]] = key(
+        lambda: ["adora"],
+        "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), format (1 for a box), "
+        "think_format, think_answer_format (1 for that form), knights (1.0 / 0.1 / 0.0 on puzzles) or knights_logic_rl "
+        "(3 / -0.5 / -1 / -3); judge (a served model); or a function of your own, FILE.py:FUNCTION. One with options "
+        "is {judge: {model: m}} or {accuracy: {rounding: true}}, which takes a rounded decimal. Several are summed "
+        "with TRL's reward_weights.",
     )
 
     def __post_init__(self) -> None:
