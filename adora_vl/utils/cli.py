@@ -22,7 +22,7 @@ EXIT_UNREAD = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
 _LONGEST = 300  # characters of a complaint about an option
 _NO_VALUE = ("none", "null")
-_MOST_YAML = 1_000_000  # characters and values of a YAML text whose aliases are written out
+_MOST_YAML = 100_000  # values of a YAML text whose aliases are written out
 
 
 class MistakesError(UserError):
@@ -221,15 +221,23 @@ def _load_yaml(text: str) -> Any:
 def _loader() -> Any:
     """PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be given again.
 
-    It also takes aliases of aliases, of which a few lines hold more than any memory, and a value that holds itself.
+    It also takes aliases of aliases, of which a few lines hold more than any memory.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
         def get_single_node(self) -> Any:
-            node = super().get_single_node()
-            if node is not None and _written_out(node, {}) > _MOST_YAML:
-                raise yaml.constructor.ConstructorError(None, None, "its aliases make it larger than any config")
+            node, left = super().get_single_node(), iter(range(_MOST_YAML))
+
+            def visit(node: Any) -> None:
+                if next(left, None) is None:
+                    raise yaml.constructor.ConstructorError(None, None, "its aliases make it larger than any config")
+                for part in node.value if isinstance(node, yaml.CollectionNode) else ():
+                    for inside in part if isinstance(part, tuple) else (part,):
+                        visit(inside)
+
+            if node is not None:
+                visit(node)
             return node
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -242,25 +250,6 @@ def _loader() -> Any:
             return super().construct_mapping(node, deep)
 
     return Loader
-
-
-def _written_out(node: Any, sizes: dict[int, int | None]) -> int:
-    """The size of a YAML node with all aliases written out. `sizes`: of nodes, None while one is looked into."""
-    import yaml
-
-    if id(node) in sizes:
-        size = sizes[id(node)]
-        if size is None:
-            line = node.start_mark.line + 1
-            raise yaml.constructor.ConstructorError(None, None, f"the value of line {line} contains itself")
-        return size
-    sizes[id(node)] = None
-    parts = node.value
-    if isinstance(node, yaml.MappingNode):
-        parts = [part for pair in parts for part in pair]
-    scalar = isinstance(node, yaml.ScalarNode)
-    size = sizes[id(node)] = 1 + (len(parts) if scalar else sum(_written_out(part, sizes) for part in parts))
-    return size
 
 
 def read_json(text: str | bytes) -> Any:

@@ -116,7 +116,7 @@ BAD_FILES = {
     + "".join(f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}\n" for n in range(1, 40)).replace(
         "*a0", "*a"
     ): "its aliases make it larger than any config",
-    "seed: 1\nadora_method: &x {a: [*x]}\n": "the value of line 2 contains itself",
+    "seed: 1\nadora_method: &x {a: [*x]}\n": "nested too deeply",
     "? [a]\n: 1\n": "not valid YAML",
     "env: 5\n": "env: 5 is not a mapping of environment variables",
     "env: {1: 2}\n": "env: 1: 2 is not a name and a text",
