@@ -120,7 +120,7 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
         ("card_gib", memory), ("accelerate_config", path), ("processes", count), ("machines", count), ("rows", count),
         ("write_config", path), ("json", path),
     ):  # fmt: skip
-        parser.add_argument(*dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")), dest=name, type=kind)
+        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, type=kind)
     found, rest = parser.parse_known_args(list(arguments))
     given = vars(found)
     if given.pop("dry_run", False):
