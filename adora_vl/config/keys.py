@@ -1,7 +1,5 @@
-"""The keys that this project adds to those of TRL and Transformers, each with its range, default and help.
-
-Nothing slow is imported here, so `--help` and a wrong value answer at once. The range of a key stands in its
-annotation, and not in its metadata, which Transformers' parser hands on to argparse.
+"""The keys that this project adds to those of TRL and Transformers, each with its default, its help, and its range in
+its annotation. Nothing slow is imported here, so `--help` and a wrong value answer at once.
 """
 
 from dataclasses import dataclass

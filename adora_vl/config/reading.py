@@ -1,7 +1,6 @@
-"""What a user wrote, read once: the file, the command line laid over it, and each value as its key takes it.
-
-Nothing slow is imported here, so a wrong key or value is named at once. The values of keys whose types only TRL and
-Transformers know are read when their dataclasses are built.
+"""What a user wrote, read once: the file, the command line laid over it, and each value as its key takes it. Nothing
+slow is imported here, so a wrong key or value is named at once; values of keys whose types only TRL and Transformers
+know are read when their dataclasses are built.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What a user wrote for a key becomes a value of the key's type, or one line: `key: VALUE is not WHAT IT SHOULD BE`.
 
-A key takes what its annotation says. The ranges of our keys stand beside their fields, and `RANGES` has those of the
-keys of TRL and Transformers that configs/train/annotated.yaml explains, or that our own code computes with. Every other
-key of theirs is read by its type, and what its value means is left to their own checks. NaN and infinity are refused
-everywhere.
+A key takes what its annotation says. The ranges of our keys stand beside their fields; `RANGES` has those of the keys
+of TRL and Transformers that configs/train/annotated.yaml explains, or that our own code computes with. What the value
+of any other key of theirs means is left to their own checks. NaN and infinity are refused everywhere.
 """
 
 import json

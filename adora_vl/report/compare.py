@@ -1,9 +1,8 @@
 """Did it help? Training runs against each other, and scores before and after a training.
 
-`python -m adora_vl.report A B --compare` answers from the folders of runs, in one paragraph and one table.
-
-`python -m adora_vl.report.compare BEFORE.json AFTER.json [--beside GRPO=GRPO.json]` shows scores of `eval` on the same
-problems. What stands beside is another way of training.
+`python -m adora_vl.report A B --compare` answers from the folders of runs, in one paragraph and one table. `python -m
+adora_vl.report.compare BEFORE.json AFTER.json [--beside GRPO=GRPO.json]` shows scores of `eval` on the same problems,
+and beside them those of another way of training.
 """
 
 import argparse

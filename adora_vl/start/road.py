@@ -1,6 +1,5 @@
-"""Every check before a weight is loaded, once and in one order: command, dry run, doctor and Python walk it.
-
-The cheapest come first. A user's own code is run by the stops `rewards` and `tries` alone, after all keys are right.
+"""Every check before a weight is loaded, once and in one order, the cheapest first. A user's own code is run by the
+stops `rewards` and `tries` alone, after all keys are right.
 """
 
 from collections.abc import Callable, Sequence

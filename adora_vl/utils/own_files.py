@@ -76,9 +76,8 @@ def look_beside(config: Path | None) -> None:
 
 
 def from_file(key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function) -> FromFile:
-    """What `FILE.py:NAME` in `key` stands for, with the file beside the config, or else in the working directory.
-    `noun`: what it has to be, as `fits` says. Raises `UserError` for a file that is not there or fails, with the line,
-    and for a name that it does not have.
+    """What `FILE.py:NAME` in `key` stands for, with the file beside the config or in the working directory. `noun`:
+    what it has to be, as `fits` says. Raises `UserError` for a file that is not there or fails, and for another name.
     """
     path = _find(key, entry, noun)
     # Before the file is read: what changes from now on is another one at the next start.
