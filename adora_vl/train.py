@@ -92,6 +92,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     from adora_vl.checkpoint.writer import noted
     from adora_vl.export import save_merged
     from adora_vl.models.load import MERGED
+    from adora_vl.record.card import write_card
 
     is_main = trainer.accelerator.is_main_process
     try:
@@ -102,7 +103,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
             if not save_merged(trainer.model, trainer.processing_class, merged, trainer.accelerator):
                 return output_dir
             if is_main:
-                trainer.card.write(merged, trainer.state)
+                write_card(trainer.manifest, merged, trainer.state)
     except Exception as error:
         where = trainer.checkpoints.where_to_go_on()
         if disk_is_full(error):

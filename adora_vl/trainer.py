@@ -41,7 +41,7 @@ from adora_vl.models.precision import restore_buffers
 from adora_vl.models.shape import refuse_tied_adapters
 from adora_vl.parts import TrainerParts
 from adora_vl.record import metrics, trackers
-from adora_vl.record.card import CardWriter, model_card
+from adora_vl.record.card import write_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
@@ -90,7 +90,6 @@ class AdoraGRPOTrainer(TrainerParts):
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
         self.clock = metrics.PhaseClock(self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode)
-        self.card = CardWriter()  # the README.md of every saved model
         trackers.prepare_trackers(args.report_to, args.output_dir)
         engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, run.revision), timed=self.clock.phase)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
@@ -158,7 +157,6 @@ class AdoraGRPOTrainer(TrainerParts):
         if run.adapters:
             self.manifest["model"]["base"] = run.name
         self.manifest["vllm_model_runner"] = self.vllm_generation.model_runner if self.use_vllm else None
-        self.card.text = partial(model_card, self.manifest)
         if self.accelerator.is_main_process:
             if run.start.replaces:
                 set_aside(output_dir)  # now that all that is known of the new run is in order
@@ -445,7 +443,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 super().save_model(output_dir, _internal_call)
             if self.args.should_save:
                 usual_modes(folder)
-                self.card.write(folder, self.state)
+                write_card(self.manifest, folder, self.state)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Stock TRL copies the model into output_dir, to push it; ours also notes that a run wrote it."""
@@ -454,8 +452,6 @@ class AdoraGRPOTrainer(TrainerParts):
 
     def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None) -> None:
         """Stock TRL writes a card of its own into output_dir at every save, which would replace ours."""
-        if self.card.text is None:
-            super().create_model_card(model_name, dataset_name, tags)
 
     # -------------------------------------------------------------------------------- data, log, and the engine's end
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,6 @@ from adora_vl.utils.files import replace_file
 
 if TYPE_CHECKING:
     from transformers import TrainerState
-
-Card = Callable[[list[dict[str, Any]], int], str]  # the text of a card, from the log and the step
 
 # Keys of the recipe that a reader looks for first, in this order
 _RECIPE = (
@@ -58,16 +56,9 @@ model first: `python -m adora_vl.export <this folder> OUT`. Then, in OUT:
 """
 
 
-class CardWriter:
-    """Writes the README.md of the models that a run saves. Until `text` is set, TRL writes its own card."""
-
-    def __init__(self) -> None:
-        self.text: Card | None = None
-
-    def write(self, folder: Path, state: TrainerState) -> None:
-        """README.md of the model in `folder`, whose training is at `state`. One process calls this."""
-        if self.text is not None:
-            replace_file(folder / "README.md", self.text(state.log_history, state.global_step))
+def write_card(manifest: Mapping[str, Any], folder: Path, state: TrainerState) -> None:
+    """README.md of the model in `folder`, whose training is at `state`. One process calls this."""
+    replace_file(folder / "README.md", model_card(manifest, state.log_history, state.global_step))
 
 
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:

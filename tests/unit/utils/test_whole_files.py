@@ -101,11 +101,9 @@ def diagram(folder: Path) -> None:
 def card(folder: Path) -> None:
     from transformers import TrainerState
 
-    from adora_vl.record.card import CardWriter
+    from adora_vl.record.card import write_card
 
-    writer = CardWriter()
-    writer.text = lambda *_: "x" * 2000
-    writer.write(folder, TrainerState())
+    write_card({"versions": {"torch": "x" * 2000}}, folder, TrainerState())
 
 
 class Saves:
