@@ -189,20 +189,12 @@ _TYPES: dict[str, pa.DataType] = {
     "age": pa.int16(),  # generations since its group began
     "calls": pa.int16(),  # of tools; null in a run without
     # What it said, and what tools said to it; `completion` is the last turn
-    "turns": pa.list_(
-        pa.struct(
-            [
-                ("by", pa.string()),
-                ("text", pa.string()),
-                ("tokens", pa.int32()),
-                ("images", pa.list_(pa.string())),
-                ("seconds", pa.float32()),
-                ("failed", pa.bool_()),
-            ]
-        )
-    ),
+    "turns": pa.list_(pa.struct({
+        "by": pa.string(), "text": pa.string(), "tokens": pa.int32(), "images": pa.list_(pa.string()),
+        "seconds": pa.float32(), "failed": pa.bool_(),
+    })),
     "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
-}
+}  # fmt: skip
 Columns = dict[str, list[Any]]
 
 

@@ -39,13 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=path, metavar="FILE.html", help="default: report.html in the first RUN")
     parser.add_argument("--max-rollouts", type=whole(1), default=20_000, help="per run; evenly spaced steps are kept")
     parser.add_argument("--max-image-mb", type=number(0, 1e6), default=30, help="limit of all diagrams together")
-    parser.add_argument(
-        "--compare",
-        type=Path,
-        nargs="*",
-        metavar="RUN",
-        help="did B help? `A B --compare`; with several seeds `A1 A2 --compare B1 B2`, or all before it",
-    )
+    helped = "did B help? `A B --compare`; with several seeds `A1 A2 --compare B1 B2`, or all before it"
+    parser.add_argument("--compare", type=Path, nargs="*", metavar="RUN", help=helped)
 
     def command() -> None:
         options = parser.parse_args(arguments)

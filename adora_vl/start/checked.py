@@ -181,18 +181,13 @@ class Checked:
 
     def manifest(self) -> dict[str, Any]:
         """What `manifest.json` says of it at its start."""
+        asked, processes = self.asked.given, self.where.sharding.processes
         return run_manifest(
-            *filter(None, (self.script, self.config, self.model)),
-            arguments=self.asked.given.arguments if self.asked.given else None,
-            data=self.data or ["Python"],
-            rows=count_of(self.dataset) or 0,
-            fingerprint=self.fingerprint,
-            plan=self.plan.describe(),
-            processes=self.where.sharding.processes,
-            checkpoint=self.start.checkpoint,
-            own=self.own,
+            *filter(None, (self.script, self.config, self.model)), arguments=asked.arguments if asked else None,
+            data=self.data or ["Python"], rows=count_of(self.dataset) or 0, fingerprint=self.fingerprint,
+            plan=self.plan.describe(), processes=processes, checkpoint=self.start.checkpoint, own=self.own,
             left_out=len(self.overlong.left_out),
-        )
+        )  # fmt: skip
 
     @property
     def finished(self) -> Path | None:

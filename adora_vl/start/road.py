@@ -38,19 +38,9 @@ from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
 from adora_vl.rollout.rollouts import graded, groups_of
+from adora_vl.start import objects
 from adora_vl.start.checked import Asked, Checked, count_of
 from adora_vl.start.folder import RunFolder
-from adora_vl.start.objects import (
-    Datasets,
-    adapter_text,
-    check_prompts,
-    identity_of_model,
-    identity_of_rows,
-    is_stored,
-    prompts_of,
-    rewards_given,
-    told_of_tools,
-)
 from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
 from adora_vl.utils.errors import UserError, in_one_line, refuse
@@ -82,7 +72,7 @@ def versions(run: Checked) -> None:
 def keys(run: Checked) -> None:
     """What the keys alone say."""
     given = run.asked.rows
-    by_trl = isinstance(given, Datasets) and given.evaluate is not None
+    by_trl = isinstance(given, objects.Datasets) and given.evaluate is not None
     checks.check_config(run.config, trl_evaluates=by_trl)
     tools, environments = bool(run.config.tools or run.asked.tools), run.environment is not None
     if tools or environments:
@@ -113,7 +103,7 @@ def rewards(run: Checked) -> None:
         tags = asks_for_answer_tags(run.script.adora_system_prompt, run.script.adora_prompt)
         run.rewards = choose_rewards(run.script.adora_reward, answer_tags=tags, output_dir=output_dir)
     else:
-        run.rewards = rewards_given(run.asked.rewards, output_dir)
+        run.rewards = objects.rewards_given(run.asked.rewards, output_dir)
     environments = environments_of(run.environment, run.config.adora_tool_options.seconds)
     run.tools = choose_tools([*run.config.tools, *run.asked.tools], environments)
     if environments is not None:
@@ -260,13 +250,13 @@ def rows(run: Checked) -> None:
     """The rows to train on: those that the model can read, and whose prompts leave room for an answer."""
     asked = run.asked.rows
     run.data, run.dataset = [], None
-    if isinstance(asked, Datasets):
-        run.dataset, run.evaluated = (told_of_tools(one, run.schemas) for one in (asked.train, asked.evaluate))
+    if isinstance(asked, objects.Datasets):
+        run.dataset, run.evaluated = (objects.told_of_tools(one, run.schemas) for one in (asked.train, asked.evaluate))
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
-        if is_stored(run.dataset):
-            fits.check_sees(run.model, run.model_config, has_images=check_prompts(run.dataset))
-            run.overlong.kept_of(prompts_of(run.dataset), len(run.dataset))
+        if objects.is_stored(run.dataset):
+            fits.check_sees(run.model, run.model_config, has_images=objects.check_prompts(run.dataset))
+            run.overlong.kept_of(objects.prompts_of(run.dataset), len(run.dataset))
     else:
         with run.config.main_process_first(desc="making the dataset where it is missing"):
             run.data = data_folders(asked)
@@ -317,7 +307,7 @@ def evaluations(run: Checked) -> None:
     """The problems of the evaluations on the way; whole groups where TRL evaluates."""
     config, asked = run.config, run.asked.rows
     run.evaluations = None
-    if isinstance(asked, Datasets) and asked.evaluate is not None:
+    if isinstance(asked, objects.Datasets) and asked.evaluate is not None:
         key = "num_generations_eval" if config.num_generations_eval else "num_generations"
         batch, group, processes = config.per_device_eval_batch_size, getattr(config, key), run.plan.processes
         refuse((batch * processes % group, f"per_device_eval_batch_size: {batch} x {processes} processes is no whole "
@@ -366,13 +356,13 @@ def _fingerprint(run: Checked) -> Fingerprint:
     if script is not None and run.dataset is not None:
         settings = [as_asked(script, run.dataset.data.table), run.config, run.model]
     if script is None and source.peft_config is not None:
-        further = {"peft_config": adapter_text(source.peft_config)}
+        further = {"peft_config": objects.adapter_text(source.peft_config)}
     if script is None and run.four_bit:
         further["4 bits"] = f"{run.model.bnb_4bit_quant_type} {run.model.use_bnb_nested_quant}"
-    name = run.name if source.loaded is None else identity_of_model(source.loaded)
+    name = run.name if source.loaded is None else objects.identity_of_model(source.loaded)
     found = fingerprint(
         *settings,
-        data=run.data if script is not None else [identity_of_rows(run.dataset)],
+        data=run.data if script is not None else [objects.identity_of_rows(run.dataset)],
         model=name,
         revision=run.revision,
         processes=run.where.sharding.processes,
