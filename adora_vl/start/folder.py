@@ -76,7 +76,11 @@ class RunFolder:
             if self.path.is_dir():  # a lock that this process holds already is the same one
                 self._locks.append(lock_output_dir(self.path))
             if from_python and not wanted and not self.overwrite and holds_a_run(self.path):
-                raise UserError(self._is_taken())
+                found = next(iter(checkpoints(self.path)), None)
+                goes_on = "train(resume_from_checkpoint=True) goes on, " if found else ""
+                holds = f"{str(self.path)!r} holds {f'{found.name} of a run' if found else 'a finished run'}"
+                remedy = f"{goes_on}overwrite_output_dir=True replaces it, or choose another output_dir"
+                raise UserError(f"output_dir: {holds}; {remedy}")
             start = choose_start(self.path, wanted, self.overwrite, self.now, self._inputs)
             self._locks.append(lock_output_dir(self.path))
             (self.path / STOPPED_FILE).unlink(missing_ok=True)
@@ -96,12 +100,6 @@ class RunFolder:
         for lock in self._locks:
             lock.release()
         self._locks.clear()
-
-    def _is_taken(self) -> str:
-        found = next(iter(checkpoints(self.path)), None)
-        goes_on = "train(resume_from_checkpoint=True) goes on, " if found else ""
-        holds = f"output_dir: {str(self.path)!r} holds {f'{found.name} of a run' if found else 'a finished run'}"
-        return f"{holds}; {goes_on}overwrite_output_dir=True replaces it, or choose another output_dir"
 
     def _all_hear(self, choose: Callable[[], _Found]) -> _Found:
         told: list[Any] = [None, ""]
