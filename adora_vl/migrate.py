@@ -109,7 +109,6 @@ class Migration:
         self.keys[key] = (value, "; ".join(filter(None, (said, note))))
 
     def take(self, key: str, name: str, default: Any = None) -> None:
-        """Move one value as it is, if it is there or has a default."""
         if (value := self.get(name, default)) is not None:
             self.put(key, value, name)
 
@@ -289,7 +288,6 @@ def moved(trainer: str, config: Path, reward: str | None = None) -> Migration:
 
 
 def written(move: Migration, trainer: str, config: Path) -> str:
-    """The YAML file, with where each value came from."""
     lines = [f"# From {config.name} of {trainer}, by `python -m adora_vl.migrate {trainer}`. Look it through."]
     entries = [(f"{key}: {yaml_line(value)}", source) for key, (value, source) in move.keys.items()]
     lines += [f"{entry:<50} # {source}" for entry, source in entries]
@@ -310,7 +308,6 @@ def _write(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file, and print what has no counterpart."""
     parser = Parser(prog="python -m adora_vl.migrate", description=(__doc__ or "").partition(":")[0])
     parser.add_argument("trainer", choices=list(TRAINERS), help="whose config it is")
     parser.add_argument("config", type=path, metavar="CONFIG", help="its YAML file")

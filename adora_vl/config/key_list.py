@@ -164,7 +164,6 @@ _HEADINGS = {OURS: "Keys of this project", "trl": "Keys of TRL", "transformers":
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether a training command only wants to know how it is used."""
     return any(word in ("-h", "--help", "--help-all", "--version") for word in arguments)
 
 

@@ -106,7 +106,6 @@ class Given:
             raise UserError(" ".join(str(error).split())) from error
 
     def but(self, **values: Any) -> Given:
-        """The same command with other values for these keys."""
         return Given(self.arguments, self.file, self.values | values)
 
 

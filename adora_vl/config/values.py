@@ -120,7 +120,6 @@ def check_fields(config: Any, theirs: type | None = None) -> None:
 
 
 def _options(key: str, value: Any, kind: Any) -> Any:
-    """A block of options as its dataclass."""
     hints, short = _hints(kind), getattr(kind, "shorthand", None)
     if isinstance(value, kind):
         value = {name: getattr(value, name) for name in hints}
@@ -155,7 +154,6 @@ def _tuple(key: str, value: Any, hint: Any) -> Any:
 
 @cache
 def _hints(dataclass: Any) -> dict[str, Any]:
-    """The annotations of a block of options."""
     hints = get_type_hints(dataclass, include_extras=True)
     return {key.name: _with_names(hints[key.name], key.metadata.get("choices")) for key in fields(dataclass)}
 
@@ -226,7 +224,6 @@ def _names(hint: Any) -> list[str]:
 
 
 def _entry(hint: Any) -> Any:
-    """What each entry of a list takes."""
     return _with_names(next(get_args(arm)[0] for arm in _arms(hint) if _kind(arm) is list))
 
 

@@ -33,7 +33,6 @@ class Sharding:
 
     @property
     def local_processes(self) -> int:
-        """The processes of one machine."""
         return self.processes // self.machines
 
     @property
@@ -42,7 +41,6 @@ class Sharding:
         return f"zero{self.stage}" if self.stage else "none"
 
     def describe(self) -> str:
-        """The sharding in words, for a report."""
         cards = "one process" if self.processes == 1 else f"{self.processes} processes"
         if self.machines > 1:
             cards += f" on {self.machines} machines"
@@ -143,7 +141,6 @@ class Where:
 
     @classmethod
     def of_launch(cls, folder: Literal["take", "look", "leave"]) -> Where:
-        """A run of this process, as it was started."""
         return cls(True, from_environment(), folder)
 
     @classmethod

@@ -86,7 +86,6 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
 
 
 def _mixture(run: Checked) -> list[str]:
-    """How several data sets are mixed."""
     if run.dataset is None or run.script is None or len(run.data) == 1:
         return []
     split, shares = run.script.dataset_train_split, run.script.adora_mixture
@@ -172,7 +171,6 @@ def learning_rates(config: Any, updates: int | None) -> dict[str, float]:
 
 
 def learning_rate_line(config: Any, updates: int | None) -> str:
-    """The name of the schedule and its curve, in words."""
     rates, schedule = learning_rates(config, updates), spelled(config.lr_scheduler_type)
     if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
@@ -238,7 +236,6 @@ def steps_of(plan: Plan) -> tuple[int | None, int | None]:
 
 
 def batch_lines(plan: Plan) -> list[str]:
-    """Prompts, groups, micro-batches, optimizer steps and epochs."""
     batches, config, processes = plan.run.plan, plan.run.config, plan.setup.sharding.processes
     local, prompts = config.per_device_train_batch_size, batches.prompts_per_generation
     lines = [
@@ -299,7 +296,6 @@ def limit_lines(plan: Plan) -> list[str]:
 
 
 def disk_lines(plan: Plan) -> list[str]:
-    """What the checkpoints will take."""
     setup, config = plan.setup, plan.run.config
     moves = config.sync_ref_model
     one = memory.checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed, reference=moves)
@@ -319,7 +315,6 @@ def disk_lines(plan: Plan) -> list[str]:
 
 
 def machine_lines(plan: Plan) -> list[str]:
-    """What several machines need to start."""
     sharding = plan.setup.sharding
     return section("Machines", [
         f"{sharding.machines} machines with {sharding.local_processes} processes each, started by "
@@ -329,7 +324,6 @@ def machine_lines(plan: Plan) -> list[str]:
 
 
 def report(plan: Plan, given: Collection[str]) -> str:
-    """The report of the whole dry run."""
     notes = section("Notes", [f"- {note}" for note in plan.notes]) if plan.notes else []
     notes += section("Not known here", [f"- {line}" for line in plan.run.unknown]) if plan.run.unknown else []
     sections = (

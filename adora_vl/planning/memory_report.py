@@ -27,7 +27,6 @@ def _number(count: int) -> str:
 
 
 def memory_lines(plan: Plan) -> list[str]:
-    """Predicted memory by component and phase, and the verdict."""
     setup, card = plan.setup, plan.card
     prediction = predict(setup, card)
     names = list(prediction.phases)
@@ -95,7 +94,6 @@ _ON_A_GPU = (
 
 
 def engine_lines(plan: Plan) -> list[str]:
-    """How many rollouts the engine has room for."""
     engine, setup = predict(plan.setup, plan.card).engine, plan.setup
     if engine is None or setup.engine is None or not setup.accelerator:
         return []
@@ -123,7 +121,6 @@ def share_lines(plan: Plan, concurrent: int) -> list[str]:
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    """Whether it fits, and what would."""
     setup, card = plan.setup, plan.card
     prediction = predict(setup, card)
     good = fits(setup, card)
@@ -167,7 +164,6 @@ def largest_image_line(plan: Plan) -> str:
 
 
 def remedy(plan: Plan) -> str:
-    """What to change first, for the settings at hand."""
     setup, share = plan.setup, proposed_utilization(plan.setup, plan.card)
     sharding, adapters, learning = setup.sharding, setup.shape.adapters, "forward and backward"
     wishes = (

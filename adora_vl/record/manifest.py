@@ -207,7 +207,6 @@ def now() -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the installed libraries."""
     found = {"python": platform.python_version()}
     found |= {package: version for package in _PACKAGES if (version := installed(package)) is not None}
     if torch.version.cuda:
@@ -262,7 +261,6 @@ def short_name(model: str) -> str:
 
 
 def facts_of_run(manifest: Manifest) -> dict[str, str]:
-    """The few facts of a run that the page shows at a glance."""
     if not manifest:
         return {}
     config, data = manifest["config"], manifest["data"]

@@ -35,7 +35,6 @@ def kind_of(logs: Mapping[str, Any]) -> str:
 
 
 def as_line(logs: Mapping[str, Any], step: int, now: str | None) -> Line:
-    """The object of one log entry."""
     figures = {key: _finite(value) for key, value in logs.items() if key != "step"}
     return {"step": step, "kind": kind_of(logs), "time": now, **figures}
 

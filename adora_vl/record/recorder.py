@@ -60,7 +60,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         return numbers_B
 
     def records(self, step: int) -> bool:
-        """Whether the generation of this step is to be recorded."""
         return self.every > 0 and step // self.updates % self.every == 0
 
     def add(self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]) -> None:

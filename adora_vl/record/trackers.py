@@ -25,7 +25,6 @@ def gather_texts(values: list[Any]) -> list[Any]:
 
 
 def is_conversation(value: Any) -> bool:
-    """Whether this is a list of messages."""
     return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)
 
 

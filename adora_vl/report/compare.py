@@ -75,7 +75,6 @@ class Side:
         return f"{self.letter} ({self.recipe})"
 
     def by_seed(self, values: Sequence[float]) -> dict[int, float]:
-        """One value per run, by its seed."""
         return {run.seed: value for run, value in zip(self.runs, values, strict=True)}
 
     def setting(self, key: str) -> str:

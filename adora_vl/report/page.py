@@ -106,7 +106,6 @@ def _packed(data: Any) -> str:
 
 
 def build_page(views: list[RunView], images: dict[str, str]) -> str:
-    """The whole document."""
     runs = [
         {
             "name": view.name, "facts": view.facts, "notes": view.notes, "metrics": view.metrics,

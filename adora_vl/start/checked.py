@@ -149,7 +149,6 @@ class Checked:
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """Of the tools."""
         return self.toolbox.schemas if self.toolbox is not None else []
 
     @property
@@ -172,7 +171,6 @@ class Checked:
 
     @property
     def first(self) -> bool:
-        """Whether this is the first rank."""
         return bool(self.config.process_index == 0)
 
     def take(self, wanted: object) -> None:
@@ -180,7 +178,6 @@ class Checked:
         self.start = self.folder.take(wanted, from_python=True)
 
     def manifest(self) -> dict[str, Any]:
-        """What `manifest.json` says of it at its start."""
         asked, processes = self.asked.given, self.where.sharding.processes
         return run_manifest(
             *filter(None, (self.script, self.config, self.model)), arguments=asked.arguments if asked else None,
@@ -197,7 +194,6 @@ class Checked:
         return checkpoint if over else None
 
     def first_lines(self) -> list[str]:
-        """What is said of a run before it starts."""
         rows = count_of(self.dataset)
         problems = "a stream of problems" if rows is None else amount(rows, "training problem")
         facts = f"{problems}; {self.plan.describe()}"

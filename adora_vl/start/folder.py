@@ -40,7 +40,6 @@ class RunFolder:
 
     @cached_property
     def now(self) -> Fingerprint:
-        """The fingerprint of the run."""
         return self._now() if callable(self._now) else self._now
 
     def look(self, wanted: object, *, data_known: bool = True) -> StartPoint:

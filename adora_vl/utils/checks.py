@@ -32,12 +32,10 @@ def passed(name: str, detail: str) -> Check:
 
 
 def skipped(name: str, why: str) -> Check:
-    """A check that was not made, and why."""
     return Check(name, Status.SKIPPED, why)
 
 
 def failed(name: str, detail: str, remedy: str) -> Check:
-    """A check that found a fault, and its remedy."""
     return Check(name, Status.FAILED, detail, remedy)
 
 

@@ -242,7 +242,6 @@ def written_to(option: str, path: Path) -> Iterator[None]:
 
 
 def unwritable(option: str, path: Path, error: Exception) -> UserError:
-    """The error of a place that could not be written to."""
     remedy = "free some space, or choose another place" if disk_is_full(error) else "choose another place"
     return UserError(f"{option}: {str(path)!r} cannot be written ({getattr(error, 'strerror', '') or error}); {remedy}")
 

@@ -285,7 +285,6 @@ class StartupLog:
 
 
 def flush_outputs() -> None:
-    """Write what both streams of Python still hold."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # a stream may be closed, or none
             stream.flush()

@@ -115,7 +115,6 @@ class ChatClient:
                 self._answers = KeptAnswers(cache)
 
     def cached(self, messages: Messages) -> str | None:
-        """The answer to these messages that is on the disk."""
         return None if self._answers is None else self._answers.get(self._key(messages))
 
     def _key(self, messages: Messages) -> str:
@@ -275,7 +274,6 @@ def _in_a_line(received: bytes, key: str) -> str:
 
 
 def _seconds(asked: str | None) -> float:
-    """The seconds that the server asks to wait for."""
     try:
         return max(0.0, float(asked or 0))
     except ValueError:  # a date
