@@ -103,7 +103,7 @@ def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
 
 def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge: int) -> Check:
     """As many image tokens in each prompt as the processor has made features for its images."""
-    if image_token_id is None or prompts.num_images is None:
+    if image_token_id is None or prompts.images is None:
         return skipped(FEATURES, "no images")
     grids = prompts.fields["image_grid_thw"].prod(dim=-1) // merge**2
     features = [int(part.sum()) for part in torch.split(grids, prompts.num_images)]
@@ -137,9 +137,9 @@ class Examination(EngineProbe):
         name, remedy = (VISION, CACHES) if vision else (LANGUAGE, SYNC)
         chosen = choose_parameter(self.trainer.model, vision=vision)
         if chosen is None:
-            why = "there are none" if vision and self.prompts.num_images is None else "nothing of it is trained"
+            why = "there are none" if vision and self.prompts.images is None else "nothing of it is trained"
             return skipped(name, f"{why}: it cannot change")
-        if vision and self.prompts.num_images is None:
+        if vision and self.prompts.images is None:
             return skipped(name, "the prompts have no images")
         generation = self.trainer.vllm_generation
         try:
@@ -158,11 +158,11 @@ class Examination(EngineProbe):
 
     def _move(self, change: Callable[[float], None], rollouts: agreement.Rollouts) -> float:
         """Change the weight until the policy moves by far more than the bound. Returns by how many nats per token."""
-        before_BC = agreement.score(self.trainer, self.prompts, rollouts)
+        before_BC = agreement.score(self.trainer, rollouts)
         moved = 0.0
         for scale in SCALES:
             change(scale)
-            now_BC = agreement.score(self.trainer, self.prompts, rollouts)
+            now_BC = agreement.score(self.trainer, rollouts)
             moved = agreement.difference(self.trainer, now_BC, before_BC, rollouts.mask_BC).mean
             if moved > max(3 * self.bound, LEAST_MOVE):
                 break
@@ -195,10 +195,11 @@ class Examination(EngineProbe):
     def _least_likely(self, banned: Sequence[int]) -> int:
         """The allowed token of the lowest logit after the first prompt."""
         trainer = self.trainer
-        first = agreement.head(self.prompts, 1)
-        ids = torch.tensor(first.ids, device=trainer.accelerator.device)
+        first = trainer.pool.judge.collated(agreement.head(self.prompts, 1), [[]], None, [True])
+        fields = {name: first[name] for name in self.prompts.fields if name in first}
+        fields |= {"input_ids": first["prompt_ids"], "attention_mask": first["prompt_mask"]}
         with torch.no_grad(), trainer.accelerator.autocast():
-            output = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=1, **first.fields)
+            output = trainer.model(**fields, logits_to_keep=1)
         logits = output.logits[0, -1].float()
         logits[list(banned)] = torch.inf
         logits[len(trainer._tokenizer) :] = torch.inf  # rows of the embedding that no token has

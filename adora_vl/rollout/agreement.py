@@ -3,9 +3,9 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -13,24 +13,26 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer.utils import pad
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.prompt_lengths import served_length
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import evaluating
+from adora_vl.dedup.policy_pass import evaluating, generation_logps
+from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.models.precision import HasModels, dtype_name
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, asks_of
+from adora_vl.types import Batch
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
 from adora_vl.utils.seeding import kept_random_state
 
 TOKENS = 24  # of a probing rollout
+KINDS = "mm_token_type_ids"
 CHECK_ROWS, CHECK_TOKENS = 2, 8  # of each rank, and of each rollout
 # Names of checks, and below them what to do where one fails.
 PROMPTS = "engine reads the trainer's prompts"
@@ -74,14 +76,10 @@ class HasEngine(HasModels, Protocol):
 
 
 @dataclass(frozen=True)
-class Prompts:
+class Prompts(PromptBatch):
     """Some rows as the trainer sends and reads them."""
 
-    names: list[str]
-    ids: list[list[int]]  # what goes to the engine
-    images: list[list[Any] | None] | None
-    fields: dict[str, Tensor]  # what goes into the forward pass beside the ids
-    num_images: list[int] | None
+    names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -90,8 +88,15 @@ class Rollouts:
 
     prompt_ids: list[list[int]]  # as the engine read them
     completion_ids: list[list[int]]
-    logps_BC: Tensor
-    mask_BC: Tensor
+    batch: Batch
+
+    @property
+    def logps_BC(self) -> Tensor:
+        return self.batch["sampling_per_token_logps"]
+
+    @property
+    def mask_BC(self) -> Tensor:
+        return self.batch["completion_mask"]
 
 
 def own_rows(trainer: HasEngine, count: int) -> list[Any]:
@@ -102,15 +107,8 @@ def own_rows(trainer: HasEngine, count: int) -> list[Any]:
 
 def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
     """Prompts of dataset rows, as the trainer reads them."""
-    read = trainer.images.read(rows)
     names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
-    if read.images is None:
-        return Prompts(names, read.ids, None, {}, None)
-    types = [torch.tensor(one) for one in read.fields["mm_token_type_ids"]]
-    fields = {**read.fields, "mm_token_type_ids": pad(types, padding_value=0, padding_side="left")}
-    device = trainer.accelerator.device
-    moved = {name: value.to(device) for name, value in fields.items()}
-    return Prompts(names, read.ids, read.images, moved, read.num_images)
+    return Prompts(**vars(trainer.images.read(rows)), names=names)
 
 
 def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any) -> Rollouts:
@@ -121,7 +119,8 @@ def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **f
     """
     with kept_random_state():
         settings = {**trainer.vllm_generation.sampling, **further}
-        return _rollouts(trainer, trainer.sampler.sample(_asks(trainer, prompts, where, tokens), settings=settings))
+        answers = trainer.sampler.sample(_asks(trainer, prompts, where, tokens), settings=settings)
+        return _rollouts(trainer, prompts, answers)
 
 
 def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[RolloutAsk]:
@@ -129,39 +128,18 @@ def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list
     return asks_of(prompts.ids, prompts.images, seed=seed, first=first, generations=1, limit=tokens)
 
 
-def _rollouts(trainer: HasEngine, answers: Sequence[RolloutAnswer]) -> Rollouts:
-    rows = [torch.tensor([torch.nan if logp is None else logp for logp in answer.logps]) for answer in answers]
-    mask = [torch.ones(len(answer.tokens), dtype=torch.long) for answer in answers]
-    device = trainer.accelerator.device
-    return Rollouts(
-        prompt_ids=[answer.read for answer in answers],
-        completion_ids=[answer.tokens for answer in answers],
-        logps_BC=pad(rows, padding_value=0, padding_side="right").to(device),
-        mask_BC=pad(mask, padding_value=0, padding_side="right").to(device),
-    )
+def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[RolloutAnswer]) -> Rollouts:
+    tokens, logps = [answer.tokens for answer in answers], [answer.logps for answer in answers]
+    batch = trainer.pool.judge.collated(prompts, tokens, logps, [True] * len(tokens))
+    return Rollouts([answer.read for answer in answers], tokens, batch)
 
 
-def score(trainer: HasEngine, prompts: Prompts, rollouts: Rollouts) -> Tensor:
+def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
     """The policy's log-probabilities of the sampled tokens, (B, C), by the pass that the loss uses."""
-    device, padding = trainer.accelerator.device, trainer._tokenizer.pad_token_id
-    prompt_BP = pad([torch.tensor(row) for row in prompts.ids], padding_value=padding, padding_side="left").to(device)
-    ones = [torch.ones(len(row), dtype=torch.long) for row in prompts.ids]
-    prompt_mask_BP = pad(ones, padding_value=0, padding_side="left").to(device)
-    completions = [torch.tensor(row) for row in rollouts.completion_ids]
-    completion_BC = pad(completions, padding_value=padding, padding_side="right").to(device)
-    fields: dict[str, Any] = dict(prompts.fields)
-    if "mm_token_type_ids" in fields:
-        kinds = fields["mm_token_type_ids"]
-        fields["mm_token_type_ids"] = torch.cat([kinds, kinds.new_zeros(completion_BC.shape)], dim=1)
+    policy = partial(trainer._get_per_token_logps_and_entropies, trainer.model)
     checkpointing = disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
-    with torch.no_grad(), kept_random_state(), checkpointing:
-        logps, _, _ = trainer._get_per_token_logps_and_entropies(
-            trainer.model, torch.cat([prompt_BP, completion_BC], dim=1),
-            torch.cat([prompt_mask_BP, rollouts.mask_BC], dim=1), completion_BC.size(1),
-            batch_size=trainer.args.per_device_train_batch_size, num_images=prompts.num_images, **fields,
-        )  # fmt: skip
-    assert isinstance(logps, Tensor)
-    return logps
+    with kept_random_state(), checkpointing:
+        return generation_logps(rollouts.batch, policy, trainer.args.per_device_train_batch_size)
 
 
 def difference(trainer: HasEngine, one_BC: Tensor, other_BC: Tensor, mask_BC: Tensor) -> Drift:
@@ -203,49 +181,34 @@ ROWS = 2  # prompts, of each rank
 
 
 def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | None:
-    """Some of `prompts`, so far back that `tokens` can still be sampled; the same distance on all ranks. None where
-    there is no room.
+    """Some of `prompts`, each after tokens of its own text in random order: as many as leave room for `tokens` that are
+    sampled, up to `POSITION` in all, and equally many on all ranks. None where there is no room.
     """
     near = head(prompts, ROWS)
-    by = min(gather_object([room(trainer, near, tokens)]))
-    return moved_back(trainer, near, by) if by > 0 else None
+    longest = trainer.model.config.get_text_config().max_position_embeddings
+    if trainer.vllm_mode == "server":
+        engine = served_length(trainer.args) or longest
+    else:
+        engine = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
+    by = min(gather_object([min(POSITION, min(longest, engine) - tokens) - max(map(len, near.ids))]))
+    if by <= 0:
+        return None
+    special = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
+    draw = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
+    ids = [[*draw.choices([token for token in row if token not in special], k=by), *row] for row in near.ids]
+    types = {name: [[0] * by + row for row in near.fields[name]] for name in near.fields if name == KINDS}
+    return replace(near, ids=ids, fields={**near.fields, **types})
 
 
 def head(prompts: Prompts, rows: int) -> Prompts:
     """The first prompts alone, with the fields of their own images."""
-    ids = prompts.ids[:rows]
-    if prompts.num_images is None or prompts.images is None:
-        return replace(prompts, names=prompts.names[:rows], ids=ids)
-    counts = prompts.num_images[:rows]
-    grid = prompts.fields["image_grid_thw"][: sum(counts)]
-    fields = {
-        "image_grid_thw": grid,
-        "pixel_values": prompts.fields["pixel_values"][: int(grid.prod(dim=-1).sum())],
-        "mm_token_type_ids": prompts.fields["mm_token_type_ids"][:rows, -max(map(len, ids)) :],
-    }
-    return Prompts(prompts.names[:rows], ids, prompts.images[:rows], fields, counts)
-
-
-def room(trainer: HasEngine, prompts: Prompts, tokens: int) -> int:
-    """How many tokens fit before each prompt, with `tokens` to be sampled after it; up to `POSITION` in all."""
-    model = trainer.model.config.get_text_config().max_position_embeddings
-    if trainer.vllm_mode == "server":
-        engine = served_length(trainer.args) or model
-    else:
-        engine = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
-    return int(min(POSITION, min(model, engine) - tokens) - max(map(len, prompts.ids)))
-
-
-def moved_back(trainer: HasEngine, prompts: Prompts, by: int) -> Prompts:
-    """Each prompt after `by` tokens of its own text in random order, the same for the same seed."""
-    special = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
-    draw = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
-    ids = [[*draw.choices([token for token in row if token not in special], k=by), *row] for row in prompts.ids]
-    fields = dict(prompts.fields)
-    if "mm_token_type_ids" in fields:
-        kinds = fields["mm_token_type_ids"]
-        fields["mm_token_type_ids"] = torch.cat([kinds.new_zeros(len(ids), by), kinds], dim=1)
-    return replace(prompts, ids=ids, fields=fields)
+    counts, fields = prompts.num_images[:rows], dict(prompts.fields)
+    if prompts.images is not None:
+        fields["image_grid_thw"] = grids = fields["image_grid_thw"][: sum(counts)]
+        fields["pixel_values"] = fields["pixel_values"][: int(grids.prod(dim=-1).sum())]
+        fields[KINDS] = fields[KINDS][:rows]
+    images = prompts.images and prompts.images[:rows]
+    return Prompts(prompts.messages[:rows], prompts.ids[:rows], images, fields, prompts.names[:rows])
 
 
 def drift_measured(
@@ -258,10 +221,10 @@ def drift_measured(
     ticket = trainer.sampler.begin(_asks(trainer, prompts, f"drift/{step}", CHECK_TOKENS))
 
     def judged() -> None:
-        rollouts = _rollouts(trainer, ticket.join())
+        rollouts = _rollouts(trainer, prompts, ticket.join())
         # a rank may have an image among them where another one has none
         with trainer.images.vision.unshared(), evaluating(trainer.model):
-            check(score(trainer, prompts, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
+            check(score(trainer, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
 
     return judged
 
@@ -323,12 +286,12 @@ class EngineProbe:
         assert rollouts is not None
         return rollouts
 
-    def drift(self, where: str, prompts: Prompts | None = None) -> tuple[Drift, Rollouts, torch.Tensor]:
+    def drift(self, where: str, prompts: Prompts | None = None) -> tuple[Drift, Rollouts, Tensor]:
         """How far the engine is from the policy on `prompts` (None: the probe's own), the rollouts, and the policy's
         log-probabilities of them, (B, C).
         """
         rollouts = self.sampled(where, prompts=prompts)
-        logps_BC = score(self.trainer, prompts or self.prompts, rollouts)
+        logps_BC = score(self.trainer, rollouts)
         return difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC), rollouts, logps_BC
 
     def cold(self) -> list[Check]:

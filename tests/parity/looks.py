@@ -89,7 +89,7 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     trainer.model = trainer.vllm_generation.model = adapted
-    moved = difference(trainer, score(trainer, examination.prompts, rollouts), before_BC, rollouts.mask_BC)
+    moved = difference(trainer, score(trainer, rollouts), before_BC, rollouts.mask_BC)
     trainer.vllm_generation.sync_weights()
     gap, _, _ = examination.drift("with the adapter")
     return {"moved": moved.mean, "gap": gap.largest}

@@ -186,7 +186,8 @@ def test_a_disk_without_room(tmp_path):
 
 def prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
     grid = torch.tensor(grids or [[1, 4, 4]] * len(ids))
-    return Prompts([f"row {n}" for n in range(len(ids))], list(ids), None, {"image_grid_thw": grid}, [1] * len(ids))
+    names, images = [f"row {n}" for n in range(len(ids))], [[None]] * len(ids)
+    return Prompts([], list(ids), images, {"image_grid_thw": grid}, names)
 
 
 def test_image_tokens_and_features():

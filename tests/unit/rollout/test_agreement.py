@@ -36,14 +36,13 @@ def trainer(model: int = 10**6, engine: int = 10**6) -> Any:
 def prompts(shapes: list[tuple[list[int], list[int]]]) -> agreement.Prompts:
     """Of each row its words, and for each of its images the number of image tokens, four patches a token."""
     ids = [[token for size in sizes for token in [IMAGE] * size] + words for words, sizes in shapes]
-    width, grids = max(map(len, ids)), [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
-    kinds = torch.tensor([[0] * (width - len(row)) + [int(token == IMAGE) for token in row] for row in ids])
+    grids = [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
+    kinds = [[int(token == IMAGE) for token in row] for row in ids]
     patches = sum(2 * 2 * size for _, sizes in shapes for size in sizes)
-    fields = {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
+    fields: dict[str, Any] = {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
     fields["pixel_values"] = torch.arange(patches)[:, None].float()
     names = [str(number) for number in range(len(ids))]
-    counts = [len(sizes) for _, sizes in shapes]
-    return agreement.Prompts(names, ids, [[None] * count for count in counts], fields, counts)
+    return agreement.Prompts([], ids, [[None] * len(sizes) for _, sizes in shapes], fields, names)
 
 
 ROW = st.tuples(
@@ -56,7 +55,7 @@ ROW = st.tuples(
 def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
     near = prompts(shapes)
     far = agreement.far_prompts(trainer(engine=longest), near, tokens)
-    assert far is not None and far.num_images is not None
+    assert far is not None and far.images is not None
     rows = len(shapes[: agreement.ROWS])
     assert max(map(len, far.ids)) == min(agreement.POSITION, longest - tokens)
     assert len({len(there) - len(here) for there, here in zip(far.ids, near.ids, strict=False)}) == 1
@@ -64,8 +63,7 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
         assert there[-len(here) :] == here
         assert set(there[: -len(here)]) <= set(words)
     for ids, kinds in zip(far.ids, far.fields["mm_token_type_ids"], strict=True):
-        padded = [0] * (len(kinds) - len(ids)) + [int(token == IMAGE) for token in ids]
-        assert kinds.tolist() == padded
+        assert kinds == [int(token == IMAGE) for token in ids]
     sizes = [size for _, row in shapes[:rows] for size in row]
     assert far.fields["image_grid_thw"].prod(dim=-1).tolist() == [4 * size for size in sizes]
     assert torch.equal(far.fields["pixel_values"], near.fields["pixel_values"][: 4 * sum(sizes)])
@@ -79,7 +77,7 @@ def test_where_model_or_engine_have_no_room_there_are_none():
 
 
 def test_prompts_without_images_keep_none():
-    plain = agreement.Prompts(["a", "b", "c"], [[20, 21], [22], [23]], None, {}, None)
+    plain = agreement.Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
     far = agreement.far_prompts(trainer(engine=100), plain, 10)
     assert far is not None and far.images is None and far.fields == {}
     assert [len(row) for row in far.ids] == [90, 89]
@@ -87,10 +85,9 @@ def test_prompts_without_images_keep_none():
 
 
 def test_an_engine_that_reads_another_prompt():
-    nothing = torch.zeros(1, 1)
     sent = prompts([([2], [2])])
-    same = agreement.Rollouts([[IMAGE, IMAGE, 2]], [[3]], nothing, nothing)
-    twice = agreement.Rollouts([[*[IMAGE] * 4, 2]], [[3]], nothing, nothing)
+    same = agreement.Rollouts([[IMAGE, IMAGE, 2]], [[3]], {})
+    twice = agreement.Rollouts([[*[IMAGE] * 4, 2]], [[3]], {})
     assert agreement.check_read_prompts(sent, same, IMAGE).status is Status.PASSED
     check = agreement.check_read_prompts(sent, twice, IMAGE)
     assert check.status is Status.FAILED and check.name == agreement.PROMPTS
