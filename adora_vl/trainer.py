@@ -231,7 +231,6 @@ class AdoraGRPOTrainer(TrainerParts):
             trackers.empty(self._logs)
         if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
-        position = self.state.global_step * self.shape.accumulated + self._step % self.args.gradient_accumulation_steps
         generation = Generation(
             rows=inputs,
             mode="train" if training else "eval",
@@ -239,7 +238,6 @@ class AdoraGRPOTrainer(TrainerParts):
             key=self._step_key,
             attempt=0,
             group_size=self.num_generations if training else self.num_generations_eval,
-            number=position // self.shape.cycle,
             first_micro_step=self._step - self._step % self.shape.cycle,
         )
         self.pool.fill(generation)

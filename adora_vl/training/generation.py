@@ -24,7 +24,7 @@ class Generation:
     key: str  # that step and the micro-batch in it, "12/0": seeds whatever is drawn for it
     attempt: int  # 0, or which round of further problems
     group_size: int  # G
-    number: int = 0  # of the generations of a training
+    number: int = 0  # of the generations of a training, where rollouts may be older
     first_micro_step: int = 0  # TRL's `_step` where it begins
     rollouts: list[Rollout] = field(default_factory=list)  # (B,)
     scores: Scores | None = None

@@ -21,6 +21,12 @@ def generations_in(steps: int, each: int, epoch: int) -> int:
     return epochs * epoch + min(rest * each, epoch)
 
 
+def place_of(number: int, each: int, epoch: int) -> tuple[int, int]:
+    """The optimizer steps before the generation of this number, and the generations before it in its own step."""
+    epochs, rest = divmod(number, epoch)
+    return epochs * math.ceil(epoch / each) + rest // each, rest % each
+
+
 def how_many_begin(waiting: int, complete: int, places: int, left: int) -> int:
     """How many groups begin in a generation: as many as it has places, but no more than can be learned from, and fewer
     where more are complete already than fill half of the places.

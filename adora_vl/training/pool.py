@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from adora_vl.config.batch_plan import Shape
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import DistinctRows
+from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
 from adora_vl.data.rows import images_of
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
@@ -31,7 +31,6 @@ from adora_vl.rollout.prompt_tokens import mismatch_named
 from adora_vl.rollout.rollouts import (
     DrawnProblem,
     Rollout,
-    RolloutAnswer,
     RolloutAsk,
     RolloutGroup,
     groups_of,
@@ -80,18 +79,11 @@ class Pool:
     """All ranks call it together."""
 
     def __init__(
-        self,
-        context: StepContext,
-        images: DistinctImages,
-        sampler: Sampler,
-        judge: Judge,
-        guards: tuple[RowGuard, ServerGuard],
-        extensions: Sequence[Extension],
-        phase: Callable[[str], AbstractContextManager[None]],
-        dataset: Any,
-        turns: Turns | None = None,
+        self, context: StepContext, images: DistinctImages, sampler: Sampler, judge: Judge,
+        guards: tuple[RowGuard, ServerGuard], extensions: Sequence[Extension],
+        phase: Callable[[str], AbstractContextManager[None]], dataset: Any, turns: Turns | None = None,
         environments: Environments | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`phase`: inside, the seconds count as this one's. `dataset`: whose rows are trained on. `turns`: how calls of
         tools are answered, None without tools. `environments`: of the rollouts, where they have some.
         """
@@ -119,6 +111,14 @@ class Pool:
         """Sample, grade and judge the rows. In a training, replace groups without signal, and weigh what is left."""
         rows, size = generation.rows, generation.group_size
         self.row_guard.check(rows, generation.step)
+        if generation.mode == "train" and (self.aged or self.replay is not None):
+            if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
+                raise UserError(
+                    "adora_rollouts: these rows do not say their numbers, by which problems that wait are read again "
+                    "(a streamed data set, or a loader of your own); load the data set whole, or set budget, ahead and "
+                    "replay off"
+                )
+            generation.number = self._until(generation.step, generation.micro)
         first = self.accelerator.process_index * len(rows)
         drawn = groups_of(rows, generation.where, generation.number, first, size)
         drawn = self._entered(drawn, generation.step, anew=True)
@@ -126,12 +126,6 @@ class Pool:
             groups = self._sampled(generation, drawn, dict.fromkeys(range(len(drawn))))
             self.judge(generation, groups, self._prompts(groups), aged=False)
             return
-        if (self.aged or self.replay is not None) and any(group.problem.number < 0 for group in drawn):
-            raise UserError(
-                "adora_rollouts: these rows do not say their numbers, by which problems that wait are read again (a "
-                "streamed data set, or a loader of your own); load the data set whole, or set budget, ahead and replay "
-                "off"
-            )
         self._note(generation)
         budget = self._budget()
         groups = self._go_on(generation, drawn, budget)
@@ -166,13 +160,20 @@ class Pool:
 
     def _left(self, generation: Generation) -> int:
         """Generations of the training, with this one."""
-        shape, steps = self.shape, int(self.context.state().max_steps)
+        return self._until(int(self.context.state().max_steps)) - self._until(generation.step, generation.micro)
+
+    def _until(self, step: int, micro: int = 0) -> int:
+        """Generations of the training before a micro-batch of an optimizer step."""
+        shape = self.shape
         if not shape.has_one_step:
-            return math.ceil(((steps - generation.step) * shape.accumulated - generation.micro) / shape.cycle)
-        epoch = len(self.rows) * shape.generations // (shape.rows * shape.steps * self.accelerator.num_processes)
-        each = shape.accumulated // shape.cycle
-        done = generations_in(generation.step, each, epoch) + generation.micro // shape.cycle
-        return generations_in(steps, each, epoch) - done
+            return math.ceil((step * shape.accumulated + micro) / shape.cycle)
+        return generations_in(step, *self._in_step_and_epoch) + micro // shape.cycle
+
+    @property
+    def _in_step_and_epoch(self) -> tuple[int, int]:
+        """Generations of an optimizer step that takes some, and of an epoch."""
+        shape, rows = self.shape, len(self.rows) * self.shape.generations
+        return shape.accumulated // shape.cycle, rows // (shape.rows * shape.steps * self.accelerator.num_processes)
 
     def _budget(self) -> int | None:
         """Of the present generation. With `auto` it is so large that the oldest answers, which are sampled to their
@@ -326,32 +327,28 @@ class Pool:
 
         def ask(going: dict[tuple[int, int], Rollout]) -> dict[tuple[int, int], Rollout]:
             asks, step = [self._ask(asked[place], rollout) for place, rollout in going.items()], generation.step
+            turn = None if self.turns is None else self.turns.tokens
             with mismatch_named([asked[place].group.row for place in going]):
                 if tickets:
                     step, answers = tickets[0].step, tickets.pop().join()
                 else:
                     answers = self.sampler.sample(asks, prompts)
-            found = zip(going.items(), asks, answers, strict=True)
-            return {
-                place: self._went_on(asked[place], rollout, one, answer, step)
-                for (place, rollout), one, answer in found
-            }
+            found = {}
+            for (place, rollout), one, answer in zip(going.items(), asks, answers, strict=True):
+                own, more = asked[place], {"step": step, "distorted": asked[place].distorted}
+                found[place] = gone_on(rollout, one, answer, own.longest, turn, self._has_ended, **more)
+            return found
 
         with self.phase("rollout"), self.server_guard.watching():
             asked, prompts = self._asked(generation, groups, limits, began)
             played = play(
-                began,
-                ask,
-                lambda place, rollout: self._answered(asked[place], rollout, generation.step),
-                lambda place, rollout: self._room(asked[place], rollout) > 0,
-                self.on_any_rank,
-            )
-        found = {number: list(groups[number].rollouts) for number in limits}
-        for (number, member), rollout in played.items():
-            found[number][member] = rollout
+                began, ask, lambda place, rollout: self._answered(asked[place], rollout, generation.step),
+                lambda place, rollout: self._room(asked[place], rollout) > 0, self.on_any_rank,
+            )  # fmt: skip
+        numbered = [(group, list(enumerate(group.rollouts))) for group in groups]
         return [
-            replace(group, rollouts=tuple(found[number])) if number in found else group
-            for number, group in enumerate(groups)
+            replace(group, rollouts=tuple(played.get((number, member), one) for member, one in rollouts))
+            for number, (group, rollouts) in enumerate(numbered)
         ]
 
     def on_any_rank(self, goes_on: bool) -> bool:
@@ -362,27 +359,21 @@ class Pool:
         return bool(self.accelerator.gather(own).any())
 
     def _asked(
-        self,
-        generation: Generation,
-        groups: list[RolloutGroup],
-        limits: dict[int, int | None],
+        self, generation: Generation, groups: list[RolloutGroup], limits: dict[int, int | None],
         began: Mapping[tuple[int, int], Rollout],
-    ) -> tuple[dict[tuple[int, int], _Asked], PromptBatch | None]:
+    ) -> tuple[dict[tuple[int, int], _Asked], PromptBatch | None]:  # fmt: skip
         """What is asked for these rollouts, each by the number of its group and in it; and their prompts."""
         if not began:
             return {}, None
         rows = [groups[number].row for number, _ in began]
         prompts = self.images.prompts(rows, generation.mode, further=generation.attempt > 0)
         self._read = [groups[number].problem for number, _ in began], prompts
-        extensions = self.extensions if generation.mode == "train" else ()
-        others = other_images(extensions, groups, [*began], prompts.images or [None] * len(began))
-        asked = {}
-        for place, (number, member) in enumerate(began):
-            group, own = groups[number], (prompts.images or [None] * len(began))[place]
-            longest, said = self.longest(group, member), len(began[number, member].said)
-            shown, other = list(others[place] or own or ()), others[place] is not None
-            limits_ = limits[number], longest, said
-            asked[number, member] = _Asked(group, member, prompts.ids[place], shown, other, *limits_)
+        extensions, images = self.extensions if generation.mode == "train" else (), prompts.images or [None] * len(rows)
+        others, asked = other_images(extensions, groups, [*began], images), {}
+        for (number, member), ids, own, other in zip(began, prompts.ids, images, others, strict=True):
+            longest, said = self.longest(groups[number], member), len(began[number, member].said)
+            shown = ids, list(other or own or ()), other is not None
+            asked[number, member] = _Asked(groups[number], member, *shown, limits[number], longest, said)
         return asked, prompts
 
     def _room(self, asked: _Asked, rollout: Rollout) -> int:
@@ -401,19 +392,11 @@ class Pool:
         images = [*asked.images, *(picture.image for picture in rollout.pictures)]
         return RolloutAsk([*asked.prompt, *had], images, together, seed, self._room(asked, rollout))
 
-    def _went_on(self, asked: _Asked, rollout: Rollout, ask: RolloutAsk, answer: RolloutAnswer, step: int) -> Rollout:
-        """The rollout with what was sampled for it by the weights of this step."""
-        turn = None if self.turns is None else self.turns.tokens
-        more: dict[str, Any] = {"step": step, "distorted": asked.distorted}
-        return gone_on(rollout, ask, answer, asked.longest, turn, self._has_ended, **more)
-
     def _answered(self, asked: _Asked, rollout: Rollout, step: int) -> Rollout:
         """The rollout, whose turn has ended, with what tools say to it."""
-        if self.turns is None:
+        if self.turns is None or not self._has_ended(rollout.turn):  # it may have been stopped in a loop
             return rollout
         problem = asked.group.problem
-        if not self._has_ended(rollout.turn):  # it may have been stopped in a loop
-            return rollout
         seed = f"{self.config.seed}/{problem.where}/{problem.place}/{asked.group.first_member + asked.member}"
         images, prompt = images_of(asked.group.row), len(asked.prompt)
         return self.turns(rollout, images, prompt=prompt, longest=asked.longest, step=step, seed=seed)

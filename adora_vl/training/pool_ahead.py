@@ -21,7 +21,7 @@ from adora_vl.data.loading import unreadable_rows
 from adora_vl.rollout.rollouts import RolloutGroup, groups_of, open_rollouts
 from adora_vl.rollout.sources import ServersAhead
 from adora_vl.training.generation import Generation
-from adora_vl.training.policies import groups_for, groups_to_complete
+from adora_vl.training.policies import groups_for, groups_to_complete, place_of
 from adora_vl.training.pool import Pool
 from adora_vl.training.pool_state import ComingGeneration
 from adora_vl.types import Row
@@ -133,9 +133,12 @@ class PoolAhead(Pool):
         """The generation so many after this one; None after the last."""
         if distance >= self._left(now):
             return None
-        position = now.step * self.shape.accumulated + now.micro + distance * self.shape.cycle
-        step, micro = divmod(position, self.shape.accumulated)
-        return replace(now, step=step, key=f"{step}/{micro}", number=now.number + distance)
+        number = self._until(now.step, now.micro) + distance
+        step, micro = divmod(number * self.shape.cycle, self.shape.accumulated)
+        if self.shape.has_one_step:
+            step, before = place_of(number, *self._in_step_and_epoch)
+            micro = before * self.shape.cycle
+        return replace(now, step=step, key=f"{step}/{micro}", number=number)
 
     def _rows_after(self, now: Generation, drawn: list[RolloutGroup], distance: int) -> list[Row] | None:
         """Of the generation so many after this one. None where one cannot be read: the step that draws it says so."""

@@ -34,6 +34,7 @@ from adora_vl.rollout.rollouts import (
 from adora_vl.training.generation import Generation
 from adora_vl.training.policies import automatic_budget, further_rows, groups_to_complete, how_many_begin
 from adora_vl.training.pool import Pool
+from adora_vl.training.pool_ahead import PoolAhead
 from adora_vl.training.pool_state import PoolState
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
@@ -202,7 +203,7 @@ class Run:
             for number in range(step * PLACES, (step + self.updates) * PLACES)
             for _ in range(SIZE)
         ]
-        generation = Generation(rows, "train", step, f"{step}/0", 0, SIZE, number=step // self.updates)
+        generation = Generation(rows, "train", step, f"{step}/0", 0, SIZE)
         self.pool.fill(generation)
         return generation
 
@@ -405,13 +406,21 @@ def test_how_many_begin_and_have_to_be_complete():
     ]  # fmt: skip
 
 
-def test_the_last_generation_is_known_where_an_epochs_last_step_has_fewer():
-    """Else answers would be set aside there for a generation that does not come, and lost."""
+def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer():
+    """Else answers would be set aside there for a generation that does not come, and lost; and rollouts that are asked
+    for ahead would count as older than they are.
+    """
     run = Run(4)
     run.pool.shape, run.pool.rows = replace(run.pool.shape, accumulated=2), range(3 * PLACES)  # type: ignore[assignment]
     places = ("0/0", "0/1", "1/0", "2/0", "2/1", "3/0")
     ahead = [Generation([], "train", int(key[0]), key, 0, SIZE) for key in places]
     assert [run.pool._left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
+    for at, generation in enumerate(ahead):
+        later = [PoolAhead._later(run.pool, generation, distance) for distance in range(7 - at)]  # type: ignore[arg-type]
+        assert later.pop() is None
+        assert [(one.where, one.number) for one in later if one] == [
+            (f"train/{key}", at + number) for number, key in enumerate(places[at:])
+        ]
 
 
 def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
