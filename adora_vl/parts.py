@@ -32,7 +32,7 @@ from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import MicroBatcher
-from adora_vl.training.optimizer_steps import DeepSpeedSteps, ScaledRate, SkipBadSteps
+from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
 from adora_vl.training.pool_ahead import PoolAhead
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
@@ -124,8 +124,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         """Ours, in the order in which they act at a step; Transformers' own output goes."""
         for noisy in (ProgressCallback, PrinterCallback):
             self.remove_callback(noisy)
-        sharded = self.is_deepspeed_enabled
-        deepspeed = DeepSpeedSteps(lambda: self.model_wrapped, self.accelerator) if sharded else None
+        deepspeed = (lambda: self.model_wrapped) if self.is_deepspeed_enabled else None
         self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
         callbacks: list[TrainerCallback] = [
             self.loss_sums, ScaledRate(lambda: self.methods.rate), self.clock, self.recorder, metrics.ProgressLine(),

@@ -62,15 +62,12 @@ def gone_on(
     return replace(made, ended=reason)
 
 
-class Told(Protocol):
-    """What tools say to a turn."""
+@dataclass(frozen=True)
+class ToolAnswer:
+    """What tools say to the calls of a turn, in order."""
 
-    @property
-    def parts(self) -> Sequence[str | Image.Image]:
-        """Of the user's turn, in order."""
-
-    @property
-    def calls(self) -> Sequence[Call]: ...
+    parts: Sequence[str | Image.Image]  # of the user's turn
+    calls: Sequence[Call]  # that have no span yet
 
 
 class Tools(Protocol):
@@ -78,7 +75,7 @@ class Tools(Protocol):
 
     def answer(
         self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any
-    ) -> Told | None:
+    ) -> ToolAnswer | None:
         """What they say to a turn of the policy, None where it called nothing. `images`: the problem's, then those that
         tools have returned. `seed`: names the random numbers. `last`: whether no further calls are left. `environment`:
         the rollout's own, or None.

@@ -21,6 +21,7 @@ from adora_vl.data.prompts import NO_CALLS_LEFT, tool_response
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.rewards.safe_call import own_copy
 from adora_vl.rollout.rollouts import Call
+from adora_vl.rollout.turns import ToolAnswer
 from adora_vl.tools.calls import (
     CallError,
     calls_in,
@@ -49,14 +50,6 @@ _NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).pa
 
 
 @dataclass(frozen=True)
-class ToolAnswer:
-    """What a user's turn says to the calls of a policy's, in order. `calls` have no span yet."""
-
-    parts: tuple[Part, ...]
-    calls: tuple[Call, ...]
-
-
-@dataclass(frozen=True)
 class ChosenTools:
     """The tools of a run by their names, methods of `environments` among them, as those of the first instance.
     `hashes`: of each file of the user's, with its neighbours.
@@ -76,8 +69,8 @@ def choose_tools(asked: Sequence[str | Callable[..., Any]], environments: Enviro
     """The tools of the key: names of ours, `FILE.py:FUNCTION`, or from Python functions; and methods of environments.
     Raises `UserError`.
     """
-    found: dict[str, Callable[..., Any]] = {}
-    hashes = {}
+    given = list[tuple[str, str, Any]]()  # name, how it is called in an error, and the tool
+    hashes = dict(environments.hashes) if environments is not None else {}
     for entry in asked:
         if not isinstance(entry, str):
             tool, name = entry, function_name(entry)
@@ -93,16 +86,15 @@ def choose_tools(asked: Sequence[str | Callable[..., Any]], environments: Enviro
             raise UserError(f"tools: {entry!r} is none of {known}, nor FILE.py:FUNCTION{did_you_mean(entry, OURS)}")
         if not is_function(tool):
             raise UserError(f"tools: {entry!r:.80} is no function")
+        given.append((name, entry if isinstance(entry, str) else name, tool))
+    found: dict[str, Callable[..., Any]] = {}
+    inside = environments.tools if environments is not None else {}
+    for name, shown, tool in [*given, *((name, name, tool) for name, tool in inside.items())]:
         if name in found:
             raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
-        schema_of(entry if isinstance(entry, str) else name, tool)
+        schema_of(shown, tool)
         found[name] = tool
-    for name, tool in environments.tools.items() if environments is not None else ():
-        if name in found:
-            raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
-        schema_of(name, tool)
-        found[name] = tool
-    return ChosenTools(found, {**hashes, **(environments.hashes if environments else {})}, environments)
+    return ChosenTools(found, hashes, environments)
 
 
 def view_of(config: Any, pixels: Limits) -> View | None:

@@ -33,22 +33,6 @@ class Advantages:
         return (self.advantages_PG.bool().any(dim=1, keepdim=True) & self.groups.scored_PG).flatten()
 
 
-@dataclass(frozen=True)
-class Truncation:
-    """Which rollouts count as cut off: from so many tokens on, or (`at` None) those without an end-of-turn token."""
-
-    at: int | None
-    masked: bool  # TRL's mask_truncated_completions: the loss does not count unended rollouts
-
-    def truncated(self, lengths_PG: Tensor, unended_PG: Tensor) -> Tensor:
-        """Whether each rollout counts as truncated, bool, (P, G)."""
-        return unended_PG if self.at is None else lengths_PG >= self.at
-
-    def loss_tokens(self, lengths_PG: Tensor, unended_PG: Tensor) -> Tensor:
-        """Completion tokens that the loss counts, (P, G)."""
-        return torch.where(unended_PG, 0.0, lengths_PG) if self.masked else lengths_PG
-
-
 class AdvantageComputer:
     """Judges and weighs whole groups by the run's methods, on the host: all ranks compute the same from gathered
     figures, a few numbers, and whatever looks at one on a device waits for it.
@@ -64,8 +48,9 @@ class AdvantageComputer:
         self.scale = str(config.scale_rewards)
         self.accelerator, self.correct_above = context.accelerator, config.adora_correct_above
         self.methods, self.reward_weights_F = methods, reward_weights_F
-        at = None if tools else config.truncated_at
-        self.truncation = Truncation(at, masked=config.mask_truncated_completions)
+        # From so many tokens on an answer is truncated; None: where it has no end.
+        self.truncated_at = None if tools else config.truncated_at
+        self.masked = config.mask_truncated_completions
 
     def judged(self, scores: Scores, batch: Batch, generations: int, step: int, *, training: bool) -> Advantages:
         """What the criteria say of rollouts that have just been graded. `batch` is this rank's.
@@ -125,8 +110,8 @@ class AdvantageComputer:
         return Groups(
             weighted_sum(rewards_BF, self.reward_weights_F).view(-1, generations),
             lengths_PG,
-            truncated_PG=self.truncation.truncated(lengths_PG, unended_PG),
-            tokens_PG=self.truncation.loss_tokens(lengths_PG, unended_PG),
+            truncated_PG=unended_PG if self.truncated_at is None else lengths_PG >= self.truncated_at,
+            tokens_PG=torch.where(unended_PG, 0.0, lengths_PG) if self.masked else lengths_PG,
             surprisal_PG=None if surprisal_PG.isnan().any() else surprisal_PG,
             correct_above=self.correct_above,
             step=step,

@@ -79,14 +79,9 @@ class Judge:
             self.watcher.graded(generation, prompts, answers)
 
     def columns(
-        self,
-        generation: Generation,
-        groups: Sequence[RolloutGroup],
-        prompts: PromptBatch,
-        ended: Sequence[bool],
-        *,
+        self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch, ended: Sequence[bool], *,
         aged: bool,
-    ) -> Batch:
+    ) -> Batch:  # fmt: skip
         """What is known of rollouts from how they were sampled. `ended`: whether each has an end."""
         config, rollouts = self.context.config, [rollout for group in groups for rollout in group.rollouts]
         logps = [rollout.logps for rollout in rollouts] if self.scored else None

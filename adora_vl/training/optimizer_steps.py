@@ -5,28 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from transformers import TrainerCallback
 
 from adora_vl.training.guards import RatioGuard
 from adora_vl.types import StepContext
-
-
-class DeepSpeedSteps:
-    """What DeepSpeed knows of the step that it has just taken."""
-
-    def __init__(self, engine: Callable[[], Any], accelerator: Accelerator) -> None:
-        """`engine`: the wrapped model, which is there once the training has begun."""
-        self._engine, self._accelerator = engine, accelerator
-
-    def is_bad(self) -> bool:
-        """Whether the gradients' norm, of all ranks, was not finite."""
-        norm = self._engine().get_global_grad_norm()
-        return norm is not None and not math.isfinite(norm)
-
-    def was_skipped(self) -> bool:
-        return bool(self._accelerator.optimizer_step_was_skipped)
-
 
 MOST_BAD_STEPS = 3  # in a row, after which a run stops
 
@@ -40,10 +22,10 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
     they do not stop a run.
     """
 
-    def __init__(self, context: StepContext, ratios: RatioGuard, deepspeed: DeepSpeedSteps | None) -> None:
-        config = context.config
-        self.patience = math.inf if deepspeed is not None and config.fp16 else MOST_BAD_STEPS
-        self.ratios, self.log, self.deepspeed = ratios, context.log, deepspeed
+    def __init__(self, context: StepContext, ratios: RatioGuard, deepspeed: Callable[[], Any] | None) -> None:
+        """`deepspeed`: the model in its engine, which is there once the training has begun; None without DeepSpeed."""
+        self.patience = math.inf if deepspeed is not None and context.config.fp16 else MOST_BAD_STEPS
+        self.ratios, self.log, self.deepspeed, self.accelerator = ratios, context.log, deepspeed, context.accelerator
         self.in_a_row = 0
         self.reason: str | None = None
 
@@ -63,8 +45,9 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """DeepSpeed's norm is infinite where it has skipped the step."""
         if self.deepspeed is None:
             return
-        bad = self.deepspeed.is_bad()
-        if bad and not self.deepspeed.was_skipped():
+        norm = self.deepspeed().get_global_grad_norm()  # of all ranks
+        bad = norm is not None and not math.isfinite(norm)
+        if bad and not self.accelerator.optimizer_step_was_skipped:
             self.reason = (
                 f"the gradients of step {state.global_step} are not finite and DeepSpeed has applied them (its "
                 "check_grad_overflow is off?); go on from the newest checkpoint"

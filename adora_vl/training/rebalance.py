@@ -94,22 +94,11 @@ def rebalanced(
     batch: Batch, live: list[bool], unit: int, plan: list[Move], rank: int, banks: ImageBanks, pad_id: int,
     exchange: Callable[[Sequence[Move], Sequence[Any], int], list[Any]],
 ) -> tuple[Batch, list[bool]]:  # fmt: skip
-    """Carry out the `plan`. All ranks call this together.
+    """Carry out the `plan` of `plan_moves`; returns the new batch of this rank, and for each of its units whether it
+    learns from it. All ranks call this together. Units that are given away stay in the batch with advantages of 0.
 
-    Units that are given away stay in the batch with advantages of 0. Units that arrive are appended.
-
-    Args:
-        batch: the batch of this rank.
-        live: for each unit, whether it is to be learned from.
-        unit: rows per unit.
-        plan: as from `plan_moves`.
-        rank: this rank.
-        banks: the images that the rows refer to.
-        pad_id: the token that pads.
-        exchange: `RowExchange.exchange`.
-
-    Returns:
-        The new batch, and for each of its units whether this rank learns from it.
+    `live`: for each unit of `unit` rows, whether it is to be learned from. `banks`: the images that the rows refer to.
+    `exchange`: `RowExchange.exchange`.
     """
     live, split = list(live), split_images(batch)
     advantages, sending = batch["advantages"].clone(), []

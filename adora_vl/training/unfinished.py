@@ -1,6 +1,6 @@
 """Saves and restores the part of a generation that is still to be learned from. Each rank has a file of its own."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -15,13 +15,6 @@ from adora_vl.utils.errors import UserError
 
 FILES = "generation"  # in a checkpoint, one of each rank
 _FACTS = "unfinished_generation"  # the key in the manifest of such a checkpoint
-# TRL's keys on which the division into micro-batches depends, by their names in `Shape`. They must not change.
-_KEYS = {
-    "rows": "per_device_train_batch_size",
-    "accumulated": "gradient_accumulation_steps",
-    "steps": "steps_per_generation",
-    "iterations": "num_iterations",
-}
 
 
 @dataclass(frozen=True)
@@ -71,13 +64,10 @@ class UnfinishedGeneration:
         within = micro_step % self.shape.cycle
         if not within or micro_batches is None:
             return {}
-        left = micro_batches
-        left = [cast("Batch", {k: v for k, v in micro.items() if k != "host"}) for micro in left]
+        left = [cast("Batch", {k: v for k, v in micro.items() if k != "host"}) for micro in micro_batches]
         if self.shape.iterations == 1:
             left = [{} if number < within else micro for number, micro in enumerate(left)]
-        own: dict[str, Any] = {
-            "micro_batches": to_cpu(left), "first": 0, "images": [], "table": table,
-        }  # fmt: skip
+        own: dict[str, Any] = {"micro_batches": to_cpu(left), "first": 0, "images": [], "table": table}
         bank = self.banks.of_training()
         if bank is not None:
             own["first"] = bank.first
@@ -118,5 +108,10 @@ class UnfinishedGeneration:
         return facts["micro_step"], micro_batches, own.get("table", "")  # older checkpoints have none
 
     def _sizes(self) -> dict[str, int]:
-        shape = asdict(self.shape)
-        return {"processes": self.accelerator.num_processes, **{key: shape[name] for name, key in _KEYS.items()}}
+        """On which the division into micro-batches depends, by TRL's keys."""
+        shape = self.shape
+        return {
+            "processes": self.accelerator.num_processes, "per_device_train_batch_size": shape.rows,
+            "gradient_accumulation_steps": shape.accumulated, "steps_per_generation": shape.steps,
+            "num_iterations": shape.iterations,
+        }  # fmt: skip

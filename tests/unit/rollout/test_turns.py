@@ -107,7 +107,7 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
     ):
         assert rollout.ended == ended and ends.has_end(rollout, "") is has_end
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
-    assert computer.truncation.at is None, "by the end alone, however few tokens of its own it has"
+    assert computer.truncated_at is None, "by the end alone, however few tokens of its own it has"
     assert len(once.spans) == 2 and len(answered(tools, sampled(CALLED), longest=50).spans) == 1
 
 

@@ -17,7 +17,7 @@ from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.data.images import png_bytes
 from adora_vl.data.loading import mark_unreadable, unreadable_rows
 from adora_vl.training.guards import DriftGuard, RatioGuard, RowGuard, ServerGuard, errors_with_step, largest_ratio
-from adora_vl.training.optimizer_steps import DeepSpeedSteps, SkipBadSteps
+from adora_vl.training.optimizer_steps import SkipBadSteps
 from adora_vl.types import Batch
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, RunError, UserError, engine_call
 from adora_vl.utils.files import disk_is_full
@@ -79,9 +79,8 @@ def test_the_reason_of_a_stop_names_a_ratio_that_exploded(training):
 def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False):
     """The guard of a run under DeepSpeed after two steps of this norm, and its control."""
     engine = SimpleNamespace(get_global_grad_norm=lambda: norm)
-    steps = DeepSpeedSteps(lambda: engine, SimpleNamespace(optimizer_step_was_skipped=skipped))
-    context = step_context(fp16=fp16)
-    guard, control = SkipBadSteps(context, RatioGuard(context), steps), TrainerControl()
+    context = step_context(fp16=fp16, accelerator=SimpleNamespace(optimizer_step_was_skipped=skipped))
+    guard, control = SkipBadSteps(context, RatioGuard(context), lambda: engine), TrainerControl()
     guard.patience = guard.patience if fp16 else patience
     for step in (7, 8):
         guard.on_step_end(None, SimpleNamespace(global_step=step), control)
