@@ -25,11 +25,11 @@ from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, asks_of
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.types import Batch
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
-from adora_vl.utils.seeding import kept_random_state
+from adora_vl.utils.seeding import kept_random_state, rollout_seed
 
 TOKENS = 24  # of a probing rollout
 KINDS = "mm_token_type_ids"
@@ -124,8 +124,12 @@ def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **f
 
 
 def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[RolloutAsk]:
-    seed, first = (trainer.args.seed, f"check/{where}"), trainer.accelerator.process_index * len(prompts.ids)
-    return asks_of(prompts.ids, prompts.images, seed=seed, first=first, generations=1, limit=tokens)
+    first, seed = trainer.accelerator.process_index * len(prompts.ids), (trainer.args.seed, f"check/{where}")
+    rows = zip(prompts.ids, prompts.images or [None] * len(prompts.ids), strict=True)
+    return [
+        RolloutAsk(ids, list(shown or ()), number, rollout_seed(*seed, number, 0), tokens)
+        for number, (ids, shown) in enumerate(rows, first)
+    ]
 
 
 def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[RolloutAnswer]) -> Rollouts:

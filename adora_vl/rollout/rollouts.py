@@ -170,29 +170,6 @@ class RolloutAnswer:
     read: list[int] = field(default_factory=list)  # the prompt as the engine has read it
 
 
-def asks_of(
-    ids: Sequence[list[int]],
-    images: Sequence[list[Any] | None] | None,
-    *,
-    seed: tuple[int, str] | None,
-    first: int,
-    generations: int,
-    grouped: bool = True,
-    limit: int | None = None,
-) -> list[RolloutAsk]:
-    """The rows of a rank, whose first one has the number `first` over all ranks. `ids`: of their prompts. `seed`: the
-    run's, and where it stands. `generations`: rollouts of a prompt, whose rows are neighbours. `grouped`: they may be
-    one request.
-    """
-    asks = []
-    for row, own in enumerate(ids):
-        group, member = divmod(first + row, generations)
-        number = None if seed is None else rollout_seed(*seed, group, member)
-        shown = list(images[row] or ()) if images else []
-        asks.append(RolloutAsk(list(own), shown, group if grouped else first + row, number, limit))
-    return asks
-
-
 def plan_requests(asks: Sequence[RolloutAsk]) -> list[list[RolloutAsk]]:
     """Neighbours that may be one request."""
     requests: list[list[RolloutAsk]] = []

@@ -1,5 +1,6 @@
 """Server mode: what all ranks do together. The first rank alone speaks with the servers."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
-from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, Servers
+from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Servers
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SharedUserError, UserError
 
@@ -36,7 +37,7 @@ class Served:
                 assert self.files is not None
                 return until.enter_context(self.files.written(tensors))
 
-            yield self.first_rank(write, others=lambda: _go_through(tensors))
+            yield self.first_rank(write, others=lambda: deque(tensors, 0))  # take part in the gathering of each
 
     def give_weights(self, tensors: Callable[[bool], Tensors]) -> None:
         """Have all servers read the policy's weights from a file.
@@ -64,14 +65,12 @@ class Served:
         """Ask now. Returns the answers to this rank's `asks`."""
         return self.shared(self.first_rank(lambda servers: servers.sample(requests, self.place)), asks)
 
-    def shared(self, answers: list[Sampled], asks: int) -> list[RolloutAnswer]:
+    def shared(self, answers: list[list[RolloutAnswer]], asks: int) -> list[RolloutAnswer]:
         """The part of this rank, which has `asks`, in the answers to all."""
-        counts = gather_object([asks])
-        first = sum(counts[: self.accelerator.process_index])
-        everyone = [RolloutAnswer(*one) for answer in answers for one in zip(answer.tokens, answer.logps, strict=True)]
-        return everyone[first : first + asks]
+        first = sum(gather_object([asks])[: self.accelerator.process_index])
+        return [one for answer in answers for one in answer][first : first + asks]
 
-    def first_rank(self, do: Callable[[Servers], Any], others: Callable[[], None] = lambda: None) -> Any:
+    def first_rank(self, do: Callable[[Servers], Any], others: Callable[[], object] = lambda: None) -> Any:
         """What `do` returns on the first rank, on all of them. They raise together where it raises; the others do
         `others` in the meantime.
         """
@@ -93,9 +92,3 @@ class Served:
         if told[2]:
             raise [NoServerError, SharedUserError, RolloutError, EngineError][told[1]](told[2])
         return told[0]
-
-
-def _go_through(tensors: Tensors) -> None:
-    """Take part in the gathering of each."""
-    for _ in tensors:
-        pass

@@ -23,6 +23,7 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
+from adora_vl.rollout.rollouts import RolloutAnswer
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SpokenError, in_one_line
 from adora_vl.utils.hidden import without_login
 from adora_vl.utils.openai_client import is_here
@@ -61,14 +62,6 @@ class GroupRequest:
     images: list[Any]
     rollouts: int
     settings: dict[str, Any]  # vLLM's parameters
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """The rollouts of one request."""
-
-    tokens: list[list[int]]  # one list per rollout
-    logps: list[list[float | None]]
 
 
 def of_sampled(tokens: Any, logps: Any, ids: Any) -> list[list[float | None]]:
@@ -154,7 +147,7 @@ class Server:
         if self.life != self.synced_life:
             raise UnusableServerError("it was started again, and has not the policy's weights until the next sync")
 
-    def answer(self, ask: GroupRequest, place: PlaceFeatures, features_of: Features) -> Sampled:
+    def answer(self, ask: GroupRequest, place: PlaceFeatures, features_of: Features) -> list[RolloutAnswer]:
         """Sample. `place` points image features at the image tokens of the prompt. `features_of`: those that it has
         read in this call, each once, also for rollouts that go on: each of them is a request.
         """
@@ -174,13 +167,14 @@ class Server:
                 self.check_weights()
             raise
         tokens, logps = given["completion_ids"], given["logprobs"]
-        lengths, scored = [len(row) for row in tokens], [len(row) for row in logps or ()]
-        if len(lengths) != ask.rollouts or not all(lengths) or scored != lengths:
-            gave = f"{lengths} tokens, {scored} of them scored"
+        lengths, known = [len(row) for row in tokens], [len(row) for row in logps or ()]
+        if len(lengths) != ask.rollouts or not all(lengths) or known != lengths:
+            gave = f"{lengths} tokens, {known} of them scored"
             raise UnusableServerError(f"asked for {ask.rollouts} rollouts it gave {gave}")
         if given["prompt_ids"] != [ask.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
-        return Sampled(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]))
+        scored = of_sampled(tokens, logps, given["logprob_token_ids"])
+        return [*map(RolloutAnswer, tokens, scored)]
 
     def read_weights(self, folder: Path) -> None:
         """Have it read the tensors in `folder`, and forget what it computed with the old ones."""
@@ -269,7 +263,9 @@ class Servers:
             if self.living:
                 new = [server for server in self.living if server.synced_life != server.life]
                 for server in new:
-                    self._compare_modes(server)
+                    if server.logprobs_mode != self._logprobs_mode:
+                        started = f"Server {server.address} was started with --logprobs-mode {server.logprobs_mode}"
+                        tqdm.write(f"{started}; {self._logprobs_mode} is the trainer's.")
                     if in_part and not self._adapter:
                         self._leave_out(server, _STARTED_AGAIN)
                 if not self.living:
@@ -278,13 +274,6 @@ class Servers:
             if time.monotonic() >= end:
                 raise NoServerError(_none_left(next(filter(None, problems.values()))))
             time.sleep(_BETWEEN_LOOKS_S)
-
-    def _compare_modes(self, server: Server) -> None:
-        if server.logprobs_mode != self._logprobs_mode:
-            tqdm.write(
-                f"Server {server.address} was started with --logprobs-mode {server.logprobs_mode}; "
-                f"{self._logprobs_mode} is the trainer's."
-            )
 
     def _look(self, server: Server) -> None:
         """One that is left out may be switched off, and must not delay every sync."""
@@ -301,13 +290,13 @@ class Servers:
         """Empty the caches that new weights make stale. Raises `NoServerError` where none does."""
         self._all_do(Server.forget)
 
-    def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Sampled]:
+    def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[list[RolloutAnswer]]:
         """An answer to each request. What a server does not answer is asked of the others, and so is what it answered
         if it turns out afterwards that it has lost the weights.
 
         Raises `NoServerError` where none is left, and `RolloutError` for what no server would answer.
         """
-        answers: dict[int, Sampled] = {}
+        answers: dict[int, list[RolloutAnswer]] = {}
         last: Exception | None = None
         while left := [number for number in range(len(asks)) if number not in answers]:
             servers = list(self.living)
@@ -317,7 +306,7 @@ class Servers:
             failed = set[Server]()
             features: dict[Server, Features] = {server: {} for server in servers}
             work = [partial(_answer, turns[one], asks[one], place, features[turns[one]], failed) for one in left]
-            found: dict[int, Sampled] = {}
+            found: dict[int, list[RolloutAnswer]] = {}
             for number, future in zip(left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True):
                 problem = future.exception()
                 if problem is None:
@@ -353,7 +342,7 @@ class Servers:
 
 def _answer(
     server: Server, ask: GroupRequest, place: PlaceFeatures, features: Features, failed: set[Server]
-) -> Sampled:
+) -> list[RolloutAnswer]:
     """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs passes once."""
     if server in failed:
         raise UnusableServerError("it did not answer another request")

@@ -15,7 +15,7 @@ from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
-from adora_vl.rollout.servers import Sampled, Servers
+from adora_vl.rollout.servers import Servers
 from adora_vl.types import StepContext
 from adora_vl.utils.errors import engine_call
 
@@ -136,7 +136,7 @@ class ServersAhead(ServersNow):
         found = self._put(lambda servers: servers.sample(requests, place))
         return Ticket(self.synced, cache(partial(self._join, found, len(asks))))
 
-    def _join(self, found: Future[list[Sampled]] | None, asks: int) -> list[RolloutAnswer]:
+    def _join(self, found: Future[Any] | None, asks: int) -> list[RolloutAnswer]:
         began = time.perf_counter()
         with engine_call("generate"):
             everyone = self.engine.served.first_rank(lambda _: found.result() if found else [])

@@ -18,11 +18,12 @@ from adora_vl.config.schema import parse
 from adora_vl.dedup.image_store import ImageCache, effective_settings
 from adora_vl.experimental.noisy_rollouts import NoisyRollouts, as_seen, distorted, sigmoid_annealing, signal_share
 from adora_vl.rollout.importance import ImportanceRatio
-from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, asks_of, plan_requests
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, plan_requests
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
 from adora_vl.types import Batch, Row, compared_mask
 from adora_vl.utils.errors import UserError
+from tests.support.asks import asks_of
 from tests.support.step_context import step_context
 
 NAN = float("nan")
@@ -119,7 +120,7 @@ def test_the_last_rollouts_of_each_group_see_one_distorted_image_and_stay_one_re
     assert [other is not None for other in seen] == [*[False] * 4, *[True] * 4] * 2
     one, another = (seen[place][0].tobytes() for place in (4, 12))
     assert images[0].tobytes() != one != another
-    asks = asks_of([[1]] * 16, [other or images for other in seen], seed=None, first=0, generations=8)
+    asks = asks_of([[1]] * 16, [other or images for other in seen], generations=8)
     assert [len(request) for request in plan_requests(asks)] == [4, 4, 4, 4]
 
 

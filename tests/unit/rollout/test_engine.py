@@ -19,10 +19,11 @@ from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, asks_of, plan_requests
+from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
 from adora_vl.rollout.servers import of_sampled
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
+from tests.support.asks import asks_of
 
 prepare_engine_environment()
 
@@ -184,7 +185,7 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     images = [Image.new("RGB", (8, 6)) for _ in range(2)]
     copies = [kept(Image.new("RGB", (8, 6), (9, 9, 9))) for _ in range(2)]  # of another process
     shown = [*[images[:1]] * 4, images[1:], copies[:1], copies[1:]]
-    numbers: dict[str, Any] = {"seed": (0, "train/3"), "first": 2, "generations": 4, "limit": 2}
+    numbers: dict[str, Any] = {"first": 2, "generations": 4, "limit": 2}
     asks = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, **numbers)
     assert [len(request) for request in plan_requests(asks)] == [2, 2, 1, 1, 1]
     assert [len(request) for request in plan_requests([replace(ask, together=0) for ask in asks])] == [4, 1, 2]
@@ -209,8 +210,8 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
 
 def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(monkeypatch):
     """They may ask for different numbers."""
-    parts = [asks_of([[5]] * 4, None, seed=(0, "x"), first=0, generations=4, limit=1), []]
-    parts[1] = asks_of([[6]] * 3, None, seed=(0, "x"), first=4, generations=4, limit=1)
+    parts = [asks_of([[5]] * 4, generations=4, limit=1), []]
+    parts[1] = asks_of([[6]] * 3, first=4, generations=4, limit=1)
     put = list.__setitem__
     monkeypatch.setattr(distributed, "all_gather_object", lambda found, _, group: put(found, slice(2), parts))
     for rank, own in enumerate(parts):

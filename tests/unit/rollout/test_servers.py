@@ -28,13 +28,14 @@ from adora_vl.data.prompt_lengths import served_length
 from adora_vl.models.families import freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import RolloutAsk, asks_of
+from adora_vl.rollout.rollouts import RolloutAsk
 from adora_vl.rollout.served import Served
 from adora_vl.rollout.servers import Servers, connect
 from adora_vl.rollout.sources import ServersAhead
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
 from benchmarks.stand_in_server import GENERATE, StandIn
+from tests.support.asks import asks_of
 from tests.support.step_context import step_context
 
 IMAGE = 290
@@ -76,7 +77,7 @@ def rows(groups: int, *, grouped: bool = True) -> list[RolloutAsk]:
         picture = [Image.new("RGB", (28, 56), (group, 0, 0))] if group % 2 else None
         prompts += [[group, *([IMAGE] * 2 if picture else []), 7]] * 2
         images += [picture] * 2
-    return asks_of(prompts, images, seed=(3, "train/0"), first=0, generations=2, grouped=grouped)
+    return asks_of(prompts, images, generations=2, grouped=grouped)
 
 
 def sampled(engine: Any, asks: list[RolloutAsk]) -> Any:
