@@ -53,8 +53,7 @@ def take_evaluations(
     """The evaluations that `config` asks for, None for none; where it names none, on the training data's held-out
     splits. `folders`: of the training data. `prompt`: the template of the training (`adora_prompt`).
 
-    They are then taken out of `config`: Transformers has its own way of evaluating, and would want a second dataset.
-    Raises `UserError`.
+    They are then taken out of `config`, for which Transformers would want a second dataset. Raises `UserError`.
     """
     if config.eval_strategy == IntervalStrategy.NO:
         return None
@@ -133,9 +132,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
 
 
 class SamplerEngine(Conversations):
-    """Answers as the evaluators' engines do, greedily, by whoever samples for the trainer. All ranks ask together, also
-    for nothing.
-    """
+    """Answers as the evaluators' engines do, greedily, by whoever samples. All ranks ask together, also for nothing."""
 
     def __init__(self, trainer: HasEngine, chat: ChatProcessor) -> None:
         def sample(asks: Sequence[RolloutAsk]) -> list[RolloutAnswer]:

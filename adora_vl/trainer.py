@@ -70,8 +70,7 @@ class AdoraGRPOTrainer(TrainerParts):
         run: Checked | None = None,
     ) -> None:  # fmt: skip
         """The parameters of stock TRL 1.16, which loads the weights first and builds its own generation class. Ours
-        makes every stop of `adora_vl/start/road.py` before, unless `run` has made them, and puts its class in that
-        place.
+        makes every stop of `adora_vl/start/road.py` before, unless `run` has made them, and puts its class in place.
 
         Raises `UserError` for what cannot work, in one line.
         """
@@ -181,9 +180,8 @@ class AdoraGRPOTrainer(TrainerParts):
     # ------------------------------------------------------------------------------------------- 1. a generation
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to the longest row of
-        the generation. Ours keeps groups together, leaves out those without signal, and removes padding. A second call
-        returns the same micro-batch.
+        """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to its longest row.
+        Ours keeps groups together, leaves out those without signal, and cuts padding. Again it returns the same one.
         """
         if not self.model.training or not self._cuts:
             found = super()._prepare_inputs(generation_batch)
@@ -248,9 +246,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return generation.batch
 
     def _turn(self, prompts: PromptBatch) -> list[list[int]]:
-        """Rollouts of the policy's own. Stock TRL also samples by settings of the model's folder, where no key says
-        another; ours by the keys alone.
-        """
+        """The policy's own rollouts. Stock TRL takes settings of the model's folder where no key says another."""
         with folder_settings_left_out(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
@@ -358,8 +354,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash can leave an
-        incomplete checkpoint, or none. Ours lets it write into another folder, seals the result, renames it, and then
-        deletes older ones.
+        incomplete checkpoint, or none. Ours writes into another folder, seals it, renames it, then deletes older ones.
         """
         stock, facts = super()._save_checkpoint, self.unfinished.facts(self._step_began, self._facts())
 

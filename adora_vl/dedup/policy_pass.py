@@ -246,9 +246,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | None = None) -> Tensor:
-    """Log-probabilities of the completions of a whole generation, (B, C), without gradients, `rows` at a time. `pixels`
-    take the place of the batch's.
-    """
+    """Log-probabilities of a generation's completions, (B, C), without gradients. `pixels`: in place of the batch's."""
     inputs = {name: batch[name] for name in _INPUTS if name in batch}  # type: ignore[literal-required]
     if pixels is not None:
         inputs["pixel_values"] = pixels
@@ -274,9 +272,7 @@ class PolicyPass:
 
     @contextmanager
     def watched(self, seen: Seen, micro: Batch) -> Iterator[None]:
-        """Inside the block, `seen` is called once, with the detached log-probabilities of the first pass. `micro`: the
-        rows of all passes inside.
-        """
+        """Inside, `seen` gets the detached log-probabilities of the first pass, once. `micro`: the rows of all."""
         self._seen, self._micro = seen, micro
         try:
             yield

@@ -136,8 +136,7 @@ def pack(
     input_ids: Tensor, attention_mask: Tensor, completion: int, groups: Sequence[Sequence[int]], positions: Tensor,
     host: HostRows | None = None, behind: Tensor | None = None,
 ) -> Packed:  # fmt: skip
-    """Lay out left-padded prompts and right-padded completions. The layout is made on the host, and then copied to the
-    device, for which nothing waits.
+    """Lay out left-padded prompts and right-padded completions, on the host, and copy the layout without waiting.
 
     `input_ids`, `attention_mask`: (B, P + C). `completion`: C. `groups`: rows with the same prompt, each row in one
     group. `positions`: of the prompt tokens of each group's first row, (3, N, P) or (N, P). `behind`: of the

@@ -36,9 +36,8 @@ _BLOCK = 256
 def plan_no_shapes() -> None:
     """Keep cuDNN out of `scaled_dot_product_attention` in this process; flash attention takes its place.
 
-    On H100, H200 and B200 torch 2.13 prefers cuDNN, which builds a plan for every shape (23 ms and more, forward and
-    again backward) and keeps it without limit. Packed sequences have a new length in almost every micro-batch. On a CPU
-    this changes nothing.
+    On H100, H200 and B200 torch 2.13 prefers cuDNN, which builds a plan for every shape (23 ms and more, again
+    backward) and keeps it without limit. Packed sequences have a new length in almost every micro-batch.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 

@@ -22,8 +22,7 @@ from adora_vl.models.families import DEEPSTACK, EMBEDDINGS, family_of
 from adora_vl.models.shape import PATCHES_A_PASS
 from adora_vl.utils import compat
 
-# Transformers passes the bounds of all windows to an implementation with "flash" in its name. It calls any other one
-# window by window.
+# Transformers gives an implementation with "flash" in its name the bounds of all windows, and calls others for each.
 BATCHED = "sdpa_windows_flash_bounds"
 STOCK = "sdpa"
 

@@ -112,8 +112,7 @@ def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
 
 
 def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any) -> Rollouts:
-    """Rollouts of at most `tokens` tokens, each with a seed of its own. `further`: vLLM's parameters, beside those of
-    the run.
+    """Rollouts of at most `tokens` tokens, each with its own seed. `further`: vLLM's parameters beside the run's.
 
     Raises `PromptMismatchError` where the engine reads another prompt.
     """
@@ -271,9 +270,7 @@ class EngineProbe:
     def sampled(
         self, where: str, tokens: int | None = None, prompts: Prompts | None = None, **further: Any
     ) -> Rollouts:
-        """Rollouts of `prompts` (None: the probe's own), as `sample`. If a rank has an error, every rank raises one, so
-        that none waits for another.
-        """
+        """Rollouts of `prompts` (None: the probe's), as `sample`. An error of one rank is raised on all: none waits."""
         problem: Exception | None = None
         rollouts: Rollouts | None = None
         try:
@@ -291,9 +288,7 @@ class EngineProbe:
         return rollouts
 
     def drift(self, where: str, prompts: Prompts | None = None) -> tuple[Drift, Rollouts, Tensor]:
-        """How far the engine is from the policy on `prompts` (None: the probe's own), the rollouts, and the policy's
-        log-probabilities of them, (B, C).
-        """
+        """How far the engine is from the policy on `prompts`, rollouts of them, and what the policy thinks of these."""
         rollouts = self.sampled(where, prompts=prompts)
         logps_BC = score(self.trainer, rollouts)
         return difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC), rollouts, logps_BC

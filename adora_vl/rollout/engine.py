@@ -93,9 +93,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return bool(getattr(self.model, "is_loaded_in_4bit", False))
 
     def _init_vllm(self) -> None:
-        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them to the same call. Of servers it
-        knows one, to which it opens an NCCL group; ours knows several, which get weights by file. Raises `UserError`
-        for what the CPU engine cannot do.
+        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them. Of servers it knows one, with an
+        NCCL group; ours knows several, which get weights by file. Raises `UserError` for what the CPU engine cannot do.
         """
         folder = self.settings.weight_folder
         if self.mode == "colocate" or folder is not None:
@@ -160,8 +159,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if later:
             kwargs["load_format"] = LATER
         if self.tensor_parallel_size > 1 and segments_expand():
-            # vLLM's own all-reduce shares its CUDA graphs' memory by handles that growing segments do not have: it ends
-            # the process (vLLM issue 42609).
+            # vLLM's own all-reduce shares memory by handles that growing segments lack, and ends the process (vllm
+            # 42609).
             kwargs["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
             # vLLM reads the limits of the model's folder. With the trainer's own the two prompts agree.
@@ -318,8 +317,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """What the colocated engine samples now, by the weights of the last sync. The ranks of a divided engine call it
         together; each may ask for a number of its own. `settings`: vLLM's parameters, by default those of the run.
 
-        Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise, and `EngineError`
-        where the engine fails.
+        Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise, else `EngineError`.
         """
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()  # sleep has discarded them

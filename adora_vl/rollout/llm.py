@@ -46,9 +46,7 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
 
 
 def has_copied_head(model: Any, revision: str | None) -> bool:
-    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too, as tools for training and
-    merging may leave it there.
-    """
+    """Whether the checkpoint of a model with tied embeddings has a tensor for its head too, as some tools leave it."""
     if not getattr(model.config, "tie_word_embeddings", False):
         return False
     return bool(checkpoint_has_lm_head(model.name_or_path, revision=revision))

@@ -1,6 +1,4 @@
-"""Image tokens: collapsed in prompts for the engine, checked in what the engine read, and
-never sampled.
-"""
+"""Image tokens: collapsed in prompts for the engine, checked in what the engine read, and never sampled."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,8 +24,7 @@ class PromptMismatchError(RolloutError):
 def refuse_prefill(dataset: Any) -> None:
     """Raise `UserError` for the first row whose prompt ends with a turn of the assistant.
 
-    TRL closes that turn for the engine and begins another one. Beside an image it then continues it for the policy,
-    whose prompt has another length.
+    TRL closes that turn for the engine and begins another, but beside an image continues it for the policy.
     """
     if not isinstance(dataset, Dataset) or "prompt" not in dataset.column_names:
         return

@@ -46,8 +46,8 @@ class Rollout:
     """An answer so far, or to its end: it may pause between two spans, or wait for a tool."""
 
     spans: tuple[Span, ...] = ()
-    # by itself, at the run's limit, with a call that nobody answers, or at the end of the room for what comes back (or
-    # of the engine's)
+    # by itself, at the run's limit, with a call that nobody answers, or at the end of the room in the answer or the
+    # engine
     ended: Literal["", "stop", "length", "calls", "room"] = ""
     distorted: bool = False  # sampled on another image than the trainer's
     pictures: tuple[Picture, ...] = ()

@@ -71,9 +71,7 @@ class Served:
         return [one for answer in answers for one in answer][first : first + asks]
 
     def first_rank(self, do: Callable[[Servers], Any], others: Callable[[], object] = lambda: None) -> Any:
-        """What `do` returns on the first rank, on all of them. They raise together where it raises; the others do
-        `others` in the meantime.
-        """
+        """What `do` returns on the first rank, or raises, on all of them; the others do `others` in the meantime."""
         found: Any = None
         problem: Exception | None = None
         if self.servers is not None:

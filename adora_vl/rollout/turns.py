@@ -27,8 +27,7 @@ def play(
     may_go_on: Callable[[Key, Rollout], bool],
     any_rank: Callable[[bool], bool],
 ) -> dict[Key, Rollout]:
-    """These rollouts after they have gone on, in lockstep: all of them sample a turn, then those that got an answer the
-    next one.
+    """These rollouts after they have gone on, in lockstep: all play a turn, then those that got an answer the next.
 
     `ask`: with what one call of the engine has added. `answered`: one whose turn has ended, with the answer to its
     calls; as it is where it called nothing. `may_go_on`: whether it has tokens left. `any_rank`: whether something
@@ -76,9 +75,8 @@ class Tools(Protocol):
     def answer(
         self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any
     ) -> ToolAnswer | None:
-        """What they say to a turn of the policy, None where it called nothing. `images`: the problem's, then those that
-        tools have returned. `seed`: names the random numbers. `last`: whether no further calls are left. `environment`:
-        the rollout's own, or None.
+        """What they say to a turn of the policy, None where it called nothing. `images`: the problem's, then those of
+        tools. `seed`: names the random numbers. `last`: whether no calls are left. `environment`: the rollout's own.
         """
 
 
@@ -166,9 +164,7 @@ class Turns:
         return tuple(one.content for one in self._tokenizer.added_tokens_decoder.values() if one.special)
 
     def _harmless(self, text: str) -> str:
-        """A text without the template's own marks: one of an image would have no image, and one of a turn would begin
-        it.
-        """
+        """A text without the template's marks: that of an image would have no image, that of a turn would begin one."""
         for mark in self._special:
             text = text.replace(mark, f"{mark[0]} {mark[1:]}")
         return text

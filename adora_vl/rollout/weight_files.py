@@ -51,8 +51,7 @@ class WeightFiles:
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
         """Writes named tensors, which are copied one by one, and yields their folder, in which servers read them.
 
-        All of `tensors` is gone through in any case, since other ranks take part in each. Raises `UserError` where the
-        disk refuses them.
+        All of `tensors` is gone through, as other ranks take part in each. Raises `UserError` where the disk refuses.
         """
         rest = iter(tensors)
         with ExitStack() as until:

@@ -167,9 +167,7 @@ def clean(text: str) -> str:
 
 @contextmanager
 def limited(what: str, seconds: float, seed: str) -> Iterator[None]:
-    """Inside, code of the user's runs for so long. Random numbers are named by `seed`; those of the run go on behind it
-    as if nothing had been drawn.
-    """
+    """Inside, code of the user's runs for so long, with random numbers named by `seed`; the run's own stay."""
     with kept_random_state():
         number = number_at(f"tool/{seed}")
         random.seed(number)

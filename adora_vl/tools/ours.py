@@ -21,9 +21,7 @@ _DIGITS = 10  # of a number in an answer
 
 @dataclass(frozen=True)
 class View:
-    """What a model sees of a picture: `low` to `high` pixels in image tokens of `unit` pixels a side. `relative`: as
-    `Vision` has it.
-    """
+    """What a model sees of a picture: `low` to `high` pixels, `unit` a side of a token. `relative`: as in `Vision`."""
 
     low: int
     high: int

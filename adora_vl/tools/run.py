@@ -66,9 +66,7 @@ class ChosenTools:
 
 
 def choose_tools(asked: Sequence[str | Callable[..., Any]], environments: Environments | None = None) -> ChosenTools:
-    """The tools of the key: names of ours, `FILE.py:FUNCTION`, or from Python functions; and methods of environments.
-    Raises `UserError`.
-    """
+    """The key's tools: names of ours, `FILE.py:FUNCTION`, functions; and environments' methods. Raises `UserError`."""
     given = list[tuple[str, str, Any]]()  # name, how it is called in an error, and the tool
     hashes = dict(environments.hashes) if environments is not None else {}
     for entry in asked:
@@ -121,9 +119,8 @@ class Toolbox:
     def answer(
         self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any = None
     ) -> ToolAnswer | None:
-        """What the tools say to a turn; None: it called nothing. `images`: the problem's, then those that tools have
-        returned. `seed`: names the turn's random numbers. `last`: whether no further call will be answered.
-        `environment`: the rollout's own.
+        """What the tools say to a turn; None: it called nothing. `images`: the problem's, then those of tools. `seed`:
+        names the random numbers. `last`: whether no calls are left. `environment`: the rollout's own.
         """
         shown, parts, calls = list(images), list[Part](), list[Call]()
         for number, written in enumerate(calls_in(text)):

@@ -75,9 +75,7 @@ class AdvantageComputer:
         return Advantages(groups, self.methods.weigh(groups), raw_PG, advantages_PG, figures)
 
     def _equal_share(self, groups: Groups, raw_PG: Tensor) -> float:
-        """TRL's share of groups whose rewards do not differ, in the unit by which they are scaled; of those groups that
-        have a reward.
-        """
+        """TRL's share of the groups with a reward whose rewards do not differ, in the unit by which they are scaled."""
         rewards_PG = groups.rewards_PG
         if not self.methods.sums_rewards:  # the deviation of normalised sums, over itself and 1e-4
             spread = deviation(raw_PG.flatten(), raw_PG.mean()) / 1e4
@@ -119,9 +117,7 @@ class AdvantageComputer:
         ), raw_PG
 
     def _surprisal(self, batch: Batch) -> Tensor:
-        """Mean surprisal of each rollout of this rank in nats per token, (B,); NaN without the engine's
-        log-probabilities.
-        """
+        """Mean surprisal of each rollout of this rank in nats per token, (B,); NaN where the engine gave none."""
         logps_BC, mask_BC = batch.get("sampling_per_token_logps"), loss_mask(batch)
         if logps_BC is None:
             return torch.full((len(mask_BC),), torch.nan, device=mask_BC.device)

@@ -36,8 +36,8 @@ def collated(
 
     `logps`: the engine's; None for a token that it could not score, which becomes NaN. `counted`: whether the loss
     counts a rollout. `own`: which tokens the policy has sampled, where tools may have said others. `image_id`: the
-    token of an image. `multiple`: of which widths are multiples, None for any. `to_device`: Transformers' way there,
-    which may round pixels.
+    token of an image. `multiple`: of which widths are multiples. `to_device`: Transformers' way, which may round
+    pixels.
     """
 
     def wide(values: Sequence[Any], fill: float, side: str, dtype: torch.dtype = torch.long) -> Tensor:

@@ -62,9 +62,7 @@ class Extension:
     needs_old_logps = False  # whether each generation needs the log-probabilities of the policy that sampled it
 
     def images_of(self, group: RolloutGroup, images: list[Any]) -> list[list[Any] | None]:
-        """On what each rollout of a training group is sampled, None for its own `images`. The same again for one that
-        goes on.
-        """
+        """What each rollout of a training group sees, None for its own `images`; the same again where it goes on."""
         return [None] * len(group.rollouts)
 
     def after_weighing(self, generation: Generation) -> None:

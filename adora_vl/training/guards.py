@@ -1,6 +1,5 @@
-"""Ends the run, or skips the step, when something goes wrong: an image that cannot be read, a reward function that
-fails, an engine that drifts from the policy, an importance ratio that explodes, gradients that are not finite. All
-ranks decide alike.
+"""Ends the run, or skips the step, when something goes wrong: an unreadable image, a reward function that fails, an
+engine that drifts from the policy, an importance ratio that explodes. All ranks decide alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -160,8 +159,7 @@ class DriftGuard:
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
         """As `check`, for the log-probabilities of a batch. Called in the first pass that scores these rollouts.
 
-        `logps_BC`: the policy's log-probabilities, by default the old ones of the batch. If they or the engine's are
-        missing, nothing is compared.
+        `logps_BC`: the policy's, by default the old ones. Where they or the engine's are missing, nothing is compared.
         """
         logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
         sampling_BC = batch.get("sampling_per_token_logps")

@@ -16,10 +16,9 @@ MOST_BAD_STEPS = 3  # in a row, after which a run stops
 class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """A NaN in one batch would stay in Adam's moments for good, so such a step leaves weights and optimizer alone.
 
-    After `MOST_BAD_STEPS` of them in a row the run saves and stops, and `reason` says why. DeepSpeed (0.19.8)
-    finds and skips such a step itself, with ZeRO on all ranks, before a callback sees it: there it is only counted.
-    With float16 DeepSpeed's search for a loss scale consists of such steps and ends with an error of its own, so there
-    they do not stop a run.
+    After `MOST_BAD_STEPS` of them in a row the run saves and stops, and `reason` says why. DeepSpeed (0.19.8) finds and
+    skips such a step itself, on all ranks, before a callback sees it: there it is only counted. With float16 its search
+    for a loss scale consists of such steps and ends with an error of its own, so they do not stop a run.
     """
 
     def __init__(self, context: StepContext, ratios: RatioGuard, deepspeed: Callable[[], Any] | None) -> None:
@@ -76,8 +75,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Multiplies the rate of every parameter group for the time of one optimizer step, and restores it to the bit.
 
-    Multiplying advantages would not do: Adam divides by the size of the gradient, so a factor that stays the same over
-    the steps changes nothing at all.
+    Multiplying advantages would not do: Adam divides by the size of the gradient, so a constant factor changes nothing.
     """
 
     def __init__(self, factor: Callable[[], float]) -> None:

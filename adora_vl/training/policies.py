@@ -14,9 +14,7 @@ MORE = 1.5  # as many further problems as lack signal on average: then one round
 
 
 def generations_in(steps: int, each: int, epoch: int) -> int:
-    """Generations of the first `steps` optimizer steps, with `each` in a step and `epoch` in an epoch, whose last step
-    may have fewer.
-    """
+    """Generations of the first `steps` optimizer steps, `each` in a step but the last one of an epoch of `epoch`."""
     epochs, rest = divmod(steps, math.ceil(epoch / each))
     return epochs * epoch + min(rest * each, epoch)
 
@@ -31,16 +29,13 @@ def how_many_begin(waiting: int, complete: int, places: int, left: int) -> int:
     """How many groups begin in a generation: as many as it has places, but no more than can be learned from, and fewer
     where more are complete already than fill half of the places.
 
-    `waiting`: groups of earlier generations, `complete` of which are. `left`: generations of the training, with the
-    present one.
+    `waiting`: groups of earlier generations, `complete` of which are. `left`: generations to come, with this one.
     """
     return max(0, min(places - max(0, complete - places // 2), left * places - waiting))
 
 
 def groups_to_complete(groups: int, places: int, left: int, least: int) -> int:
-    """How many of the present groups have to be complete after a generation, so that all can be learned from in the
-    end, and `least` now.
-    """
+    """How many groups have to be complete now, `least` at least, so that all can be learned from in the end."""
     return min(groups, places, max(least, groups - (left - 1) * places))
 
 
@@ -62,9 +57,7 @@ def further_rows(rows: int, groups: int, place: str) -> list[int]:
 
 
 def groups_for(with_signal: float, shares: Sequence[float], most: int) -> int:
-    """How many groups begin, so that on average so many have signal: by their shares in the last generations, and at
-    most `most`.
-    """
+    """How many groups begin, `most` at most, so that on average so many have signal, by the last `shares`."""
     share = sum(shares) / len(shares) if shares else 1.0
     return min(most, math.ceil(with_signal / share)) if share else most
 

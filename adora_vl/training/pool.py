@@ -150,9 +150,7 @@ class Pool:
         """Called before the last micro-batch of every optimizer step."""
 
     def _note(self, generation: Generation) -> None:
-        """What was there before the first generation of an optimizer step: there a run goes on that has stopped within
-        them.
-        """
+        """Keep what was there before an optimizer step's generations: a run that stops within goes on there."""
         if self._sampled_at < 0 and self.waits and not self.asked.refill:  # whose groups may be superfluous
             self._say_what_is_lost(generation)
         if generation.step != self._sampled_at:
@@ -176,9 +174,7 @@ class Pool:
         return shape.accumulated // shape.cycle, rows // (shape.rows * shape.steps * self.accelerator.num_processes)
 
     def _budget(self) -> int | None:
-        """Of the present generation. With `auto` it is so large that the oldest answers, which are sampled to their
-        ends, have no more than it left.
-        """
+        """Of this generation. `auto`: so large that the oldest answers, sampled to their ends, have no more left."""
         given: int | str | None = self.asked.budget
         parts = math.ceil(self.asked.staleness / self.asked.ahead) if self.asked.ahead else self.asked.staleness + 1
         least = math.ceil(self.config.max_completion_length / parts)
@@ -229,8 +225,7 @@ class Pool:
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None
     ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
         """Grade what is complete, and what further problems bring as long as any rank lacks groups with signal. Returns
-        the groups that the batch of the generation has, those that wait, and on how many of them the rank with the
-        fewest has ended.
+        the groups of the batch, those that wait, and how many of them have ended on the rank with the fewest.
         """
         learned, groups, fewest = self._judged(generation, groups, self.places)
         lengths, replaced, size = _lengths(generation), 0, generation.group_size

@@ -43,9 +43,7 @@ class PoolAhead(Pool):
         self._judge_drift: Callable[[], None] | None = None  # of the present weights, once servers have answered
 
     def _go_on(self, now: Generation, drawn: list[RolloutGroup], budget: int | None) -> list[RolloutGroup]:
-        """The groups of a generation that was asked for before. Meanwhile the servers get the present weights, and what
-        they are to sample next.
-        """
+        """The groups of a generation that was asked for before. Meanwhile servers get the present weights, and more."""
         servers = self.servers
         expected = self.state.coming[0] if self.state.coming else None
         fits = expected is not None and expected.numbers == _numbers(drawn)

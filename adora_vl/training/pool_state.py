@@ -109,9 +109,7 @@ class PoolState:
 
 
 def _packed(group: RolloutGroup) -> dict[str, Any]:
-    """As tensors: a token and its log-probability, which engines give in float32, take 8 bytes. Of pictures only their
-    digests.
-    """
+    """As tensors: a token with its log-probability, float32 as of engines, takes 8 bytes. Of pictures only digests."""
     rollouts = []
     for rollout in group.rollouts:
         facts = {**vars(rollout), "spans": [(*_tensors(span), span.step) for span in rollout.spans]}

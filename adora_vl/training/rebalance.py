@@ -38,8 +38,7 @@ def plan_moves(tokens: Sequence[Mapping[int, int]], least: int = 1) -> list[Move
     The units of all ranks are dealt, the longest first, in rounds of one unit for each rank. In a round a rank takes a
     unit of its own if that is about as long as the longest that is left; else another rank's, if there is such a one.
 
-    `tokens`: on each rank, those of each unit that is to be learned from. `least`: number of units that every rank
-    processes anyway.
+    `tokens`: on each rank, of each unit that is to be learned from. `least`: units that every rank processes anyway.
     """
     left = [sorted(((count, -number) for number, count in own.items()), reverse=True) for own in tokens]
     rounds = max(least, math.ceil(sum(map(len, left)) / len(left)))
@@ -117,8 +116,6 @@ def rebalanced(
 
 
 def movable(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the columns, which must be the same on all ranks. Empty if each row has pixels of its own, because
-    these are too large to send.
-    """
+    """The columns' names, the same on all ranks. Empty where each row has pixels of its own, too large to send."""
     pixels = batch.get("pixel_values")
     return () if pixels is not None and pixels.is_floating_point() else tuple(sorted(batch))

@@ -5,10 +5,9 @@ Source: SSR of VL-Rethinker (arXiv 2504.08837) and its repository (TIGER-AI-Lab/
 generations, which are drawn with a chance that grows with their advantages. Those keep the log-probabilities of the
 policy that sampled them, so the loss corrects for the updates since. They are weighed anew, with those beside them.
 
-The repository keeps single rollouts, and as many as half a generation. Ours keeps whole groups, whose rollouts share
-one pass over their prompt and image. The repository also draws the rollouts of the present generation anew with chances
-like their |advantages|, adds up to a tenth of rollouts that are right throughout their group, and halves the batch;
-ours does none of these.
+The repository keeps single rollouts, as many as half a generation; ours keeps whole groups, whose rollouts share one
+pass over their prompt and image. The repository also draws the rollouts of the present generation anew by their
+|advantages|, adds up to a tenth that are right throughout their group, and halves the batch; ours does none of it.
 """
 
 from collections.abc import Callable, Sequence

@@ -215,9 +215,7 @@ class Grader:
 
 
 def _of_all_ranks(grades: Grades, rows: int) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """The columns that the functions of any rank asked to show, and the means of the figures that they asked to log.
-    `rows`: of each rank.
-    """
+    """The columns that functions of any rank asked to show, and the means of their figures. `rows`: of each rank."""
     everyone = gather_object([(dict(grades.extra), dict(grades.logged))])
     columns = {
         name: [value for extra, _ in everyone for value in extra.get(name, [None] * rows)]

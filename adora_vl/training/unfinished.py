@@ -54,8 +54,7 @@ class UnfinishedGeneration:
         return before.facts
 
     def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str) -> dict[str, Any]:
-        """Write the micro-batches that are left and the images that they refer to. Between two generations write
-        nothing.
+        """Write the micro-batches that are left and the images that they refer to; between two generations nothing.
 
         `micro_step`: number of micro-batches that the run has processed. `table`: the generation's, for the log. The
         whole image bank is saved, because some things are computed for all images at once, and a resumed run has to
