@@ -212,9 +212,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return generation
 
     def _engine_awake(self) -> AbstractContextManager[None]:
-        """Inside, the engine stays awake from the first batch of dynamic sampling to the last, unless the policy makes
-        a pass after each of them: then it needs the engine's memory.
-        """
+        """Inside, the engine stays awake through dynamic sampling, unless passes of the policy need its memory."""
         passes = self.beta != 0.0 or not self._skips_old_pass
         return nullcontext() if passes or not self.args.adora_rollouts.refill else self.sampler.awake()
 
@@ -307,10 +305,9 @@ class AdoraGRPOTrainer(TrainerParts):
         return loss
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        """Stock TRL takes the ratio to the engine from an earlier pass, averages the loss over the rows of a
-        micro-batch, however many there are, and clips the ratio of new to old policy on one side only. Ours computes
-        the ratio to the engine in the policy's own pass, weighs a micro-batch by its rows, and skips a step in which
-        the ratio of new to old policy explodes.
+        """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a micro-batch,
+        however many, and clips the ratio of new to old policy on one side only. Ours computes the former in the
+        policy's own pass, weighs a micro-batch by its rows, and skips a step in which the latter explodes.
         """
         micro = cast("Batch", {**inputs})
         logps: list[Tensor] = []
@@ -425,9 +422,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return int(self._step - self._step % self.args.gradient_accumulation_steps)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Stock TRL saves weights and processor; ours also writes the model card, in checkpoints too, and lets others
-        read the weights where the umask does.
-        """
+        """Stock TRL saves weights and processor; ours also the model card, and others may read where the umask says."""
         folder = Path(output_dir or self.args.output_dir)
         final = folder == Path(self.args.output_dir)
         lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
@@ -452,9 +447,7 @@ class AdoraGRPOTrainer(TrainerParts):
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:  # fmt: skip
-        """Stock TRL reads and decodes every copy of a row; ours reads each row of a training batch once, if possible
-        while the policy learns from the batch before.
-        """
+        """Stock TRL reads every copy of a row; ours reads each once, if possible while the policy learns."""
         asked, share = self.args.adora_rollouts, self.args.own("cache_images")
         numbered = asked.budget is not None or asked.ahead > 0 or asked.replay > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):

@@ -106,8 +106,7 @@ class DistinctImages:
     def prompts(self, rows: Sequence[Row], mode: str, *, further: bool) -> PromptBatch:
         """The prompts of these rows; their images are held until the next generation of this mode.
 
-        `mode` is `train` or `eval`. With `further` the rows are added to the present batch. Otherwise a new batch
-        begins, and the images of the previous one are released.
+        `mode` is `train` or `eval`. With `further` the rows join the present batch; else its images are released.
         """
         # Without a cache there are no references, and every pass takes the tower's way, also on a rank without images.
         self.vision.share = self._config.own("share_vision") and self.cache is not None

@@ -86,9 +86,7 @@ def read_prompts(
 def with_pictures(
     prompts: PromptBatch, pictures: Sequence[Sequence[Any]], process: Callable[[list[Any]], Mapping[str, Any]]
 ) -> PromptBatch:
-    """The prompts with further images of each row, (B,), behind its own. `process`: what the processor makes of images
-    alone, pixels or references to them, and grids.
-    """
+    """The prompts with further images of each row, (B,), behind its own. `process`: makes their fields."""
     made = process([image for row in pictures for image in row])
     read = made["image_grid_thw"], torch.as_tensor(made["pixel_values"])
     further = _by_row(*read, [len(row) for row in pictures])

@@ -146,9 +146,7 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         return super().generate(*args, **{**adapter, **kwargs})
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
-        """Stock vLLM does not say how long it takes. With an adapter it keeps the weights, on the host: no sync brings
-        the base back that level 2 discards.
-        """
+        """Timed. With an adapter weights stay on the host: no sync brings back the base, which level 2 discards."""
         if self.stays_awake:
             return
         with self.timed("sleep"):

@@ -141,9 +141,7 @@ def groups_of(rows: Sequence[Any], where: str, began: int, first: int, generatio
 
 
 def open_rollouts(groups: Sequence[RolloutGroup], limits: Iterable[int]) -> dict[tuple[int, int], Rollout]:
-    """Those that have not ended, by the number of the group and in it. Those that go on come first: they would be the
-    last to end if an engine had no place.
-    """
+    """Those that have not ended, by the group's number and their own; first those that go on, as the last to end."""
     found = {(n, member): one for n in limits for member, one in enumerate(groups[n].rollouts) if not one.ended}
     return dict(sorted(found.items(), key=lambda each: not each[1].spans))
 

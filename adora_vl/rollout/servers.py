@@ -291,8 +291,7 @@ class Servers:
         self._all_do(Server.forget)
 
     def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[list[RolloutAnswer]]:
-        """An answer to each request. What a server does not answer is asked of the others, and so is what it answered
-        if it turns out afterwards that it has lost the weights.
+        """An answer to each request; others are asked where one does not answer, or turns out to have lost the weights.
 
         Raises `NoServerError` where none is left, and `RolloutError` for what no server would answer.
         """
@@ -375,9 +374,7 @@ def _settle(future: Future[_T], do: Callable[[], _T]) -> None:
 
 
 def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future[_T]]:
-    """The result of each, or what it raised. The threads are daemons, so that a process that ends waits for no server,
-    as it would for the threads of an executor.
-    """
+    """The result of each, or what it raised. The threads are daemons: an ending process waits for no server."""
     futures = [Future[_T]() for _ in work]
     left = deque(zip(work, futures, strict=True))
 

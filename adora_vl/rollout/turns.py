@@ -44,7 +44,7 @@ def play(
 
 def gone_on(
     rollout: Rollout, ask: RolloutAsk, answer: RolloutAnswer, longest: int, turn: int | None,
-    ended: Callable[[Sequence[int]], bool] | None, *, step: int = 0, distorted: bool = False,
+    ended: Callable[[Sequence[int]], bool] | None, step: int = 0, distorted: bool = False,
 ) -> Rollout:  # fmt: skip
     """The rollout with what was sampled for it. `longest`: tokens of the whole answer; `turn`: of a turn, None for any
     number. `ended`: whether a turn has an end, as a server does not say why it stopped. `step`: of the weights.

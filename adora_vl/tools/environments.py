@@ -56,9 +56,7 @@ class Environments:
         return get_reward
 
     def entered(self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool) -> list[RolloutGroup]:
-        """The groups in environments of their own, with what `reset` has said at the end of their prompts. `anew`:
-        those of before are free again. Raises `UserError`.
-        """
+        """The groups in environments, with what `reset` said. `anew`: those of before are free. Raises `UserError`."""
         self.taken = 0 if anew else self.taken
         return [self._entered(group, run_seed) for group in groups]
 

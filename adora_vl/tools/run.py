@@ -51,9 +51,7 @@ _NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).pa
 
 @dataclass(frozen=True)
 class ChosenTools:
-    """The tools of a run by their names, methods of `environments` among them, as those of the first instance.
-    `hashes`: of each file of the user's, with its neighbours.
-    """
+    """A run's tools by name, with methods of the first of `environments`. `hashes`: of each file of the user's."""
 
     functions: Mapping[str, Callable[..., Any]]
     hashes: Mapping[str, str] = field(default_factory=dict)

@@ -41,9 +41,7 @@ class AdvantageComputer:
     def __init__(
         self, context: StepContext, methods: AdvantagePipeline, reward_weights_F: Tensor, *, tools: bool = False
     ) -> None:
-        """`reward_weights_F`: the weight of each reward function in the sum. `tools`: what they say takes room, so an
-        answer without an end is truncated, however few tokens it has.
-        """
+        """`reward_weights_F`: of the reward functions. `tools`: what they say takes room, so no end is truncated."""
         config = context.config
         self.scale = str(config.scale_rewards)
         self.accelerator, self.correct_above = context.accelerator, config.adora_correct_above

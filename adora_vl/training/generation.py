@@ -73,9 +73,7 @@ def other_images(
     extensions: Sequence[Extension], groups: Sequence[RolloutGroup], asked: Sequence[tuple[int, int]],
     images: Sequence[list[Any] | None],
 ) -> list[list[Any] | None]:  # fmt: skip
-    """The images on which a rollout is sampled where they are not the trainer's, as extensions say. `asked`: of each
-    the number of its group and in it. `images`: the trainer's.
-    """
+    """What a rollout sees where not the trainer's `images`. `asked`: of each the number of its group, and in it."""
     found: list[list[Any] | None] = [None] * len(asked)
     for extension in extensions:
         seen: dict[int, list[list[Any] | None]] = {}

@@ -49,9 +49,7 @@ class RowGuard:
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:
-        """Inside, code of the user's begins the rows' rollouts. Raises `SharedUserError` on all ranks, with the
-        checkpoint to go on from, if any rank has raised `UserError`.
-        """
+        """Inside, a user's code begins rollouts. `SharedUserError` on all ranks where any raised `UserError`; saves."""
         problem = ""
         try:
             yield
@@ -222,9 +220,7 @@ class RatioGuard:
 
 @contextmanager
 def errors_with_step(step: Callable[[], int], where_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Wraps the training. An error of the engine, or an unexpected one, is raised again with the step at which it
-    happened and the checkpoint that a new start goes on from.
-    """
+    """Wraps the training. Errors are raised again with the step and the checkpoint that a new start goes on from."""
     try:
         yield
     except EngineError as error:

@@ -51,9 +51,7 @@ class Judge:
     def __call__(
         self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch | None, *, aged: bool
     ) -> None:
-        """Fill the generation with these groups. `prompts`: of their rollouts, None where they are to be read. `aged`:
-        whether the batch says how old they are.
-        """
+        """Fill the generation. `prompts`: of its rollouts, None: to be read. `aged`: the batch has their ages."""
         step, mode = generation.step, generation.mode
         rows = generation.rows = [group.row for group in groups for _ in group.rollouts]
         rollouts = generation.rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -129,9 +129,7 @@ class MicroBatcher:
         return micro
 
     def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
-        """The loss, weighed by the number of rows. Stock TRL takes a mean over the rows of a micro-batch, so without
-        this the rows of a smaller micro-batch would weigh more.
-        """
+        """The loss by its share of rows: stock TRL takes a mean over them, so rows of a smaller one weighed more."""
         share = micro.get("share_of_rows", 1.0)
         return loss * share if share != 1.0 and self.config.loss_type in MEAN_OVER_ROWS else loss
 

@@ -330,8 +330,8 @@ class Pool:
                     answers = self.sampler.sample(asks, prompts)
             found = {}
             for (place, rollout), one, answer in zip(going.items(), asks, answers, strict=True):
-                own, more = asked[place], {"step": step, "distorted": asked[place].distorted}
-                found[place] = gone_on(rollout, one, answer, own.longest, turn, self._has_ended, **more)
+                how = turn, self._has_ended, step, asked[place].distorted
+                found[place] = gone_on(rollout, one, answer, asked[place].longest, *how)
             return found
 
         with self.phase("rollout"), self.server_guard.watching():

@@ -81,9 +81,7 @@ class PoolAhead(Pool):
         self, now: Generation, drawn: list[RolloutGroup], count: int,
         budget: int | None, present: Sequence[RolloutGroup] = (),
     ) -> list[RolloutGroup]:  # fmt: skip
-        """Ask for generations until `count` are coming, with the present one. They take along those groups that are
-        `present` and have not ended; returns the others.
-        """
+        """Ask until `count` generations are coming, with this one. Groups of `present` that go on are taken along."""
         rest, going = list(present), [group for group in present if not group.complete]
         while len(self.state.coming) < count:
             later = self._later(now, distance := len(self.state.coming))

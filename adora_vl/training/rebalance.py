@@ -18,8 +18,7 @@ from adora_vl.types import Batch
 _CPU = torch.device("cpu")
 
 
-# A unit with at least this share of the longest one's tokens may be learned from beside it. A higher share moves more
-# units and saves little (`python -m benchmarks.lockstep`).
+# With at least this share of the longest unit's tokens one may be learned from beside it (`benchmarks.lockstep`).
 ALIKE = 0.8
 
 
@@ -32,8 +31,7 @@ class Move(NamedTuple):
 
 
 def plan_moves(tokens: Sequence[Mapping[int, int]], least: int = 1) -> list[Move]:
-    """The units that move, so that ranks which learn from their units in order of length find similar ones at the same
-    time. Every rank computes the same list.
+    """The units that move, so that ranks find similar ones at the same time, the longest first; the same on all ranks.
 
     The units of all ranks are dealt, the longest first, in rounds of one unit for each rank. In a round a rank takes a
     unit of its own if that is about as long as the longest that is left; else another rank's, if there is such a one.

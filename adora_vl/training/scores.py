@@ -37,9 +37,7 @@ class Rewards:
         cls, all_BF: Tensor, failed: Mapping[tuple[int, int], str], weights_F: Tensor, names: Sequence[str],
         generations: int,
     ) -> Rewards:  # fmt: skip
-        """`all_BF`: as TRL gathers it. `failed`: the reason by rollout and function for which a call failed.
-        `weights_F`, `names`: of the functions.
-        """
+        """`all_BF`: as TRL gathers it. `failed`: why, by rollout and function. `weights_F`, `names`: of these."""
         failed_BF, weights_F = torch.zeros_like(all_BF, dtype=torch.bool), weights_F.to(all_BF.device)
         for place in failed:
             failed_BF[place] = True
