@@ -96,7 +96,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores, tools=self.toolbox is not None,
         )  # fmt: skip
         drift = partial(drift_measured, self, self.drift_guard.check)
-        ahead = partial(PoolAhead, next_rows=self._rows_after, drift=drift)
+        # late: the loader's order is there once the training has begun
+        after = lambda numbers, distance: self._distinct_rows.rows_after(numbers, self._row_order, distance)  # noqa: E731
+        ahead = partial(PoolAhead, next_rows=after, drift=drift)
         self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
             context, self.images, self.sampler, judge, (self.row_guard, self.server_guard), self.extensions,
             self.clock.phase, self.train_dataset, self._turns(), self.run.tools.environments,

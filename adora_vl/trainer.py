@@ -228,14 +228,10 @@ class AdoraGRPOTrainer(TrainerParts):
         if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
         generation = Generation(
-            rows=inputs,
-            mode="train" if training else "eval",
-            step=self.state.global_step,
-            key=self._step_key,
-            attempt=0,
-            group_size=self.num_generations if training else self.num_generations_eval,
+            rows=inputs, mode="train" if training else "eval", step=self.state.global_step, key=self._step_key,
+            attempt=0, group_size=self.num_generations if training else self.num_generations_eval,
             first_micro_step=self._step - self._step % self.shape.cycle,
-        )
+        )  # fmt: skip
         self.pool.fill(generation)
         if training:
             self.prefetch.start()
@@ -275,10 +271,6 @@ class AdoraGRPOTrainer(TrainerParts):
                 with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
                     batch["ref_per_token_logps"] = scored(self.model)
                 freeze(policy, args.adora_freeze)  # PEFT has made all of the adapter trainable again
-
-    def _rows_after(self, numbers: list[int], generations: int) -> list[Row]:
-        """Of the generation so many after the one with rows of these numbers."""
-        return cast("list[Row]", self._distinct_rows.rows_after(numbers, self._row_order, generations))
 
     @property
     def _step_key(self) -> str:

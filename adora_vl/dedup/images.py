@@ -36,10 +36,9 @@ def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, 
     device = tokens_BT.device
     none: dict[str, Any] = {
         "pixel_values": torch.zeros(0, 1, dtype=torch.long, device=device),
-        "image_grid_thw": torch.zeros(0, 3, dtype=torch.long, device=device),
-        "num_images": [0] * len(tokens_BT),
+        "image_grid_thw": torch.zeros(0, 3, dtype=torch.long, device=device), "num_images": [0] * len(tokens_BT),
         "mm_token_type_ids": torch.zeros_like(tokens_BT),
-    }
+    }  # fmt: skip
     return {**columns, **none}
 
 

@@ -253,11 +253,9 @@ def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | Non
     with torch.no_grad():
         return policy(
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            batch["completion_ids"].size(1),
-            batch_size=rows,
-            **inputs,
-        )[0]
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1), batch["completion_ids"].size(1),
+            batch_size=rows, **inputs,
+        )[0]  # fmt: skip
 
 
 class PolicyPass:

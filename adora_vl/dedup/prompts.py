@@ -50,11 +50,9 @@ def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def read_prompts(
-    rows: Sequence[Mapping[str, Any]],
-    processor: Any,
-    template: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]], processor: Any, template: Mapping[str, Any],
     processing: AbstractContextManager[Any] | None = None,
-) -> PromptBatch:
+) -> PromptBatch:  # fmt: skip
     """What a processor, or a tokenizer, makes of the prompts of rows. Stock TRL asks it twice for every copy.
 
     `template`: arguments of the chat template. `processing`: a context in which the processor is called.

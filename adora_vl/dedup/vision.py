@@ -54,9 +54,7 @@ def batch_windows(tower: Any, on: bool) -> bool:
 def by_size(
     lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
-    """Sort the windows by size.
-
-    Returns the number of windows of each size as (size, number), the permutation of the patches into that order, and
+    """Sort the windows by size: returns (size, number of windows), the permutation of the patches into that order, and
     its inverse. Both permutations are None if the patches are in that order already.
     """
     sizes = list(dict.fromkeys(lengths))
@@ -77,12 +75,8 @@ def attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Attention of packed patches within their windows, with the signature of a kernel for variable lengths.
 
-    Args:
-        query, key, value: (1, heads, S, head size).
-        cu_seq_lens_q, cu_seq_lens_k: (windows + 1,), the bounds of the windows.
-
-    Returns:
-        (1, S, heads, head size), and None for the attention weights.
+    `query`, `key`, `value`: (1, heads, S, head size). `cu_seq_lens_q`, `cu_seq_lens_k`: (windows + 1,), the bounds of
+    the windows. Returns (1, S, heads, head size), and None for the attention weights.
     """
     assert cu_seq_lens_q is cu_seq_lens_k and attention_mask is None and not is_causal and len(query) == 1
     sizes, order, back = by_size(tuple(cu_seq_lens_q.diff().tolist()), query.device)

@@ -187,9 +187,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears bfloat16 weights down.
 
         Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a time. The first sync
-        sends everything, and so does every sync with sleep mode, whose level 2 discards the weights. A server is sent
-        everything by NCCL too, since TRL announces the tensors of the first pass on every sync. It builds the layers of
-        an update anew, and a layer that came in part would be left with uninitialised memory: so it gets whole parts.
+        sends everything, and so does each with sleep mode, whose level 2 discards the weights, and by NCCL, since TRL
+        announces the tensors of the first pass every time. A server would leave a layer that came in part with
+        uninitialised memory: so it gets whole parts.
         """
         trainable = trainable_components(self.model)
         by_nccl = self.mode == "server" and self.settings.weight_folder is None
@@ -349,15 +349,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def sampling(self) -> dict[str, Any]:
         """vLLM's parameters of the run, as stock TRL puts them together from its keys."""
         settings = {
-            "repetition_penalty": self.repetition_penalty,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p or 0.0,
-            "max_tokens": self.max_completion_length,
-            "logprobs": self.logprobs,
-            **self.generation_kwargs,
-        }
+            "repetition_penalty": self.repetition_penalty, "temperature": self.temperature, "top_p": self.top_p,
+            "top_k": self.top_k, "min_p": self.min_p or 0.0, "max_tokens": self.max_completion_length,
+            "logprobs": self.logprobs, **self.generation_kwargs,
+        }  # fmt: skip
         if self.structured_outputs_regex is not None:
             settings["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return settings

@@ -21,12 +21,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def play(
-    rollouts: Mapping[Key, Rollout],
-    ask: Callable[[dict[Key, Rollout]], dict[Key, Rollout]],
-    answered: Callable[[Key, Rollout], Rollout],
-    may_go_on: Callable[[Key, Rollout], bool],
+    rollouts: Mapping[Key, Rollout], ask: Callable[[dict[Key, Rollout]], dict[Key, Rollout]],
+    answered: Callable[[Key, Rollout], Rollout], may_go_on: Callable[[Key, Rollout], bool],
     any_rank: Callable[[bool], bool],
-) -> dict[Key, Rollout]:
+) -> dict[Key, Rollout]:  # fmt: skip
     """These rollouts after they have gone on, in lockstep: all play a turn, then those that got an answer the next.
 
     `ask`: with what one call of the engine has added. `answered`: one whose turn has ended, with the answer to its
@@ -117,12 +115,10 @@ class Turns:
             return replace(rollout, ended="room", calls=(*rollout.calls, *told.calls))
         place = len(rollout.spans)
         return replace(
-            rollout,
-            spans=(*rollout.spans, Span(tuple(ids), None, step)),
-            ended="",
+            rollout, spans=(*rollout.spans, Span(tuple(ids), None, step)), ended="",
             pictures=(*rollout.pictures, *(Picture(image.digest, image, place) for image in shown)),
             calls=(*rollout.calls, *(replace(call, span=place) for call in told.calls)),
-        )
+        )  # fmt: skip
 
     def _ids(self, parts: Sequence[str | Image.Image], counts: Sequence[int], turn: Sequence[int]) -> list[int]:
         """Of the user's turn that these parts are, behind the policy's, up to where it goes on."""

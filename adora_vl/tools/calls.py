@@ -9,7 +9,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
@@ -146,13 +146,6 @@ def _fitting(name: str, value: Any, wanted: Mapping[str, Any]) -> Any:
     if isinstance(value, list) and isinstance(wanted.get("items"), Mapping):
         return [_fitting(name, one, wanted["items"]) for one in value]
     return value
-
-
-def tool_named(name: str, known: Collection[str]) -> str:
-    """Raises `CallError` for a tool that is not there."""
-    if name not in known:
-        raise CallError(f"no tool {name[:40]!r}; there are {', '.join(known)}")
-    return name
 
 
 def error_line(reason: str) -> str:

@@ -31,7 +31,6 @@ from adora_vl.tools.calls import (
     limited,
     read_call,
     schema_of,
-    tool_named,
 )
 from adora_vl.tools.environments import Environments
 from adora_vl.tools.ours import OURS, View
@@ -152,7 +151,9 @@ class Toolbox:
         self, name: str, arguments: Mapping[str, Any], images: Sequence[Image.Image], seed: str, environment: Any
     ) -> Any:
         """What a tool returned. Raises `CallError`."""
-        given: dict[str, Any] = checked(arguments, self._by_name[tool_named(name, self._by_name)])
+        if name not in self._by_name:
+            raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._by_name)}")
+        given: dict[str, Any] = checked(arguments, self._by_name[name])
         tool, own = self.chosen.functions[name], self.chosen.environments
         if own is not None and environment is not None and name in own.tools:
             tool = getattr(environment, name)
@@ -171,18 +172,15 @@ class Toolbox:
         except KeyboardInterrupt:
             raise
         except OverdueError:
-            self._note_late(name)
+            if not self._said_late:
+                late = f"tools: {name} took longer than adora_tool_options.seconds: {seconds:g}"
+                print(f"{late}; a resumed run may differ, as it may be in time there", file=sys.stderr)
+            self._said_late = True
             raise CallError(f"the tool took longer than {seconds:g} s") from None
         except SystemExit:
             raise CallError("the tool called sys.exit") from None
         except BaseException as error:
             raise CallError(in_one_line(error)) from None
-
-    def _note_late(self, name: str) -> None:
-        if not self._said_late:
-            late = f"tools: {name} took longer than adora_tool_options.seconds: {self.options.seconds:g}"
-            print(f"{late}; a resumed run may differ, as it may be in time there", file=sys.stderr)
-        self._said_late = True
 
     def _parts(self, result: Any, before: int) -> list[Part]:
         """A tool's result as text and pictures that the model's processor takes. Raises `CallError`."""

@@ -104,15 +104,12 @@ class AdvantageComputer:
         sums = self.methods.sums_rewards
         raw_PG = stock_advantages(rewards_PGF, self.reward_weights_F, scale=self.scale, sums_rewards=sums)
         return Groups(
-            weighted_sum(rewards_BF, self.reward_weights_F).view(-1, generations),
-            lengths_PG,
+            weighted_sum(rewards_BF, self.reward_weights_F).view(-1, generations), lengths_PG,
             truncated_PG=unended_PG if self.truncated_at is None else lengths_PG >= self.truncated_at,
             tokens_PG=torch.where(unended_PG, 0.0, lengths_PG) if self.masked else lengths_PG,
-            surprisal_PG=None if surprisal_PG.isnan().any() else surprisal_PG,
-            correct_above=self.correct_above,
-            step=step,
-            varied_P=varied_P,
-        ), raw_PG
+            surprisal_PG=None if surprisal_PG.isnan().any() else surprisal_PG, correct_above=self.correct_above,
+            step=step, varied_P=varied_P,
+        ), raw_PG  # fmt: skip
 
     def _surprisal(self, batch: Batch) -> Tensor:
         """Mean surprisal of each rollout of this rank in nats per token, (B,); NaN where the engine gave none."""

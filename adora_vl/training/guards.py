@@ -114,13 +114,8 @@ class RewardGuard:
         )
 
     def failed_calls(self, rows: int) -> dict[tuple[int, int], str]:
-        """The rollouts, of all ranks, for which a function returned an exception in the place of a reward.
-
-        Args:
-            rows: rollouts of one rank; every rank has as many.
-
-        Returns:
-            The reason by number of the rollout and of the function.
+        """Why a function returned an exception in the place of a reward, by the number of the rollout, of all ranks,
+        and of the function. `rows`: rollouts of one rank; every rank has as many.
         """
         own = [[(row, number, why) for number, one in enumerate(self._unscored) for row, why in one.items()]]
         for one in self._unscored:

@@ -33,8 +33,8 @@ class Move(NamedTuple):
 def plan_moves(tokens: Sequence[Mapping[int, int]], least: int = 1) -> list[Move]:
     """The units that move, so that ranks find similar ones at the same time, the longest first; the same on all ranks.
 
-    The units of all ranks are dealt, the longest first, in rounds of one unit for each rank. In a round a rank takes a
-    unit of its own if that is about as long as the longest that is left; else another rank's, if there is such a one.
+    Units are dealt, the longest first, in rounds of one for each rank: its own where that is about as long as the
+    longest that is left; else another rank's, if there is such a one.
 
     `tokens`: on each rank, of each unit that is to be learned from. `least`: units that every rank processes anyway.
     """

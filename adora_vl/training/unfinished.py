@@ -27,10 +27,8 @@ class Before:
 
 
 class UnfinishedGeneration:
-    """Lets a run resume within a generation.
-
-    Stock TRL saves neither the rollouts that are left nor the position of the run within them. A run that resumes
-    within a generation then samples a new one, and its steps are out of phase.
+    """Lets a run resume within a generation. Stock TRL saves neither the rollouts that are left nor its position within
+    them, so such a run would sample a new generation, and its steps would be out of phase.
     """
 
     def __init__(self, context: StepContext, banks: ImageBanks) -> None:
@@ -56,9 +54,8 @@ class UnfinishedGeneration:
     def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str) -> dict[str, Any]:
         """Write the micro-batches that are left and the images that they refer to; between two generations nothing.
 
-        `micro_step`: number of micro-batches that the run has processed. `table`: the generation's, for the log. The
-        whole image bank is saved, because some things are computed for all images at once, and a resumed run has to
-        compute them from the same images. Returns the entry for the manifest.
+        `micro_step`: micro-batches that the run has processed. `table`: the generation's, for the log. The whole image
+        bank is saved: some things are computed for all of its images at once. Returns the manifest's entry.
         """
         within = micro_step % self.shape.cycle
         if not within or micro_batches is None:
