@@ -27,10 +27,9 @@ from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead
 from adora_vl.rollout.turns import Tools, Turns
 from adora_vl.start.checked import Checked
 from adora_vl.training.advantages import AdvantageComputer
-from adora_vl.training.collate import collated
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard
-from adora_vl.training.judge import Judge
+from adora_vl.training.judge import Judge, collated
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool

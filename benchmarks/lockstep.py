@@ -17,8 +17,7 @@ from itertools import zip_longest
 import torch
 
 from adora_vl.models.load import PRETRAINED
-from adora_vl.training.micro_batches import by_length
-from adora_vl.training.rebalance import plan_moves
+from adora_vl.training.micro_batches import by_length, plan_moves
 
 Ranks = list[list[int]]  # the tokens of each rank's units, in the order in which they are learned from
 

@@ -23,10 +23,9 @@ from adora_vl.rewards import reward_function
 from adora_vl.rollout.rollouts import Call, DrawnProblem, Rollout, RolloutGroup, Span
 from adora_vl.rollout.turns import CALL, Turns, play
 from adora_vl.training.advantages import AdvantageComputer
-from adora_vl.training.collate import collated
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.judge import Judge
+from adora_vl.training.judge import Judge, collated
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
 from tests.support.step_context import step_context
 

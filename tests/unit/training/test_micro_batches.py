@@ -14,14 +14,16 @@ from adora_vl.dedup.image_store import ImageBanks, ProcessedImage
 from adora_vl.training import batch_rows
 from adora_vl.training.micro_batches import (
     MicroBatcher,
+    Move,
     by_length,
     chosen_units,
+    plan_moves,
     planned,
+    rebalanced,
     split_evenly,
     tokens_of_units,
 )
 from adora_vl.training.policies import admitted
-from adora_vl.training.rebalance import Move, plan_moves, rebalanced
 from adora_vl.types import Batch
 from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waited
 from tests.support.step_context import step_context
