@@ -39,22 +39,12 @@ from adora_vl.rollout.rollouts import (
 from adora_vl.rollout.sources import Sampler, Ticket
 from adora_vl.rollout.turns import Turns, gone_on, play
 from adora_vl.tools.environments import Environments
+from adora_vl.training import policies
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.generation import Extension, Generation, other_images
 from adora_vl.training.guards import RowGuard, ServerGuard
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
-from adora_vl.training.policies import (
-    MORE,
-    REMEMBERED,
-    admitted,
-    automatic_budget,
-    further_rows,
-    generations_in,
-    groups_for,
-    groups_to_complete,
-    how_many_begin,
-)
 from adora_vl.training.pool_state import EARLIER_FILES, PoolState
 from adora_vl.training.replay import Replay
 from adora_vl.types import Row, StepContext
@@ -165,7 +155,7 @@ class Pool:
         shape = self.shape
         if not shape.has_one_step:
             return math.ceil((step * shape.accumulated + micro) / shape.cycle)
-        return generations_in(step, *self._in_step_and_epoch) + micro // shape.cycle
+        return policies.generations_in(step, *self._in_step_and_epoch) + micro // shape.cycle
 
     @property
     def _in_step_and_epoch(self) -> tuple[int, int]:
@@ -178,7 +168,7 @@ class Pool:
         given: int | str | None = self.asked.budget
         parts = math.ceil(self.asked.staleness / self.asked.ahead) if self.asked.ahead else self.asked.staleness + 1
         least = math.ceil(self.config.max_completion_length / parts)
-        return given if isinstance(given, int) else automatic_budget(self.state.lengths, least)
+        return given if isinstance(given, int) else policies.automatic_budget(self.state.lengths, least)
 
     def _begun(self, generation: Generation, drawn: list[RolloutGroup], waiting: int) -> list[RolloutGroup]:
         """The groups that begin now; the problems that do not stay drawn. `waiting`: groups that have begun."""
@@ -186,7 +176,7 @@ class Pool:
             return drawn
         known = {group.problem: group.row for group in drawn}
         problems = [*self.state.drawn, *known]
-        count = how_many_begin(waiting, self.state.complete, self.places, self._left(generation))
+        count = policies.how_many_begin(waiting, self.state.complete, self.places, self._left(generation))
         empty = (Rollout(),) * generation.group_size
         begun = [RolloutGroup(one, known.get(one, Row()), generation.number, empty) for one in problems[:count]]
         self.state = replace(self.state, drawn=tuple(problems[count:]))
@@ -204,7 +194,7 @@ class Pool:
         limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
         if budget is None:
             return self._sampled(generation, groups, limits)
-        needed = groups_to_complete(len(groups), self.places, self._left(generation), self.least)
+        needed = policies.groups_to_complete(len(groups), self.places, self._left(generation), self.least)
         if needed == len(groups):
             return self._sampled(generation, groups, limits)
         for place, group in enumerate(groups):
@@ -233,14 +223,15 @@ class Pool:
             live = live_units(generation.batch["signal"], size)
             own = torch.tensor([live.count(True) / len(live)], device=self.accelerator.device)
             share = float(self.accelerator.gather(own).mean())
-            self.state = replace(self.state, signal=(*self.state.signal, share)[-REMEMBERED:])
+            self.state = replace(self.state, signal=(*self.state.signal, share)[-policies.REMEMBERED :])
         for attempt in range(1, self.asked.refill + 1):
             live = live_units(generation.batch["signal"], size)
             missing = live.count(False) + (self.places - len(live) if self.aged else 0)
             lacks = int(self.accelerator.gather(torch.tensor([missing], device=self.accelerator.device)).max())
             if not lacks:
                 break
-            further, count = replace(generation, attempt=attempt), groups_for(MORE * lacks, [share], self.places)
+            further = replace(generation, attempt=attempt)
+            count = policies.groups_for(policies.MORE * lacks, [share], self.places)
             groups = self._with_further(further, groups, budget, count - fewest)
             more, groups, fewest = self._judged(further, groups, count)
             if not more:  # on no rank: none has ended within the budget
@@ -248,7 +239,7 @@ class Pool:
             lengths = (*lengths, *_lengths(further))
             if not all(gather_object([further.batch.keys() == generation.batch.keys()])):
                 continue  # only one of the two batches has images, so their rows have different columns
-            chosen = admitted(live, live_units(further.batch["signal"], size), self.places if self.aged else 0)
+            chosen = policies.admitted(live, live_units(further.batch["signal"], size), self.places if self.aged else 0)
             replaced += sum(number != place for place, number in enumerate(chosen[: len(live)]))
             both, pad_id = [*learned, *more], self.context.pad_id
             generation.batch = chosen_groups(generation.batch, further.batch, chosen, size, pad_id)
@@ -257,7 +248,7 @@ class Pool:
         if self.asked.refill:
             self.log("adora/refilled_groups", replaced / len(learned))
         if self.waits:
-            self.state = replace(self.state, lengths=(*self.state.lengths, lengths)[-REMEMBERED:])
+            self.state = replace(self.state, lengths=(*self.state.lengths, lengths)[-policies.REMEMBERED :])
         return learned, groups, fewest
 
     def _with_further(
@@ -275,7 +266,7 @@ class Pool:
         """Groups of so many further problems for a generation; where the run stands seeds the choice."""
         rank, empty = self.accelerator.process_index, (Rollout(),) * generation.group_size
         seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
-        numbers = further_rows(len(self.rows), count, seed)
+        numbers = policies.further_rows(len(self.rows), count, seed)
         rows: list[Any] = self.rows.__getitems__(numbers)
         self.row_guard.check(rows, generation.step)
         begun = [

@@ -75,7 +75,7 @@ class PoolState:
         groups = [*self.groups, *(group for one in self.coming for group in one.groups)]
         shown = [picture for group in groups for rollout in group.rollouts for picture in rollout.pictures]
         images = {picture.digest: picture.image for picture in shown}
-        encoded = {digest: _bytes_of(image) for digest, image in images.items()}
+        encoded = {key: torch.frombuffer(bytearray(png_bytes(one)), dtype=torch.uint8) for key, one in images.items()}
         content: dict[str, Any] = {"drawn": drawn, "groups": [*map(_packed, self.groups)], "kept": kept}
         content |= {"complete": self.complete, "lengths": self.lengths, "signal": self.signal, "images": encoded}
         save_of_rank(folder, FILES, rank, {**content, "coming": [one.packed() for one in self.coming]})
@@ -116,10 +116,6 @@ def _packed(group: RolloutGroup) -> dict[str, Any]:
         facts["pictures"] = [(picture.digest, picture.span) for picture in rollout.pictures]
         rollouts.append({**facts, "calls": [vars(call) for call in rollout.calls]})
     return {"problem": vars(group.problem), "began": group.began, "rollouts": rollouts}
-
-
-def _bytes_of(image: Image.Image) -> torch.Tensor:
-    return torch.frombuffer(bytearray(png_bytes(image)), dtype=torch.uint8)
 
 
 def _image_in(encoded: torch.Tensor) -> Image.Image:

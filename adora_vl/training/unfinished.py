@@ -1,6 +1,5 @@
 """Saves and restores the part of a generation that is still to be learned from. Each rank has a file of its own."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,15 +16,6 @@ FILES = "generation"  # in a checkpoint, one of each rank
 _FACTS = "unfinished_generation"  # the key in the manifest of such a checkpoint
 
 
-@dataclass(frozen=True)
-class Before:
-    """What the run knew where the first generation of an optimizer step began."""
-
-    micro_step: int  # TRL's `_step`
-    tokens: int  # seen so far
-    facts: dict[str, Any]  # for the manifest of a checkpoint
-
-
 class UnfinishedGeneration:
     """Lets a run resume within a generation. Stock TRL saves neither the rollouts that are left nor its position within
     them, so such a run would sample a new generation, and its steps would be out of phase.
@@ -34,22 +24,22 @@ class UnfinishedGeneration:
     def __init__(self, context: StepContext, banks: ImageBanks) -> None:
         self.accelerator, self.banks, self.shape = context.accelerator, banks, Shape.of(context.config)
         self.state = context.state
-        self._before: Before | None = None
+        # Where the first generation of an optimizer step began: TRL's `_step`, the tokens seen by then, and the facts.
+        self._before: tuple[int, int, dict[str, Any]] | None = None
 
     def begins(self, micro_step: int, facts: dict[str, Any]) -> None:
         """Note what is known where the first generation of an optimizer step begins."""
-        self._before = Before(micro_step, self.state().num_input_tokens_seen, facts)
+        self._before = micro_step, self.state().num_input_tokens_seen, facts
 
     def facts(self, step_began: int, now: dict[str, Any]) -> dict[str, Any]:
         """What a checkpoint is to say of the run: `now`, or what was known before the generations of the present step
         where nothing was learned from them, since a run that goes on there makes them again. The tokens seen go back
         with it. `step_began`: the `micro_step` where the present step began.
         """
-        before = self._before
-        if before is None or before.micro_step != step_began:
+        if self._before is None or self._before[0] != step_began:
             return now
-        self.state().num_input_tokens_seen = before.tokens
-        return before.facts
+        _, self.state().num_input_tokens_seen, facts = self._before
+        return facts
 
     def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str) -> dict[str, Any]:
         """Write the micro-batches that are left and the images that they refer to; between two generations nothing.

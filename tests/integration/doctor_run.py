@@ -36,11 +36,15 @@ from adora_vl.utils.errors import RolloutError  # noqa: E402
 
 @contextmanager
 def expanded(examination: Examination) -> Iterator[None]:
-    """Stock TRL: the engine gets expanded image tokens, and nobody compares."""
-    with (
-        patch.object(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)),
-        patch.object(engine_module, "check_prompts", lambda *_: None),
-    ):
+    """Stock TRL: the engine gets expanded image tokens."""
+    with patch.object(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)):
+        yield
+
+
+@contextmanager
+def unnoticed(examination: Examination) -> Iterator[None]:
+    """And nobody compares."""
+    with expanded(examination), patch.object(engine_module, "check_prompts", lambda *_: None):
         yield
 
 
@@ -108,6 +112,7 @@ def rows_of(examination: Examination) -> list[dict[str, Any]]:
 
 STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
     "expanded": (expanded, lambda e: e.cold()),
+    "unnoticed": (unnoticed, lambda e: e.cold()),
     "no_sync": (no_sync, lambda e: [e.after_change(vision=False)]),
     "pixel_limits": (pixel_limits, lambda e: examine(e, 2)),
     "unbanned": (unbanned, lambda e: [e.banned()]),

@@ -79,7 +79,7 @@ def test_without_a_correction_its_line_fails_with_the_remedy(examined, sabotage,
 
 
 def test_expanded_prompts_also_show_in_the_log_probabilities(examined):
-    assert line(examined["expanded"], COLD)["status"] == "failed"
+    assert line(examined["unnoticed"], COLD)["status"] == "failed"
 
 
 def test_rounded_rotary_frequencies_show_far_from_the_start_and_not_near_it(examined):

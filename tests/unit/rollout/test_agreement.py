@@ -84,16 +84,6 @@ def test_prompts_without_images_keep_none():
     assert agreement.head(plain, 1).ids == [[20, 21]]
 
 
-def test_an_engine_that_reads_another_prompt():
-    sent = prompts([([2], [2])])
-    same = agreement.Rollouts([[IMAGE, IMAGE, 2]], [[3]], {})
-    twice = agreement.Rollouts([[*[IMAGE] * 4, 2]], [[3]], {})
-    assert agreement.check_read_prompts(sent, same, IMAGE).status is Status.PASSED
-    check = agreement.check_read_prompts(sent, twice, IMAGE)
-    assert check.status is Status.FAILED and check.name == agreement.PROMPTS
-    assert "5 tokens (4 of images), the trainer 3 (2 of images)" in check.detail and "expanded twice" in check.remedy
-
-
 def test_agreement_is_judged_by_the_mean():
     for mean, status in ((1e-6, Status.PASSED), (0.02, Status.FAILED), (float("inf"), Status.FAILED)):
         assert agreement.judge("agreement", Drift(mean, 9.0), 0.01, "remedy").status is status
