@@ -23,7 +23,7 @@ from adora_vl.record.recorder import GenerationLog, Recorder
 from adora_vl.rollout.agreement import SelfCheck, drift_measured
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
-from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead, ServersNow
+from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead
 from adora_vl.rollout.turns import Tools, Turns
 from adora_vl.start.checked import Checked
 from adora_vl.training.advantages import AdvantageComputer
@@ -79,8 +79,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.extensions = extensions(context, self.images, has_dropout=has_dropout(self.model))
         self.sampler: Sampler = PolicyNow(self._turn)
         if self.use_vllm:
-            servers = ServersAhead if args.adora_rollouts.ahead else ServersNow
-            who = servers if self.vllm_mode == "server" else EngineNow
+            who = ServersAhead if args.adora_rollouts.ahead else EngineNow
             self.sampler = who(context, self.images, self.vllm_generation)
         self.ratio, self.recorder = ImportanceRatio(context), Recorder(context, decode if self.toolbox else None)
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)

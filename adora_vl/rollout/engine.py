@@ -228,7 +228,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 super().sync_weights()
                 self.served.first_rank(Servers.forget)
             else:
-                self.served.give_weights(self._for_servers)
+                # everything where a server has not got the last sync: at the first one, or where it was started again
+                everything = bool(self.served.first_rank(lambda servers: servers.find()))
+                with self.served.weights_written(self._for_servers(everything)) as folder:
+                    self.served.first_rank(lambda servers: servers.read_weights(folder))
             self._engine_is_complete = True
             return
         if self.enable_sleep_mode:
@@ -314,15 +317,19 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return placed
 
     def sample(self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any] | None = None) -> list[RolloutAnswer]:
-        """What the colocated engine samples now, by the weights of the last sync. The ranks of a divided engine call it
-        together; each may ask for a number of its own. `settings`: vLLM's parameters, by default those of the run.
+        """What engine or servers sample now, by the weights of the last sync. All ranks call it together; each may ask
+        for a number of its own. `settings`: vLLM's parameters, by default those of the run.
 
         Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise, else `EngineError`.
         """
+        settings = dict(self.sampling if settings is None else settings)
+        if self.mode == "server":
+            with engine_call("generate"):
+                return self.served.sample(self.served.gathered(asks, settings), len(asks))
         if self.enable_sleep_mode and self._llm_weights_sleeping:
             self.sync_weights()  # sleep has discarded them
         with engine_call("generate"):
-            answers = self._sampled(asks, dict(self.sampling if settings is None else settings))
+            answers = self._sampled(asks, settings)
         if self.image_token_id is not None:
             check_prompts([ask.ids for ask in asks], [answer.read for answer in answers], self.image_token_id)
         return answers

@@ -39,16 +39,6 @@ class Served:
 
             yield self.first_rank(write, others=lambda: deque(tensors, 0))  # take part in the gathering of each
 
-    def give_weights(self, tensors: Callable[[bool], Tensors]) -> None:
-        """Have all servers read the policy's weights from a file.
-
-        `tensors(everything)` yields the weights that can have changed since the last sync, or everything where some
-        server has not got that sync: at the first one, and where a server was started again.
-        """
-        everything = bool(self.first_rank(lambda servers: servers.find()))
-        with self.weights_written(tensors(everything)) as folder:
-            self.first_rank(lambda servers: servers.read_weights(folder))
-
     def gathered(self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any]) -> list[GroupRequest]:
         """What all ranks ask for as requests, on the first rank; nothing elsewhere. `settings`: vLLM's parameters."""
         everyone = gather_object(list(asks))

@@ -61,7 +61,7 @@ class PolicyNow:
 
 
 class EngineNow:
-    """vLLM samples in the trainer's processes, after it has got the policy's weights."""
+    """vLLM samples, in the trainer's processes or on servers, after it has got the policy's weights."""
 
     scores = True
 
@@ -87,20 +87,7 @@ class EngineNow:
         return self.engine.staying_awake()
 
 
-class ServersNow(EngineNow):
-    """Servers sample, after all of them have got the policy's weights."""
-
-    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
-        self.give_weights()
-        with engine_call("generate"):
-            return self.engine.served.sample(self._requests(asks, settings), len(asks))
-
-    def _requests(self, asks: Asks, settings: Settings) -> Any:
-        """What all ranks ask for, on the first one."""
-        return self.engine.served.gathered(asks, self.engine.sampling if settings is None else settings)
-
-
-class ServersAhead(ServersNow):
+class ServersAhead(EngineNow):
     """Servers that are asked before the rollouts are needed. What they get, weights and asks, stands in a queue, and is
     done in its order on a thread of the first rank that does HTTP alone, so that no collective of the policy's meets
     another: which weights sample what does not depend on the clock. Weights wait as files.
@@ -132,7 +119,8 @@ class ServersAhead(ServersNow):
 
     def begin(self, asks: Asks, settings: Settings = None) -> Ticket:
         """Ask the servers, once they have done what they were asked before."""
-        requests, place = self._requests(asks, settings), self.engine.served.place
+        engine, place = self.engine, self.engine.served.place
+        requests = engine.served.gathered(asks, engine.sampling if settings is None else settings)
         found = self._put(lambda servers: servers.sample(requests, place))
         return Ticket(self.synced, cache(partial(self._join, found, len(asks))))
 
