@@ -171,7 +171,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         from eval.in_training import figures
 
         accelerator = self.trainer.accelerator
-        with self.trainer.server_guard.watching(), self.trainer.sampler.awake():
+        with self.trainer.pool.guard.watching(), self.trainer.sampler.awake():
             answered = [self._answer(task) for task in self.plan.tasks]
         tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt)
         for task, rows in zip(self.plan.tasks, answered, strict=True):

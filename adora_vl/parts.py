@@ -28,7 +28,7 @@ from adora_vl.rollout.turns import Tools, Turns
 from adora_vl.start.checked import Checked
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.generation import Generation
-from adora_vl.training.guards import DriftGuard, RatioGuard, RewardGuard, RowGuard, ServerGuard
+from adora_vl.training.guards import DriftGuard, GenerationGuard, RatioGuard, RewardGuard
 from adora_vl.training.judge import Judge, collated
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
@@ -61,16 +61,16 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         is_main, zero3 = accelerator.is_main_process, self._dist.is_zero3
         self.reference = MovingReference(reference, moves=args.sync_ref_model, is_main=is_main, zero3=zero3)
         self.loss_sums = Losses(self)
-        self.row_guard, self.drift_guard, self.ratio_guard = RowGuard(context), DriftGuard(context), RatioGuard(context)
-        self.reward_guard, self.server_guard = RewardGuard(context), ServerGuard(context)
+        self.drift_guard, self.ratio_guard = DriftGuard(context), RatioGuard(context)
+        reward_guard = RewardGuard(context)
         to_device = super(GRPOTrainer, self)._prepare_inputs
         rewards = RewardFunctions(
-            self.reward_guard.around(self.reward_funcs, self.reward_func_names), self.reward_processing_classes,
+            reward_guard.around(self.reward_funcs, self.reward_func_names), self.reward_processing_classes,
             self.chat_template_kwargs, to_device, lambda: self.async_loop,
         )  # fmt: skip
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
-        grader = Grader(context, self.reward_guard, self.reward_weights, self.reward_func_names)
+        grader = Grader(context, reward_guard, self.reward_weights, self.reward_func_names)
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until there is a loader
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
@@ -98,7 +98,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         after = lambda numbers, distance: self._distinct_rows.rows_after(numbers, self._row_order, distance)  # noqa: E731
         ahead = partial(PoolAhead, next_rows=after, drift=drift)
         self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
-            context, self.images, self.sampler, judge, (self.row_guard, self.server_guard), self.extensions,
+            context, self.images, self.sampler, judge, GenerationGuard(context), self.extensions,
             self.clock.phase, self.train_dataset, self._turns(), self.run.tools.environments,
         )  # fmt: skip
         self._generation: Generation | None = None  # the one that is being learned from

@@ -68,7 +68,6 @@ class HasEngine(HasModels, Protocol):
     vllm_generation: AdoraVLLMGeneration
     sampler: Any
     pool: Any
-    server_guard: Any
     eos_token_ids: Sequence[int]
     _tokenizer: PreTrainedTokenizerBase
 

@@ -28,14 +28,14 @@ from adora_vl.utils.errors import (
 from adora_vl.utils.files import disk_is_full
 
 
-class RowGuard:
-    """Finds rows whose image cannot be read, where a generation begins: there a checkpoint is exact."""
+class GenerationGuard:
+    """Ends the run, with a checkpoint, where a generation is sampled: there one is exact, and nothing is lost."""
 
     def __init__(self, context: StepContext) -> None:
-        self.save = context.save_now
+        self.save, self.state = context.save_now, context.state
 
     def check(self, rows: Sequence[Row], step: int) -> None:
-        """Raises `RunError` on all ranks, with the row and the checkpoint to go on from, if any rank has such a row."""
+        """Raises `RunError` on all ranks, with row and checkpoint, if any has one whose image cannot be read."""
         found = gather_object(unreadable_rows(rows))
         if not found:
             return
@@ -58,13 +58,6 @@ class RowGuard:
         problems = [one for one in gather_object([problem]) if one]
         if problems:
             raise SharedUserError(f"step {step + 1}: {problems[0]}; go on with --resume_from_checkpoint {self.save()}")
-
-
-class ServerGuard:
-    """Ends the run with a checkpoint where no vLLM server is left: where a generation is sampled, nothing is lost."""
-
-    def __init__(self, context: StepContext) -> None:
-        self.save, self.state = context.save_now, context.state
 
     @contextmanager
     def watching(self) -> Iterator[None]:

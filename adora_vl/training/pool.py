@@ -42,7 +42,7 @@ from adora_vl.tools.environments import Environments
 from adora_vl.training import policies
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.generation import Extension, Generation, other_images
-from adora_vl.training.guards import RowGuard, ServerGuard
+from adora_vl.training.guards import GenerationGuard
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
 from adora_vl.training.pool_state import EARLIER_FILES, PoolState
@@ -69,18 +69,16 @@ class Pool:
     """All ranks call it together."""
 
     def __init__(
-        self, context: StepContext, images: DistinctImages, sampler: Sampler, judge: Judge,
-        guards: tuple[RowGuard, ServerGuard], extensions: Sequence[Extension],
-        phase: Callable[[str], AbstractContextManager[None]], dataset: Any, turns: Turns | None = None,
-        environments: Environments | None = None,
+        self, context: StepContext, images: DistinctImages, sampler: Sampler, judge: Judge, guard: GenerationGuard,
+        extensions: Sequence[Extension], phase: Callable[[str], AbstractContextManager[None]], dataset: Any,
+        turns: Turns | None = None, environments: Environments | None = None,
     ) -> None:  # fmt: skip
         """`phase`: inside, the seconds count as this one's. `dataset`: whose rows are trained on. `turns`: how calls of
         tools are answered, None without tools. `environments`: of the rollouts, where they have some.
         """
         self.context, self.images, self.sampler, self.judge = context, images, sampler, judge
         self.accelerator, self.config, self.log = context.accelerator, context.config, context.log
-        self.row_guard, self.server_guard = guards
-        self.extensions, self.phase, self.rows = extensions, phase, DistinctRows(dataset)
+        self.guard, self.extensions, self.phase, self.rows = guard, extensions, phase, DistinctRows(dataset)
         self.asked: RolloutOptions = context.config.adora_rollouts
         self.shape = Shape.of(context.config)
         self.turns, self.environments = turns, environments
@@ -100,7 +98,7 @@ class Pool:
     def fill(self, generation: Generation) -> None:
         """Sample, grade and judge the rows. In a training, replace groups without signal, and weigh what is left."""
         rows, size = generation.rows, generation.group_size
-        self.row_guard.check(rows, generation.step)
+        self.guard.check(rows, generation.step)
         if generation.mode == "train" and (self.aged or self.replay is not None):
             if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
                 raise UserError(
@@ -268,7 +266,7 @@ class Pool:
         seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
         numbers = policies.further_rows(len(self.rows), count, seed)
         rows: list[Any] = self.rows.__getitems__(numbers)
-        self.row_guard.check(rows, generation.step)
+        self.guard.check(rows, generation.step)
         begun = [
             RolloutGroup(DrawnProblem(number, generation.where, place), row, generation.number, empty)
             for (place, number), row in zip(enumerate(numbers, rank * self.places), rows, strict=True)
@@ -278,7 +276,7 @@ class Pool:
     def _entered(self, groups: list[RolloutGroup], step: int, *, anew: bool) -> list[RolloutGroup]:
         """The groups in environments of their own, where the run has some."""
         if self.environments is not None:
-            with self.row_guard.beginning(step):
+            with self.guard.beginning(step):
                 groups = self.environments.entered(groups, self.config.seed, anew=anew)
         return groups
 
@@ -325,7 +323,7 @@ class Pool:
                 found[place] = gone_on(rollout, one, answer, asked[place].longest, *how)
             return found
 
-        with self.phase("rollout"), self.server_guard.watching():
+        with self.phase("rollout"), self.guard.watching():
             asked, prompts = self._asked(generation, groups, limits, began)
             played = play(
                 began, ask, lambda place, rollout: self._answered(asked[place], rollout, generation.step),

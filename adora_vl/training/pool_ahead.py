@@ -49,7 +49,7 @@ class PoolAhead(Pool):
         fits = expected is not None and expected.numbers == _numbers(drawn)
         if not all(gather_object([fits])):  # where a run begins, or goes on with other rows
             self.state, expected = replace(self.state, coming=()), None
-        with self.phase("rollout"), self.server_guard.watching():
+        with self.phase("rollout"), self.guard.watching():
             servers.give_weights()
             stale = expected is not None and expected.ticket.step != now.step
             if stale and self._judge_drift is None:  # once for all generations of a step
@@ -64,7 +64,7 @@ class PoolAhead(Pool):
             needed = groups_to_complete(len(groups) + self._flying, self.places, left, self.least)
             groups = self._completed(now, groups, len(groups) if last else min(len(groups), needed))
         if now_first:
-            with self.phase("rollout"), self.server_guard.watching():
+            with self.phase("rollout"), self.guard.watching():
                 groups = self._ask_ahead(now, drawn, servers.ahead + 1, budget, groups)
         self.state = replace(self.state, coming=self.state.coming[1:])
         for name, seconds in servers.waited().items():
@@ -74,7 +74,7 @@ class PoolAhead(Pool):
     def before_weights_change(self) -> None:
         judge, self._judge_drift = self._judge_drift, None
         if judge is not None:
-            with self.phase("rollout"), self.server_guard.watching():
+            with self.phase("rollout"), self.guard.watching():
                 judge()
 
     def _ask_ahead(

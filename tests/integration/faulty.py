@@ -22,17 +22,17 @@ def faults(words: str) -> Iterator[None]:
     """Inside, the faults of `words` happen to whatever trainer runs."""
     from pytest import MonkeyPatch
 
-    from adora_vl.training.guards import RowGuard
+    from adora_vl.training.guards import GenerationGuard
 
     patches = MonkeyPatch()
     now = {"step": 1}
-    stock = RowGuard.check
+    stock = GenerationGuard.check
 
     def check(self: Any, rows: Any, step: int) -> None:  # what every generation begins with
         now["step"] = step + 1
         stock(self, rows, step)
 
-    patches.setattr(RowGuard, "check", check)
+    patches.setattr(GenerationGuard, "check", check)
 
     def is_due(step: int, here: bool) -> bool:
         return here and now["step"] == step

@@ -253,8 +253,9 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     args = Namespace(min_pixels=None, max_pixels=None, max_completion_length=8, chat_template_kwargs={"a": 1})
     trainer: Any = Namespace(
         accelerator=first, args=args, model=Namespace(name_or_path="x"), control=Namespace(should_log=True),
-        sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []), server_guard=Namespace(watching=nullcontext),
-        vllm_generation=Namespace(greedy={}), processing_class="p", pool=Namespace(turns=None, on_any_rank=bool),
+        sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
+        vllm_generation=Namespace(greedy={}), processing_class="p", pool=Namespace(turns=None, on_any_rank=bool,
+            guard=Namespace(watching=nullcontext)),
     )  # fmt: skip
     plan = evaluation.EvaluationPlan(
         [evaluation.Task(named("geometry3k"), asked)], every=2, at_start=False, prompt=None

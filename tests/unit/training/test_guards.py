@@ -16,7 +16,7 @@ from adora_vl import train
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.data.images import png_bytes
 from adora_vl.data.loading import mark_unreadable, unreadable_rows
-from adora_vl.training.guards import DriftGuard, RatioGuard, RowGuard, ServerGuard, errors_with_step, largest_ratio
+from adora_vl.training.guards import DriftGuard, GenerationGuard, RatioGuard, errors_with_step, largest_ratio
 from adora_vl.training.optimizer_steps import SkipBadSteps
 from adora_vl.types import Batch
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, RunError, UserError, engine_call
@@ -180,7 +180,7 @@ def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
 
 
 def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path):
-    guard = ServerGuard(step_context(save_now=lambda: tmp_path))
+    guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     line = rf"^step 1: no server, and go on with --resume_from_checkpoint {tmp_path}$"
     with pytest.raises(RunError, match=line), guard.watching():
         raise NoServerError("no server")
@@ -261,14 +261,14 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
     names, reasons = zip(*unreadable_rows(rows), strict=True)
     assert names == ("row/1", "row/2", "row/3")
     assert "truncated" in reasons[0] and "cannot identify" in reasons[1] and "FileNotFoundError" in reasons[2]
-    guard = RowGuard(step_context(save_now=lambda: tmp_path))
+    guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     guard.check(rows[:1], 6)
     with pytest.raises(RunError, match=rf"^step 7: row row/1: .*truncated.*and 2 more rows.* {tmp_path}$"):
         guard.check(rows, 6)
 
 
 def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp_path):
-    guard = RowGuard(step_context(save_now=lambda: tmp_path))
+    guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     with guard.beginning(6):
         pass
     ends = pytest.raises(UserError, match=f"^step 7: row 3: reset: oh; go on with .*checkpoint {tmp_path}$")

@@ -183,14 +183,14 @@ class Run:
         self.rank = context.accelerator.process_index
         rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * PLACES)]
         images: Any = SimpleNamespace(prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {}))
-        guards: Any = SimpleNamespace(check=lambda *_: None), SimpleNamespace(watching=nullcontext)
+        guard: Any = SimpleNamespace(check=lambda *_: None, watching=nullcontext)
         judge: Any = Judges()
         phase: Any = lambda _: nullcontext()  # noqa: E731
         if tools:
             self.engine = TurnsEngine()
         turns: Any = Answered() if tools else None
         self.pool = Pool(
-            context, images, self.engine, judge, guards, [], phase, rows, turns=turns,  # type: ignore[arg-type]
+            context, images, self.engine, judge, guard, [], phase, rows, turns=turns,  # type: ignore[arg-type]
         )  # fmt: skip
         self.learned: list[Generation] = []
         self.figures: list[dict[str, float]] = []
