@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.data.prompts import asks_for_answer_tags
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, refuse
 from eval.benchmark import for_data, loaded, named
@@ -135,10 +135,7 @@ class SamplerEngine(Conversations):
     """Answers as the evaluators' engines do, greedily, by whoever samples. All ranks ask together, also for nothing."""
 
     def __init__(self, trainer: HasEngine, chat: ChatProcessor) -> None:
-        def sample(asks: Sequence[RolloutAsk]) -> list[RolloutAnswer]:
-            found: list[RolloutAnswer] = trainer.sampler.sample(asks, settings=trainer.vllm_generation.greedy)
-            return found
-
+        sample = partial(trainer.sampler.sample, settings=trainer.vllm_generation.greedy)
         longest = trainer.args.max_completion_length
         super().__init__(
             chat, sample, longest, 256, ended=lambda ids: not ids or ids[-1] in trainer.eos_token_ids,

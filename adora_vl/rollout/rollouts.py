@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Literal, cast
 
 from PIL import Image
@@ -170,18 +171,8 @@ class RolloutAnswer:
 
 def plan_requests(asks: Sequence[RolloutAsk]) -> list[list[RolloutAsk]]:
     """Neighbours that may be one request."""
-    requests: list[list[RolloutAsk]] = []
-    for ask in asks:
-        if requests and _alike(requests[-1][0], ask):
-            requests[-1].append(ask)
-        else:
-            requests.append([ask])
-    return requests
-
-
-def _alike(one: RolloutAsk, other: RolloutAsk) -> bool:
-    same = (one.together, one.limit, one.ids) == (other.together, other.limit, other.ids)
-    return same and [*map(_identity, one.images)] == [*map(_identity, other.images)]
+    alike = groupby(asks, key=lambda ask: (ask.together, ask.limit, ask.ids, [*map(_identity, ask.images)]))
+    return [list(request) for _, request in alike]
 
 
 def _identity(image: Any) -> Any:

@@ -7,7 +7,6 @@ and one takes as long as on the rank with the most tokens.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -50,10 +49,7 @@ def chosen_units(live: Sequence[bool], wanted: int, tokens: Sequence[int]) -> li
 def split_evenly(units: Sequence[int], micro_batches: int) -> list[list[int]]:
     """Distribute the units as evenly as possible. Neighbours share a micro-batch, and none stays empty."""
     assert len(units) >= micro_batches, f"{len(units)} units for {micro_batches} micro-batches"
-    share, more = divmod(len(units), micro_batches)
-    sizes = [share + (number < more) for number in range(micro_batches)]
-    bounds = [sum(sizes[:number]) for number in range(micro_batches + 1)]
-    return [list(units[low:high]) for low, high in pairwise(bounds)]
+    return [part.tolist() for part in torch.tensor(units).tensor_split(micro_batches)]
 
 
 def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[list[int]]:
