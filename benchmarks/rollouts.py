@@ -22,7 +22,7 @@ from transformers import AutoProcessor  # noqa: E402
 
 from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
-from adora_vl.rollout.engine_settings import prefill_options  # noqa: E402
+from adora_vl.rollout.engine_settings import machine_options  # noqa: E402
 from adora_vl.rollout.prompt_tokens import never_sampled_ids  # noqa: E402
 from adora_vl.rollout.weight_sync import reset_caches  # noqa: E402
 from benchmarks.long_tailed import compare  # noqa: E402
@@ -72,7 +72,7 @@ def main() -> None:
         model=str(PRETRAINED), dtype="float32", max_model_len=longest, gpu_memory_utilization=0.25, seed=0,
         max_num_seqs=options.problems * options.generations, logprobs_mode="raw_logprobs",
         limit_mm_per_prompt={"video": 0}, mm_processor_kwargs={"min_pixels": 784, "max_pixels": options.side**2},
-        enforce_eager=not options.compile, **prefill_options(longest, 4096),
+        **machine_options(longest, 4096, not options.compile),
     )  # fmt: skip
     print(f"the engine's start: {time.process_time() - start:.1f} s")
     rows, image_token = prompts(options.side, options.problems, options.generations)

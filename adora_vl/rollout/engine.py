@@ -18,9 +18,8 @@ from adora_vl.models.load import pixel_limits
 from adora_vl.models.precision import dtype_name
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
-    engine_is_eager,
     engine_runs_on_cpu,
-    prefill_options,
+    machine_options,
     refuse_on_cpu,
 )
 from adora_vl.rollout.prompt_tokens import check_prompts, never_sampled_ids
@@ -141,8 +140,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         settings = self.settings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
         longest = kwargs.get("max_model_len") or self.model.config.get_text_config().max_position_embeddings
-        kwargs |= prefill_options(longest, settings.max_num_batched_tokens)
-        kwargs |= {"enforce_eager": engine_is_eager(settings.enforce_eager), "logprobs_mode": self._logprobs_mode()}
+        kwargs |= machine_options(longest, settings.max_num_batched_tokens, settings.enforce_eager)
+        kwargs["logprobs_mode"] = self._logprobs_mode()
         kwargs["revision"] = settings.revision
         # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head weights of its own where
         # the checkpoint has a copy of them, until it has read both and found them equal.

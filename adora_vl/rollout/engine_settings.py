@@ -58,24 +58,19 @@ def engine_runs_on_cpu() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def engine_is_eager(wanted: bool | None = None) -> bool:
-    """Whether to run the engine without torch.compile and CUDA graphs. None: on a CPU.
+def machine_options(longest: int | None, budget: int, eager: bool | None = None) -> dict[str, Any]:
+    """The arguments of `LLM` that depend on the machine. `longest`: tokens of a sequence. `budget`: tokens that are
+    processed at once. `eager`: without torch.compile and CUDA graphs; None: on a CPU.
 
-    There vLLM 0.31 compiles anew at every start, since it cannot load what it compiled before ("Compiling model again
-    due to a load failure"). That takes longer than what it saves in the rollouts of a short run.
+    There vLLM 0.31 compiles anew at every start ("Compiling model again due to a load failure"), longer than
+    it saves. And a prompt with a seed that is processed in two parts rewinds a random generator, as only CUDA's can be
+    ("CPU Generator does not use offset"), so it is processed whole.
     """
-    return engine_runs_on_cpu() if wanted is None else wanted
-
-
-def prefill_options(max_model_len: int | None, budget: int) -> dict[str, Any]:
-    """The `LLM` arguments for how many tokens the engine processes at once: `budget`, on a CPU at least a whole prompt.
-
-    If the prompt of a request with a seed is processed in two parts, the engine rewinds a random generator. Only CUDA's
-    generators can do that ("CPU Generator does not use offset"), so on a CPU no prompt is processed in parts.
-    """
-    if not engine_runs_on_cpu():
-        return {"max_num_batched_tokens": budget}
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(budget, max_model_len or 0)}
+    on_cpu = engine_runs_on_cpu()
+    options: dict[str, Any] = {"enforce_eager": on_cpu if eager is None else eager, "max_num_batched_tokens": budget}
+    if on_cpu:
+        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(budget, longest or 0)}
+    return options
 
 
 def refuse_on_cpu(config: Any, sleep_mode: bool) -> None:

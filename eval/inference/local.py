@@ -106,7 +106,7 @@ class VLLMEngine(_Local):
         """Raises `UserError` if vLLM is not installed, or would compute this model differently from Transformers."""
         if importlib.util.find_spec("vllm") is None:
             raise UserError("engine: vllm is not installed; install it or use --engine transformers")
-        from adora_vl.rollout.engine_settings import engine_is_eager, prefill_options
+        from adora_vl.rollout.engine_settings import machine_options
         from adora_vl.utils.launch import prepare_engine_environment
 
         prepare_engine_environment()  # before the import: vLLM reads its environment there
@@ -123,8 +123,7 @@ class VLLMEngine(_Local):
             max_model_len=longest,
             # On a CPU this is a share of the memory of the whole machine.
             gpu_memory_utilization=0.9 if torch.cuda.is_available() else 0.3,
-            enforce_eager=engine_is_eager(),
-            **prefill_options(longest, 4096),
+            **machine_options(longest, 4096),
             limit_mm_per_prompt=None if chat.text_only else {"image": shown, "video": 0},
             mm_processor_kwargs=chat.pixel_limits or None,
             seed=settings.seed,
