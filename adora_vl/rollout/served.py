@@ -12,7 +12,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
-from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Servers
+from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, Servers
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SharedUserError, UserError
 
@@ -55,10 +55,10 @@ class Served:
         """Ask now. Returns the answers to this rank's `asks`."""
         return self.shared(self.first_rank(lambda servers: servers.sample(requests, self.place)), asks)
 
-    def shared(self, answers: list[list[RolloutAnswer]], asks: int) -> list[RolloutAnswer]:
+    def shared(self, answers: list[Sampled], asks: int) -> list[RolloutAnswer]:
         """The part of this rank, which has `asks`, in the answers to all."""
         first = sum(gather_object([asks])[: self.accelerator.process_index])
-        return [one for answer in answers for one in answer][first : first + asks]
+        return [RolloutAnswer(*one) for answer in answers for one in answer][first : first + asks]
 
     def first_rank(self, do: Callable[[Servers], Any], others: Callable[[], object] = lambda: None) -> Any:
         """What `do` returns on the first rank, or raises, on all of them; the others do `others` in the meantime."""

@@ -23,7 +23,6 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
-from adora_vl.rollout.rollouts import RolloutAnswer
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SpokenError, in_one_line
 from adora_vl.utils.hidden import without_login
 from adora_vl.utils.openai_client import is_here
@@ -43,6 +42,7 @@ _ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 ]
 _T = TypeVar("_T")
+Sampled = list[tuple[list[int], list[float | None]]]  # tokens and log-probabilities of a request's rollouts
 Features = dict[tuple[int, ...], Future[Any]]  # of images that a server has read
 PlaceFeatures = Callable[[dict[str, Any] | None, list[int]], dict[str, Any] | None]
 
@@ -147,7 +147,7 @@ class Server:
         if self.life != self.synced_life:
             raise UnusableServerError("it was started again, and has not the policy's weights until the next sync")
 
-    def answer(self, ask: GroupRequest, place: PlaceFeatures, features_of: Features) -> list[RolloutAnswer]:
+    def answer(self, ask: GroupRequest, place: PlaceFeatures, features_of: Features) -> Sampled:
         """Sample. `place` points image features at the image tokens of the prompt. `features_of`: those that it has
         read in this call, each once, also for rollouts that go on: each of them is a request.
         """
@@ -173,8 +173,7 @@ class Server:
             raise UnusableServerError(f"asked for {ask.rollouts} rollouts it gave {gave}")
         if given["prompt_ids"] != [ask.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
-        scored = of_sampled(tokens, logps, given["logprob_token_ids"])
-        return [*map(RolloutAnswer, tokens, scored)]
+        return [*zip(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]), strict=True)]
 
     def read_weights(self, folder: Path) -> None:
         """Have it read the tensors in `folder`, and forget what it computed with the old ones."""
@@ -290,12 +289,12 @@ class Servers:
         """Empty the caches that new weights make stale. Raises `NoServerError` where none does."""
         self._all_do(Server.forget)
 
-    def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[list[RolloutAnswer]]:
+    def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Sampled]:
         """An answer to each request; others are asked where one does not answer, or turns out to have lost the weights.
 
         Raises `NoServerError` where none is left, and `RolloutError` for what no server would answer.
         """
-        answers: dict[int, list[RolloutAnswer]] = {}
+        answers: dict[int, Sampled] = {}
         last: Exception | None = None
         while left := [number for number in range(len(asks)) if number not in answers]:
             servers = list(self.living)
@@ -305,7 +304,7 @@ class Servers:
             failed = set[Server]()
             features: dict[Server, Features] = {server: {} for server in servers}
             work = [partial(_answer, turns[one], asks[one], place, features[turns[one]], failed) for one in left]
-            found: dict[int, list[RolloutAnswer]] = {}
+            found: dict[int, Sampled] = {}
             for number, future in zip(left, _on_threads(work, _AT_A_TIME * len(servers)), strict=True):
                 problem = future.exception()
                 if problem is None:
@@ -341,7 +340,7 @@ class Servers:
 
 def _answer(
     server: Server, ask: GroupRequest, place: PlaceFeatures, features: Features, failed: set[Server]
-) -> list[RolloutAnswer]:
+) -> Sampled:
     """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs passes once."""
     if server in failed:
         raise UnusableServerError("it did not answer another request")
