@@ -29,7 +29,7 @@ from adora_vl.start.checked import Checked
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard, GenerationGuard, RatioGuard, RewardGuard
-from adora_vl.training.judge import Judge, collated
+from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
@@ -85,13 +85,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         noted = GenerationLog(context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent)
-        image_id = getattr(self.processing_class, "image_token_id", None)
-        columns = partial(
-            collated, pad_id=pad_id, image_id=image_id, multiple=self.pad_to_multiple_of, to_device=to_device
-        )
         judge = Judge(
-            context, self.images, self.processing_class, ends, rewards, grader, columns, self._score, self.advantages,
-            self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores, tools=self.toolbox is not None,
+            context, self.images, self.processing_class, ends, rewards, grader, to_device, self._score, self.advantages,
+            self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores, multiple=self.pad_to_multiple_of,
+            tools=self.toolbox is not None,
         )  # fmt: skip
         drift = partial(drift_measured, self, self.drift_guard.check)
         # late: the loader's order is there once the training has begun

@@ -36,53 +36,6 @@ def said(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]])
     return [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts
 
 
-def collated(
-    prompts: PromptBatch, completions: Sequence[list[int]], logps: Sequence[list[float | None]] | None,
-    counted: Sequence[bool], own: Sequence[list[bool]] | None = None, *, pad_id: int, image_id: int | None,
-    multiple: int | None, to_device: Callable[[Any], Any],
-) -> Batch:  # fmt: skip
-    """The rollouts of this rank, B rows. `prompts`: with the images of the completions behind their own.
-
-    `logps`: the engine's; None for a token that it could not score, which becomes NaN. `counted`: whether the loss
-    counts a rollout. `own`: which tokens the policy has sampled, where tools may have said others. `image_id`: the
-    token of an image. `multiple`: of which widths are multiples. `to_device`: Transformers' way, which may round
-    pixels.
-    """
-
-    def wide(values: Sequence[Any], fill: float, side: str, dtype: torch.dtype = torch.long) -> Tensor:
-        rows = [torch.tensor(row, dtype=dtype) for row in values]
-        padded: Tensor = pad(rows, padding_value=fill, padding_side=side, pad_to_multiple_of=multiple)
-        return padded
-
-    # Positions are counted by the mask, so what it leaves out shows no image.
-    answers = zip(completions, counted, strict=True)
-    completions = [[pad_id if t == image_id and not counts else t for t in ids] for ids, counts in answers]
-    ones = [[int(one)] * len(ids) for ids, one in zip(completions, counted, strict=True)]
-    batch: dict[str, Any] = {
-        "prompt_ids": wide(prompts.ids, pad_id, "left"),
-        "prompt_mask": wide([[1] * len(ids) for ids in prompts.ids], 0, "left"),
-        "completion_ids": wide(completions, pad_id, "right"),
-        "completion_mask": wide(ones, 0, "right"),
-    }
-    fields = prompts.fields if prompts.images is not None else {}
-    for name, values in fields.items():
-        batch[name] = values
-        if name in _BY_TOKEN:
-            shows = name == "mm_token_type_ids" and image_id is not None
-            behind = batch["completion_ids"] == image_id if shows else torch.zeros_like(batch["completion_ids"])
-            batch[name] = torch.cat([wide(values, 0, "left"), behind.long()], dim=1)
-    if own is not None:
-        batch["tool_mask"] = wide(own, 1, "right")
-    moved: Batch = to_device(batch)
-    if logps is not None:
-        scored = [[torch.nan if logp is None else logp for logp in row] for row in logps]
-        seen = wide(scored, 0.0, "right", torch.float32)
-        moved["sampling_per_token_logps"] = seen.to(moved["prompt_ids"].device, non_blocking=True)
-    if prompts.images is not None:
-        moved["num_images"] = prompts.num_images
-    return moved
-
-
 class Watcher(Protocol):
     """Notes what becomes of a generation; for all ranks together."""
 
@@ -103,13 +56,14 @@ class Judge:
     ends: Ends
     rewards: RewardFunctions
     grader: Grader
-    collated: Callable[..., Batch]  # for this run
+    to_device: Callable[[Any], Any]  # Transformers' way there, which may round pixels
     score: Callable[[Batch, str], None]  # puts earlier log-probabilities into a batch of a mode
     advantages: AdvantageComputer
     drift_guard: DriftGuard
     watcher: Watcher
     phase: Callable[[str], AbstractContextManager[None]]  # inside, the seconds count as this one's
     scored: bool  # whether who samples says log-probabilities
+    multiple: int | None = None  # of which the widths of columns are multiples; None for any
     tools: bool = False  # whether not all tokens are the policy's
 
     def __call__(
@@ -165,6 +119,50 @@ class Judge:
         device = self.context.accelerator.device
         made = {name: torch.tensor(values).to(device, non_blocking=True) for name, values in facts.items()}
         return self.images.completed(cast("Batch", {**found, **made}))
+
+    def collated(
+        self, prompts: PromptBatch, completions: Sequence[list[int]], logps: Sequence[list[float | None]] | None,
+        counted: Sequence[bool], own: Sequence[list[bool]] | None = None,
+    ) -> Batch:  # fmt: skip
+        """The rollouts of this rank, B rows. `prompts`: with the images of the completions behind their own.
+
+        `logps`: the engine's; None for a token that it could not score, which becomes NaN. `counted`: whether the loss
+        counts a rollout. `own`: which tokens the policy has sampled, where tools may have said others.
+        """
+        pad_id, image_id = self.context.pad_id, getattr(self.processor, "image_token_id", None)
+
+        def wide(values: Sequence[Any], fill: float, side: str, dtype: torch.dtype = torch.long) -> Tensor:
+            rows = [torch.tensor(row, dtype=dtype) for row in values]
+            padded: Tensor = pad(rows, padding_value=fill, padding_side=side, pad_to_multiple_of=self.multiple)
+            return padded
+
+        # Positions are counted by the mask, so what it leaves out shows no image.
+        answers = zip(completions, counted, strict=True)
+        completions = [[pad_id if t == image_id and not counts else t for t in ids] for ids, counts in answers]
+        ones = [[int(one)] * len(ids) for ids, one in zip(completions, counted, strict=True)]
+        batch: dict[str, Any] = {
+            "prompt_ids": wide(prompts.ids, pad_id, "left"),
+            "prompt_mask": wide([[1] * len(ids) for ids in prompts.ids], 0, "left"),
+            "completion_ids": wide(completions, pad_id, "right"),
+            "completion_mask": wide(ones, 0, "right"),
+        }
+        fields = prompts.fields if prompts.images is not None else {}
+        for name, values in fields.items():
+            batch[name] = values
+            if name in _BY_TOKEN:
+                shows = name == "mm_token_type_ids" and image_id is not None
+                behind = batch["completion_ids"] == image_id if shows else torch.zeros_like(batch["completion_ids"])
+                batch[name] = torch.cat([wide(values, 0, "left"), behind.long()], dim=1)
+        if own is not None:
+            batch["tool_mask"] = wide(own, 1, "right")
+        moved: Batch = self.to_device(batch)
+        if logps is not None:
+            scored = [[torch.nan if logp is None else logp for logp in row] for row in logps]
+            seen = wide(scored, 0.0, "right", torch.float32)
+            moved["sampling_per_token_logps"] = seen.to(moved["prompt_ids"].device, non_blocking=True)
+        if prompts.images is not None:
+            moved["num_images"] = prompts.num_images
+        return moved
 
     def again(self, groups: Sequence[RolloutGroup]) -> Batch:
         """The columns of groups of an earlier generation that are remade for the present one."""

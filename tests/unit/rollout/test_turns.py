@@ -25,7 +25,7 @@ from adora_vl.rollout.turns import CALL, Turns, play
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.judge import Judge, collated
+from adora_vl.training.judge import Judge
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
 from tests.support.step_context import step_context
 
@@ -127,11 +127,10 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     images, guard = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config), RewardGuard(context)
     ends = Ends.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
     watched: Any = SimpleNamespace(check_batch=lambda *_: None, graded=lambda *_: None)
-    columns = partial(collated, pad_id=0, image_id=IMAGE, multiple=None, to_device=lambda batch: batch)
     functions = RewardFunctions([reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop)
     judge = Judge(
         context, images, PROCESSOR, ends, functions,
-        Grader(context, guard, weights, ["accuracy"]), columns, lambda *_: None,
+        Grader(context, guard, weights, ["accuracy"]), lambda batch: batch, lambda *_: None,
         AdvantageComputer(context, AdvantagePipeline({"adora": Adora()}), weights, tools=True), watched, watched,
         lambda _: nullcontext(), scored=True, tools=True,
     )  # fmt: skip
