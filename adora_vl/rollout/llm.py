@@ -169,9 +169,8 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         `settings`: of `SamplingParams`. `image_token_id`: vLLM makes as many of one as the image has patches.
         """
         given = dict(settings)
-        requests = (
-            plan_requests(asks) if given["temperature"] else [[ask] for ask in asks]
-        )  # vLLM's greedy ones are alone
+        # vLLM's greedy ones are alone
+        requests = plan_requests(asks) if given["temperature"] else [[ask] for ask in asks]
         if isinstance(given.get("structured_outputs"), dict):
             given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
         prompts, parameters = [], []

@@ -155,12 +155,8 @@ class Turns:
         image, _, behind = rest.partition(end)
         return before, image, behind
 
-    @cached_property
-    def _special(self) -> tuple[str, ...]:
-        return tuple(one.content for one in self._tokenizer.added_tokens_decoder.values() if one.special)
-
     def _harmless(self, text: str) -> str:
         """A text without the template's marks: that of an image would have no image, that of a turn would begin one."""
-        for mark in self._special:
+        for mark in (one.content for one in self._tokenizer.added_tokens_decoder.values() if one.special):
             text = text.replace(mark, f"{mark[0]} {mark[1:]}")
         return text

@@ -66,17 +66,11 @@ def schema_of(entry: str, function: Callable[..., Any], words: Mapping[str, str]
     kinds = {one.kind for one in shown}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
         raise UserError(f"tools: {entry!r} has to name each of its parameters; leave out * and **")
-    filled: dict[str, Any] = _filled(made, words or {})
+    text = json.dumps(made)
+    for name, word in (words or {}).items():
+        text = text.replace(f"{{{name}}}", json.dumps(word)[1:-1])
+    filled: dict[str, Any] = json.loads(text)
     return filled
-
-
-def _filled(value: Any, words: Mapping[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _filled(each, words) for key, each in value.items()}
-    if isinstance(value, str):
-        for name, word in words.items():
-            value = value.replace(f"{{{name}}}", word)
-    return value
 
 
 def calls_in(text: str) -> list[str]:
