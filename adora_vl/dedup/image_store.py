@@ -146,7 +146,7 @@ class ImageBank:
         self.first = first
         self.end = first
         self._starts: dict[str, int] = {}
-        self._images: dict[int, tuple[Tensor, Tensor]] = {}  # start -> (patches, grid)
+        self._images: dict[int, tuple[str, Tensor, Tensor]] = {}  # start -> key, patches, grid
         self.frozen_features: dict[int, Any] = {}  # start -> features, if the vision tower is frozen
         self.features_due = True  # whether images may have been added since
 
@@ -163,24 +163,20 @@ class ImageBank:
         """(R, 1) numbers of these patches, which are ready for the model. They are stored if `key` is new."""
         if key not in self._starts:
             self._starts[key] = self.end
-            self._images[self.end] = (patches_RD, grid_3)
+            self._images[self.end] = (key, patches_RD, grid_3)
             self.end += len(patches_RD)
         return self._numbers(self._starts[key])
 
     def image(self, start: int) -> tuple[str, Tensor, Tensor]:
         """Key, patches (R, D) and grid (3,) of the image whose first patch is `start`."""
-        return next(key for key, own in self._starts.items() if own == start), *self._images[start]
-
-    def image_patches(self, start: int) -> Tensor:
-        """The patches (R, D) of the image whose first patch is `start`."""
-        return self._images[start][0]
+        return self._images[start]
 
     def _numbers(self, start: int) -> Tensor:
-        return torch.arange(start, start + len(self._images[start][0]))[:, None]
+        return torch.arange(start, start + len(self._images[start][1]))[:, None]
 
     def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:
         """Patches (R, D) and grids (N, 3) of the images whose first patches are `starts`."""
-        patches, grids = zip(*(self._images[start] for start in starts), strict=True)
+        _, patches, grids = zip(*(self._images[start] for start in starts), strict=True)
         return torch.cat(patches), torch.stack(grids)
 
     @property

@@ -207,7 +207,7 @@ class SharedVision:
         """
         if bank.features_due:
             new = [start for start in bank.starts if start not in bank.frozen_features]
-            parts = in_passes(new, [len(bank.image_patches(start)) for start in new], PATCHES_A_PASS)
+            parts = in_passes(new, [len(bank.image(start)[1]) for start in new], PATCHES_A_PASS)
             for number in range(_most_of_ranks(len(parts), inner.visual.device)):
                 part = parts[number] if number < len(parts) else bank.starts[:1]
                 with torch.no_grad():
