@@ -90,19 +90,18 @@ def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) 
     first, last = used or used_columns(batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist())
     if first == 0 and last == completion:
         return batch
-    trimmed: dict[str, Any] = {}
-    for name, value in batch.items():
-        if not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
-            trimmed[name] = value
-        elif name in ("prompt_ids", "prompt_mask"):
-            trimmed[name] = value[:, first:]
-        elif value.size(1) == prompt + completion:
-            trimmed[name] = value[:, first : prompt + last]
-        elif value.size(1) == completion:
-            trimmed[name] = value[:, :last]
-        else:
-            trimmed[name] = value
-    return trimmed
+    kept = {"prompt": slice(first, None), "both": slice(first, prompt + last), "answer": slice(last)}
+    spans = {name: _span(name, value, prompt, completion) for name, value in batch.items()}
+    return {name: value[:, kept[spans[name]]] if spans[name] else value for name, value in batch.items()}
+
+
+def _span(name: str, value: Any, prompt: int, completion: int) -> str:
+    """Of what a column has a value for each token: of the `prompt`, the `answer` or `both`; empty: of neither."""
+    if not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
+        return ""
+    if name in ("prompt_ids", "prompt_mask"):
+        return "prompt"
+    return {completion: "answer", prompt + completion: "both"}.get(value.size(1), "")
 
 
 def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
@@ -138,20 +137,14 @@ def _sequence_ratio(batch: Batch) -> bool:
 
 def _widened(batch: Batch, prompt: int, completion: int, pad_id: int, sequence_ratio: bool) -> Batch:
     """Pad prompts on the left, completions on the right, and tensors that span both on both sides."""
-    left, right = prompt - batch["prompt_ids"].size(1), completion - batch["completion_ids"].size(1)
-    wide: dict[str, Any] = {}
+    now = batch["prompt_ids"].size(1), batch["completion_ids"].size(1)
+    left, right = prompt - now[0], completion - now[1]
+    sides, wide = {"prompt": (left, 0), "both": (left, right), "answer": (0, right)}, dict[str, Any]()
     for name, value in dict[str, Any](batch).items():
         fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
         if name == "importance_sampling_ratio":  # TRL's VESPO takes its logarithm without a mask
             wide[name] = value if sequence_ratio else pad(value, (0, right), value=1)
-        elif not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
-            wide[name] = value
-        elif name in ("prompt_ids", "prompt_mask"):
-            wide[name] = pad(value, (left, 0), value=fill)
-        elif value.size(1) == batch["prompt_ids"].size(1) + batch["completion_ids"].size(1):
-            wide[name] = pad(value, (left, right), value=fill)
-        elif value.size(1) == batch["completion_ids"].size(1):
-            wide[name] = pad(value, (0, right), value=fill)
         else:
-            wide[name] = value
+            span = _span(name, value, *now)
+            wide[name] = pad(value, sides[span], value=fill) if span else value
     return cast("Batch", wide)
