@@ -134,30 +134,6 @@ def plan_moves(tokens: Sequence[Mapping[int, int]], least: int = 1) -> list[Move
     return moves
 
 
-class RowExchange:
-    """Sends packed rows from rank to rank through CPU memory, so that no GPU has to hold them twice."""
-
-    def __init__(self) -> None:
-        self._group: Any = None
-
-    def exchange(self, plan: Sequence[Move], sending: Sequence[Any], rank: int) -> list[Any]:
-        """Returns what arrives on this rank. `sending`: the packed rows of this rank, in the order of the plan.
-
-        All ranks go through the plan together.
-        """
-        if self._group is None:
-            self._group = distributed.new_group(backend="gloo")
-        waiting, arrived = list(sending), []
-        for source, _, target in plan:
-            if source == rank:
-                distributed.send_object_list([waiting.pop(0)], dst=target, group=self._group, device=_CPU)
-            elif target == rank:
-                box = [None]
-                distributed.recv_object_list(box, src=source, group=self._group, device=_CPU)
-                arrived += box
-        return arrived
-
-
 def rebalanced(
     batch: Batch, live: list[bool], unit: int, plan: list[Move], rank: int, banks: ImageBanks, pad_id: int,
     exchange: Callable[[Sequence[Move], Sequence[Any], int], list[Any]],
@@ -166,7 +142,7 @@ def rebalanced(
     learns from it. All ranks call this together. Units that are given away stay in the batch with advantages of 0.
 
     `live`: for each unit of `unit` rows, whether it is to be learned from. `banks`: the images that the rows refer to.
-    `exchange`: `RowExchange.exchange`.
+    `exchange`: sends packed rows, by the plan.
     """
     live, split = list(live), split_images(batch)
     advantages, sending = batch["advantages"].clone(), []
@@ -198,7 +174,7 @@ class MicroBatcher:
         self.accelerator, self.log, self.pad_id = context.accelerator, context.log, context.pad_id
         self.config, self.shape = context.config, Shape.of(context.config)
         self.banks, self._every_row_counts = banks, every_row_counts
-        self._exchange = RowExchange()
+        self._group: Any = None  # of the exchange
 
     def split(self, batch: Batch, key: str) -> list[Batch]:
         """Divide the generation into `steps_per_generation` micro-batches of whole units. An empty one has no work.
@@ -238,7 +214,7 @@ class MicroBatcher:
         return micro
 
     def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
-        """The loss by its share of rows: stock TRL takes a mean over them, so rows of a smaller one weighed more."""
+        """The loss by its share of rows: stock TRL takes a mean over rows, so those of a small one would weigh more."""
         share = micro.get("share_of_rows", 1.0)
         return loss * share if share != 1.0 and self.config.loss_type in MEAN_OVER_ROWS else loss
 
@@ -253,4 +229,20 @@ class MicroBatcher:
         if not plan:
             return batch, live
         rank, unit = self.accelerator.process_index, self.shape.unit
-        return rebalanced(batch, live, unit, plan, rank, self.banks, self.pad_id, self._exchange.exchange)
+        return rebalanced(batch, live, unit, plan, rank, self.banks, self.pad_id, self._exchange)
+
+    def _exchange(self, plan: Sequence[Move], sending: Sequence[Any], rank: int) -> list[Any]:
+        """What arrives on this rank of packed rows that go through CPU memory, so that no GPU has to hold them twice.
+        `sending`: those of this rank, in the order of the plan, which all ranks go through together.
+        """
+        if self._group is None:
+            self._group = distributed.new_group(backend="gloo")
+        waiting, arrived = list(sending), []
+        for source, _, target in plan:
+            if source == rank:
+                distributed.send_object_list([waiting.pop(0)], dst=target, group=self._group, device=_CPU)
+            elif target == rank:
+                box = [None]
+                distributed.recv_object_list(box, src=source, group=self._group, device=_CPU)
+                arrived += box
+        return arrived
