@@ -203,9 +203,8 @@ def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | No
     filled = torch.arange(host.answer_types.size(1)) < lengths[:, None]
     mask = torch.cat([prompts, filled.to(prompts.dtype)], dim=1)
     grids = torch.cat([held[1] for row in rows if (held := host.images[row]) is not None])
-    return prompt_positions(model, torch.zeros_like(types, dtype=torch.long), mask, types, grids)[
-        ..., prompts.size(1) :
-    ]
+    positions = prompt_positions(model, torch.zeros_like(types, dtype=torch.long), mask, types, grids)
+    return positions[..., prompts.size(1) :]
 
 
 def _pays(groups: list[list[int]], host: HostRows) -> bool:

@@ -12,7 +12,7 @@ row that shares its prompt with no other is an ordinary sequence here, only with
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -30,18 +30,10 @@ WORTH = 0.97
 
 
 def groups_of(prompt_ids: Tensor, prompt_mask: Tensor, images: list[Any]) -> list[list[int]]:
-    """Neighbouring rows with the same prompt. `images`: what tells a row's images apart."""
-    groups: list[list[int]] = []
-    for row in range(len(prompt_ids)):
-        last = groups[-1][0] if groups else None
-        same = (
-            last is not None
-            and images[last] == images[row]
-            and torch.equal(prompt_ids[last], prompt_ids[row])
-            and torch.equal(prompt_mask[last], prompt_mask[row])
-        )
-        groups[-1].append(row) if same else groups.append([row])
-    return groups
+    """Neighbouring rows with the same prompt, on the host. `images`: what tells a row's images apart."""
+    tokens = [[row.tobytes() for row in part.numpy()] for part in (prompt_ids, prompt_mask)]
+    content = [*zip(*tokens, images, strict=True)]
+    return [list(group) for _, group in groupby(range(len(content)), key=content.__getitem__)]
 
 
 def longest_first(group: Sequence[int], lengths: Sequence[int]) -> list[int]:
