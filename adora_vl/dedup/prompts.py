@@ -33,12 +33,8 @@ class PromptBatch:
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     """The first row of each distinct key, and for every row the number of its key."""
     number: dict[Hashable, int] = {}
-    rows: list[int] = []
-    for row, key in enumerate(keys):
-        if key not in number:
-            number[key] = len(rows)
-            rows.append(row)
-    return rows, [number[key] for key in keys]
+    numbers = [number.setdefault(key, len(number)) for key in keys]
+    return [numbers.index(one) for one in number.values()], numbers
 
 
 def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -1,7 +1,7 @@
 """What is asked of those who sample, and what comes back."""
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, cast
 
@@ -130,14 +130,11 @@ def groups_of(rows: Sequence[Any], where: str, began: int, first: int, generatio
     parts of them. `where`, `began`: of the generation. `generations`: rollouts of a problem, whose rows are neighbours.
     """
     found: list[RolloutGroup] = []
-    for number, row in enumerate(rows, first):
-        place, member = divmod(number, generations)
-        if found and found[-1].problem.place == place:
-            found[-1] = replace(found[-1], rollouts=(*found[-1].rollouts, Rollout()))
-            continue
-        own = dict(row)
+    for place, numbered in groupby(enumerate(rows, first), key=lambda one: one[0] // generations):
+        (number, row), *others = numbered
+        own, empty = dict(row), (Rollout(),) * (1 + len(others))
         problem = DrawnProblem(own.pop(ROW_NUMBER, -1), where, place)
-        found.append(RolloutGroup(problem, cast("Row", own), began, (Rollout(),), member))
+        found.append(RolloutGroup(problem, cast("Row", own), began, empty, number % generations))
     return found
 
 
