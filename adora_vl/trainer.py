@@ -181,7 +181,7 @@ class AdoraGRPOTrainer(TrainerParts):
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to its longest row.
-        Ours keeps groups together, leaves out those without signal, and cuts padding. Again it returns the same one.
+        Ours keeps groups together, leaves out those without signal, and cuts padding. A second call returns the same.
         """
         if not self.model.training or not self._cuts:
             found = super()._prepare_inputs(generation_batch)
@@ -414,7 +414,7 @@ class AdoraGRPOTrainer(TrainerParts):
         return int(self._step - self._step % self.args.gradient_accumulation_steps)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Stock TRL saves weights and processor; ours also the model card, and others may read where the umask says."""
+        """Stock TRL saves weights and processor; ours also the model card, readable by others as the umask says."""
         folder = Path(output_dir or self.args.output_dir)
         final = folder == Path(self.args.output_dir)
         lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)

@@ -146,7 +146,7 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         return super().generate(*args, **{**adapter, **kwargs})
 
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
-        """Timed. With an adapter weights stay on the host: no sync brings back the base, which level 2 discards."""
+        """Stock vLLM is not timed. With an adapter weights stay on the host: no sync brings the base back."""
         if self.stays_awake:
             return
         with self.timed("sleep"):

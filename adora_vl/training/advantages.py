@@ -41,7 +41,7 @@ class AdvantageComputer:
     def __init__(
         self, context: StepContext, methods: AdvantagePipeline, reward_weights_F: Tensor, *, tools: bool = False
     ) -> None:
-        """`reward_weights_F`: of the reward functions. `tools`: what they say takes room, so no end is truncated."""
+        """`reward_weights_F`: of the functions. `tools`: then what has no end is truncated, however short."""
         config = context.config
         self.scale = str(config.scale_rewards)
         self.accelerator, self.correct_above = context.accelerator, config.adora_correct_above
