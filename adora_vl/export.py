@@ -76,9 +76,8 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
 
 def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Accelerator) -> bool:
     """Write a PEFT model with its adapter merged in, and the processor, into `folder`, whole or not at all. Returns
-    whether anything was: a model without LoRA is whole already, and under ZeRO-3, FSDP and over a base in 4 bits
-    merging is left to the user (`python -m adora_vl.export`). The model is used up: its adapter is gone. All ranks call
-    this together.
+    whether anything was: a model without LoRA is whole already; under ZeRO-3, FSDP and over a base in 4 bits merging is
+    left to the user (`python -m adora_vl.export`). The model's adapter is gone then. All ranks call this together.
     """
     from accelerate.utils import is_peft_model
     from trl.distributed import DistributedBackend

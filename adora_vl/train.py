@@ -52,9 +52,7 @@ def build_trainer(run: Checked) -> AdoraGRPOTrainer:
 
 
 def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
-    """As `build_trainer`; what the libraries say on the way goes into the file `log`. Raises `UserError` for a wrong
-    key of `model_init_kwargs`, `RunError` for other failures.
-    """
+    """As `build_trainer`, what is said goes into `log`. Raises `UserError` for `model_init_kwargs`, else `RunError`."""
     given = dict(run.config.model_init_kwargs or {})
     if run.first:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
@@ -85,9 +83,8 @@ def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) ->
 
 
 def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
-    """Save the model and the trainer's state into `output_dir`. Returns the folder of the whole model: with LoRA
-    `output_dir/merged`, as neither vLLM nor the evaluators load an adapter alone. Raises `RunError` where they cannot
-    be written.
+    """Save model and state into `output_dir`. Returns the folder of the whole model: with LoRA `output_dir/merged`, as
+    neither vLLM nor the evaluators load an adapter alone. Raises `RunError` where they cannot be written.
     """
     from adora_vl.checkpoint.writer import noted
     from adora_vl.export import save_merged
@@ -205,8 +202,8 @@ def report_mistake(error: UserError) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 130
-    interrupted outside the training, 1 anything else (one line, after the traceback of its cause), or a dry run that
-    does not fit.
+    interrupted outside the training, 1 anything else (one line, after its cause's traceback), or a dry run that does
+    not fit.
     """
     words = sys.argv[1:] if arguments is None else arguments
     watch_launcher()

@@ -34,9 +34,7 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
 
 class MovingReference:
-    """The reference model of `sync_ref_model`, which TRL moves towards the policy and leaves out of a checkpoint. Every
-    method is called by all ranks together.
-    """
+    """The reference model of `sync_ref_model`, which TRL saves nowhere. All ranks call every method together."""
 
     def __init__(self, model: Any, *, moves: bool, is_main: bool, zero3: bool) -> None:
         """`model`: TRL's, unwrapped, or None. `moves`: whether it is synced; one that does not is the base model."""

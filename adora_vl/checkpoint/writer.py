@@ -53,9 +53,8 @@ def model_of_a_run(folder: Path) -> list[Path]:
 
 
 def own_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
-    """The files below `paths` (by default `of_a_run`) that no run is known to have written as they are, by their names
-    in the folder; links too, as a run makes none. A `checkpoint-N` without a checkpoint's manifest is named as a whole.
-    Raises `OSError` where a folder cannot be listed.
+    """The files below `paths` (by default `of_a_run`) that no run is known to have written, by their names in the
+    folder; links too, as a run makes none. A `checkpoint-N` without a manifest is named as a whole. Raises `OSError`.
     """
     notes, own = _notes(folder), list[Path]()
     for path in of_a_run(folder) if paths is None else paths:
@@ -218,8 +217,7 @@ def _own_hidden(output_dir: Path) -> list[str]:
 def set_aside(output_dir: Path) -> str | None:
     """Move the old run out of the way by renaming. Returns where it is now, or None if there was none. No start resumes
     from it, even if the new run ends before its first checkpoint; what such a run has left is deleted by the next call,
-    and the old one kept. One process calls this. Raises `UserError` for files of the user's that have come since the
-    start.
+    the old one kept. One process calls this. Raises `UserError` for files of the user's that have come since.
     """
     refuse_own_files(output_dir, overwrite=True)
     aside = output_dir / ASIDE

@@ -1,6 +1,5 @@
-"""What a user wrote, read once: the file, the command line laid over it, and each value as its key takes it. Nothing
-slow is imported here, so a wrong key or value is named at once; values of keys whose types only TRL and Transformers
-know are read when their dataclasses are built.
+"""What a user wrote, read once: the file, the command line laid over it, each value as its key takes it. Nothing slow
+is imported here, so a mistake is named at once; values of keys whose types TRL and Transformers know are read later.
 """
 
 from __future__ import annotations
@@ -111,8 +110,7 @@ class Given:
 
 def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
     """The command. Raises `UserError` for a key that no training config has, a file that cannot be read, a value that
-    its key does not take, and where no model is named, unless not `whole`. Sets the environment that the file asks
-    for.
+    its key does not take, and without a model, unless not `whole`. Sets the environment that the file asks for.
     """
     known, spoken = read_keys(), _by_key(arguments)
     names = [words for key, words in spoken if key == "config"]

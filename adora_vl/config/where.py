@@ -53,9 +53,8 @@ class Sharding:
 
 
 def from_file(path: str | Path, processes: int | None = None, machines: int | None = None) -> Sharding:
-    """The sharding of an accelerate config. With another number of `machines` each has as many processes as in the
-    file, unless `processes` says how many there are on all. Raises `UserError` for a file that is none, for FSDP, and
-    for one that several machines cannot start from.
+    """The sharding of an accelerate config. With other `machines` each has as many processes as in the file, unless
+    `processes` says the sum. Raises `UserError` for no such file, for FSDP, and for what machines cannot start from.
     """
     content, where = read_mapping("--accelerate-config", Path(path)), f"--accelerate-config: {str(path)!r}"
     refuse(("num_processes" not in content, f"{where} is no accelerate config (no num_processes)"))

@@ -60,9 +60,7 @@ def check_rewards(
     rows: Sequence[Row], functions: Sequence[Callable[..., list[float]]], weights: Sequence[float] | None,
     correct_above: float,
 ) -> Check:  # fmt: skip
-    """The summed reward of a right answer is above `adora_correct_above`, that of a wrong one is not: else every
-    rollout would count as correct, or none.
-    """
+    """The reward of a right answer is above `adora_correct_above`, that of a wrong one is not: the criteria need it."""
     title = "reward tells right from wrong"
     columns = {"answer": [row["answer"] for row in rows], "choices": [_options(row) for row in rows]}
 

@@ -62,8 +62,7 @@ def _mlp(tower: Tower, dtypes: Dtypes) -> int:
 
 def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
     """What one decoder layer saves, in bytes. `masked`: SDPA with a padding mask. Then keys and values are repeated for
-    every head (one head of them is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T,
-    T).
+    every head (one head is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
     """
     queries = tower.heads * tower.head_size
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size

@@ -329,8 +329,7 @@ HEADROOM = 0.05  # of the card: left free by a share that is proposed, since no 
 
 def proposed_utilization(setup: Setup, card: int) -> float | None:
     """The smallest `vllm_gpu_memory_utilization`, in hundredths, with which the most rollouts of full length run at
-    once while every phase leaves `HEADROOM` of the card free. None without a colocated engine on a GPU, or where none
-    fits.
+    once while each phase leaves `HEADROOM` of the card free; None without a colocated engine on a GPU, or such a share.
     """
     engine = setup.engine
     if engine is None or not setup.accelerator:

@@ -389,8 +389,8 @@ def judged_figures(judged: Advantages, scores: Scores, functions: Sequence[str])
 
 def tool_figures(rewards_PG: Tensor, facts_N4: Tensor) -> dict[str, float]:
     """Of a run with tools, TRL's under its names. `facts_N4`: of each rollout its calls, those that failed, their
-    seconds, and whether its last turn was not answered. `adora/tool_gain`: the reward of those that called minus that
-    of the others of their group.
+    seconds, whether its last turn was unanswered. `adora/tool_gain`: by how much those that called have more reward
+    than others of the group.
     """
     calls_N, failed_N, seconds_N, unanswered_N = facts_N4.unbind(dim=1)
     called_PG = calls_N.view_as(rewards_PG) > 0

@@ -35,9 +35,7 @@ _OPTIONAL, _LATE = ("distorted", "segments", "age"), ("visual_dependency", "visu
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Keeps what a step did until the step ends, then writes it, before anything is saved. All ranks call every method;
-    the first one writes.
-    """
+    """Keeps what a step did until it ends, then writes it. All ranks call every method; the first one writes."""
 
     def __init__(self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None) -> None:
         """`decode`: what a run with tools says; None without."""

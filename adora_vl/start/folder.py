@@ -62,8 +62,7 @@ class RunFolder:
 
     def take(self, wanted: object, *, from_python: bool = False) -> StartPoint:
         """Hold the folder until `release`. Returns where the run starts. `from_python`: None and false mean a new run,
-        as in Transformers. Raises `UserError`, also where the ranks do not share the folder or were not given the same
-        run.
+        as in Transformers. Raises `UserError`, also where the ranks do not share the folder or have not the same run.
         """
 
         def choose() -> tuple[StartPoint, Fingerprint, str]:

@@ -108,10 +108,9 @@ def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder, hidden beside `folder`, which takes its place when the block ends; on an error it is removed, and
-    the old one stays. The files are on the disk before the folder gets its name. Where a process is killed between the
-    two renames of the exchange, `recover_folder` or `remove_partial` gives the old folder its name back. Raises
-    `OSError`.
+    """A new folder, hidden beside `folder`, which takes its place when the block ends, its files on the disk; on an
+    error it is removed, and the old one stays. Where a process is killed between the two renames of the exchange,
+    `recover_folder` or `remove_partial` gives the old folder its name back. Raises `OSError`.
     """
     recover_folder(folder)
     beside, lock = locked_folder(lambda: _neighbour(folder))

@@ -17,9 +17,8 @@ _SERVER_ERROR = 500
 @cache
 def no_hub() -> str:
     """Why the hub cannot be used, in a few words; empty where it answers. One that does not answer within five seconds
-    is not asked again in this process: TRL, vLLM, PEFT and `datasets` then take what is on this machine, or fail at
-    once. The limit is for the whole call: an HTTP client's own is for each piece of the answer, which a proxy may send
-    one by one for ever.
+    is not asked again in this process: TRL, vLLM, PEFT and `datasets` then take what is on this machine, or fail. The
+    limit is for the whole call: an HTTP client's own is for each piece of the answer.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"

@@ -45,9 +45,7 @@ def put_own_programs_on_path() -> None:
 
 
 def use_one_gpu() -> None:
-    """A single process uses the first GPU that it may see: over several, Transformers would spread a batch with
-    `torch.nn.DataParallel`, which TRL does not support.
-    """
+    """A single process uses the first GPU it sees: Transformers would use all by `DataParallel`, and TRL cannot."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
@@ -73,9 +71,8 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 
 def use_expandable_segments() -> None:
-    """Before torch first uses a GPU, let it grow its blocks of memory: micro-batches of packed sequences differ in
-    length, and leave gaps between fixed blocks. What the user has set stays. vLLM switches this off around the memory
-    that sleeps.
+    """Before torch first uses a GPU, let its blocks of memory grow: micro-batches of packed sequences differ in length,
+    and leave gaps between fixed blocks. What the user has set stays. vLLM has this off around memory that sleeps.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -184,9 +181,8 @@ def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def watch_launcher() -> None:
-    """Send this process SIGHUP when its launcher is gone, as the system does when a terminal is gone. Without a
-    launcher nothing is watched: a process under nohup outlives its shell. (PR_SET_PDEATHSIG fires when a *thread* of
-    the parent ends.)
+    """Send this process SIGHUP when its launcher is gone, as when a terminal is. Without a launcher nothing is watched:
+    a process under nohup outlives its shell. (PR_SET_PDEATHSIG fires when a *thread* of the parent ends.)
     """
     if under_launcher():
         watch_parent()
@@ -223,10 +219,9 @@ def mute_lost_outputs() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code as `sys.exit` does, but for the interpreter's finalization. gloo's threads
-    outlive `destroy_process_group` while anything holds a group, and one that frees a tensor just then aborts the
-    process (pytorch/pytorch issue 190489). Threads that are no daemons have ended, and what is registered for the exit
-    has run. Without torch there are no such threads.
+    """End the process with this exit code as `sys.exit` does, with what is registered for the exit, but without the
+    interpreter's finalization: gloo's threads outlive `destroy_process_group` while anything holds a group, and one
+    that frees a tensor just then aborts the process (pytorch/pytorch issue 190489).
     """
     if "torch" not in sys.modules:
         sys.exit(code)

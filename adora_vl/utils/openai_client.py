@@ -42,9 +42,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to ask, and how patiently. `timeout_s` bounds a whole attempt, from the connection to the last byte of the
-    reply; `wait_s` doubles from one attempt to the next.
-    """
+    """`timeout_s` bounds a whole attempt, to the reply's last byte; `wait_s` doubles from one attempt to the next."""
 
     url: str  # such as http://localhost:8000/v1
     model: str
@@ -59,8 +57,7 @@ class Endpoint:
 @dataclass(frozen=True)
 class Reply:
     """One answer of a model. `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's
-    end. `n_tokens` counts the end token; numbers of tokens are 0 where a server does not say them. `calls`: of tools,
-    in order.
+    end. `n_tokens` counts the end token; numbers of tokens are 0 where a server says none. `calls`: of tools, in order.
     """
 
     text: str
@@ -102,9 +99,7 @@ class ChatClient:
     """Asks an endpoint, from several threads at once."""
 
     def __init__(self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None) -> None:
-        """`cache`: a file of earlier answers, by conversation, address and all else of the request. `budget`: of calls,
-        each attempt one; None: any number.
-        """
+        """`cache`: a file of earlier answers, by the request. `budget`: of calls, each attempt one; None: any."""
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint, self.budget = endpoint, budget
         self.calls = 0

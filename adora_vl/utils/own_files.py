@@ -203,9 +203,7 @@ def back_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def deadline(seconds: float | None) -> Iterator[None]:
-    """Raises `OverdueError` inside after `seconds` (None: never), wherever Python code runs or waits. Only in the main
-    thread, the only one that a signal can interrupt.
-    """
+    """Raises `OverdueError` inside after `seconds` (None: never), in the main thread: no other hears a signal."""
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
