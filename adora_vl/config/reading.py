@@ -32,7 +32,7 @@ REMOVED = {
     "adora_weight_folder": "write adora_weight_transfer: ./FOLDER, or nothing where it was null",
     "adora_reward_options": "write adora_reward: [{NAME: OPTIONS}]",
     "adora_rounding": "write adora_reward: [{adora: {rounding: true}}], or nothing where it was false",
-    "adora_mode": "write adora_method: {adora: {mode: amplification}}, or adora_method: grpo where it was off",
+    "adora_mode": "write adora_method: {adora: {mode: amplification}}, or grpo for off, or nothing for attenuation",
     "adora_method_options": "write adora_method: {METHOD: OPTIONS}",
     **{
         f"adora_{part}": f"write adora_stock_step: [{part}], or nothing where it was true"
