@@ -98,7 +98,7 @@ def environment_checks(given: Given) -> list[Check]:
 def paper_checks(run: Checked) -> list[Check]:
     """Grader, reward and output folder: what needs the data and the config, but no weight."""
     from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
-    from adora_vl.planning.memory import checkpoint_bytes, run_bytes
+    from adora_vl.planning.memory import checkpoint_of, run_bytes
 
     script, config = run.script, run.config
     assert script is not None, "a doctor examines a command"
@@ -110,8 +110,8 @@ def paper_checks(run: Checked) -> list[Check]:
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = run.shape
-    mixed = bool(config.bf16 or config.fp16)
-    one = checkpoint_bytes(shape, run.where.sharding, mixed=mixed, reference=config.sync_ref_model)
+    image_tokens = run.lengths.longest[1] if run.lengths is not None else 0  # of a model that is not known
+    one = checkpoint_of(config, shape, run.where.sharding, image_tokens)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
     needed = run_bytes(one, shape.total * shape.weight_bytes, kept) if kept else shape.total * shape.weight_bytes
     return [*checks, check_room(folder, needed, one, kept)]

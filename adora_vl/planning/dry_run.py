@@ -297,10 +297,7 @@ def limit_lines(plan: Plan) -> list[str]:
 
 def disk_lines(plan: Plan) -> list[str]:
     setup, config = plan.setup, plan.run.config
-    moves = config.sync_ref_model
-    one = memory.checkpoint_bytes(setup.shape, setup.sharding, mixed=setup.mixed, reference=moves)
-    groups, processes = config.adora_rollouts.replay, setup.sharding.processes
-    one += memory.replay_bytes(groups, processes, setup.batch.image_tokens, setup.shape)
+    one = memory.checkpoint_of(config, setup.shape, setup.sharding, setup.batch.image_tokens)
     kept = config.save_total_limit
     _, total = steps_of(plan)
     if config.save_strategy != "steps":

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.where import Sharding
@@ -138,9 +139,11 @@ def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, refe
     return model + optimizer + module + moved + _SMALL
 
 
-def replay_bytes(groups: int, processes: int, image_tokens: int, shape: ModelShape) -> int:
-    """The images of `adora_rollouts.replay` in a checkpoint, of all processes. Their tokens are small beside them."""
-    return groups * processes * image_tokens * shape.merge**2 * shape.patch_values * FLOAT
+def checkpoint_of(config: Any, shape: ModelShape, sharding: Sharding, image_tokens: int) -> int:
+    """One checkpoint of a run, with the images that `adora_rollouts.replay` keeps, beside which tokens are small."""
+    mixed, groups = bool(config.bf16 or config.fp16), int(config.adora_rollouts.replay) * sharding.processes
+    one = checkpoint_bytes(shape, sharding, mixed=mixed, reference=config.sync_ref_model)
+    return one + groups * image_tokens * shape.merge**2 * shape.patch_values * FLOAT
 
 
 def run_bytes(checkpoint: int, model: int, kept: int) -> int:
