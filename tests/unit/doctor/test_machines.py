@@ -268,7 +268,7 @@ def staged(folder: Path) -> Path:
 def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monkeypatch):
     """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
     place = staged(tmp_path)
-    monkeypatch.setattr(store, "_files", lambda folder: [folder / "mine"])
+    monkeypatch.setattr(store, "names_in", lambda folder: ["mine"])
     late = threading.Timer(0.3, (place / "theirs").write_text, ["2"])
     late.start()
     publish(place, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
