@@ -11,7 +11,6 @@ from pathlib import Path
 
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own
-from eval.inference.dataset import unaskable
 from eval.records import Benchmark, Problem
 
 NAMES = (
@@ -43,6 +42,8 @@ def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str
 
     Raises `UserError` where two have the same id, by which answers are found, or where a text cannot be asked.
     """
+    from eval.inference.dataset import unaskable  # in here: pyarrow takes long, and Ctrl-C then ends with a line
+
     problems, data_hash = benchmark.load(options)
     seen: set[str] = set()
     for problem in problems:
