@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from adora_vl.utils.cli import MistakesError, read_json
 from adora_vl.utils.errors import UserError
@@ -37,9 +36,8 @@ def read_predictions(
     """All rows of a predictions file, in its order.
 
     `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing one is taken from
-    `id_column`, and a null response is an empty one. Raises `UserError` with a line for each row
-    (counted from 1) that is no JSON object, lacks one of `REQUIRED_FIELDS`, has a field of the wrong type, or has an id
-    that an earlier row has.
+    `id_column`, and a null response is an empty one. Raises `UserError` with a line for each row (counted from 1) that
+    is no JSON object, has a fault (`row_fault`), or has an id that an earlier row has.
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
@@ -47,23 +45,20 @@ def read_predictions(
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
-    rows: list[Prediction] = []
-    earlier: dict[tuple[str, int], int] = {}
+    rows: dict[tuple[str, int], tuple[int, Prediction]] = {}
     wrong = RowErrors(f"predictions: {path}")
     for number, line in enumerate(content.splitlines(), start=1):
         row = _parsed(line, id_column)
         fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
         if fault is None and isinstance(row, dict):
-            first = earlier.setdefault(key(row), number)
-            if first == number:
-                rows.append(row)
-                continue
-            fault = f"has the pid {row['pid']!r} of row {first}; keep one of them"
-        wrong.add(f"row {number} {fault}")
+            first, _ = rows.setdefault(key(row), (number, row))
+            fault = f"has the pid {row['pid']!r} of row {first}; keep one of them" if first != number else None
+        if fault:
+            wrong.add(f"row {number} {fault}")
     wrong.settle()
     if not rows:
         raise UserError(f"predictions: {path} has no rows")
-    return rows
+    return [row for _, row in rows.values()]
 
 
 class RowErrors:
@@ -135,28 +130,28 @@ def row_fault(row: Prediction) -> str | None:
     fault = wrong_fields(row, REQUIRED_FIELDS, REQUIRED_FIELDS)
     if fault:
         return fault
-    choices = row.get("choices")
-    if choices is not None and not (isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)):
-        return f"has choices = {choices!r:.60}, expected a list of strings or null"
-    if not isinstance(row.get("metadata") or {}, dict):
-        return f"has metadata = {row['metadata']!r:.60}, expected an object or null"
-    for field in ("sample", "n_tokens"):
-        value = row.get(field, 0)
-        if not (_is_count(value) or (value is None and field == "n_tokens")):
-            return f"has {field} = {value!r:.60}, expected a whole number from 0 on"
-    for field in ("finish_reason", "error"):
-        if not isinstance(row.get(field) or "", str):
-            return f"has {field} = {row[field]!r:.60}, expected a string or null"
-    if not isinstance(row.get("calls") or [], list):
-        return f"has calls = {row['calls']!r:.60}, expected a list or null"
-    size = row.get("image_size")
-    if size is not None and not (isinstance(size, list) and len(size) == 2 and all(map(_is_count, size))):
-        return f"has image_size = {size!r:.60}, expected width and height"
+    for field, (holds, expected) in _OPTIONAL.items():
+        value = row.get(field)
+        if not holds(value) and (value is not None or (field == "sample" and field in row)):
+            return f"has {field} = {value!r:.60}, expected {expected}"
     return None
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+_COUNT = (_is_count, "a whole number from 0 on")
+_TEXT = (lambda value: isinstance(value, str), "a string or null")
+_OPTIONAL: dict[str, tuple[Callable[[Any], bool], str]] = {  # fields that a row may lack, or have as null
+    "choices": (lambda held: isinstance(held, list) and all(map(_TEXT[0], held)), "a list of strings or null"),
+    "metadata": (lambda held: isinstance(held, dict), "an object or null"),
+    "sample": _COUNT, "n_tokens": _COUNT, "finish_reason": _TEXT, "error": _TEXT,
+    "calls": (lambda held: isinstance(held, list), "a list or null"),
+    "image_size": (
+        lambda held: isinstance(held, list) and len(held) == 2 and all(map(_is_count, held)), "width and height"
+    ),
+}  # fmt: skip
 
 
 class PredictionLog:
@@ -175,17 +170,20 @@ class PredictionLog:
         with written_to("output", self.path):
             self._file = self.path.open("a+b", buffering=0)
         try:
-            self._lock()
-            self._repair()
-            self.done = {key(row) for row in read_predictions(self.path)} if self._file.tell() else set()
-        except BaseException:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._file.seek(0)
+            end = self._file.read().rfind(b"\n") + 1
+            self._file.truncate(end)
+            self.done = {key(row) for row in read_predictions(self.path)} if end else set()
+        except BaseException as error:
+            busy = f"{_holder(self._file)} is writing {self.path}"
             self._file.close()
+            if isinstance(error, BlockingIOError):
+                raise UserError(f"output: {busy}; wait for it or use another --output") from None
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def append(self, rows: Iterable[Prediction]) -> None:
@@ -202,21 +200,6 @@ class PredictionLog:
                 self._file.truncate(before)
             raise unwritable("output", self.path, error) from error
         self.done.update(key(row) for row in rows)
-
-    def _lock(self) -> None:
-        """Keep other processes from writing this file. Raises `UserError` if one is writing it."""
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            busy = f"{_holder(self._file)} is writing {self.path}"
-            raise UserError(f"output: {busy}; wait for it or use another --output") from None
-
-    def _repair(self) -> None:
-        """Cut off a last line that is not complete, which a killed run may have left."""
-        self._file.seek(0)
-        whole = self._file.read()
-        self._file.truncate(whole.rfind(b"\n") + 1)
-        self._file.seek(0, os.SEEK_END)
 
 
 def _holder(file: BinaryIO) -> str:

@@ -5,10 +5,11 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,18 +101,15 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True)
 class Summary:
-    """What one `infer` did, counted in answers: all, of earlier runs, asked now, without an answer because of a broken
-    image, missing because the engine failed, and without an answer because the prompt is too long. `seconds`: of
-    generation.
-    """
+    """What one `infer` did, counted in answers."""
 
     total: int
-    resumed: int
-    asked: int
+    resumed: int  # of earlier runs
+    asked: int  # now
     image_failed: int
-    seconds: float
-    missing: int = 0
-    too_long: int = 0
+    seconds: float  # of generation
+    missing: int = 0  # because the engine failed
+    too_long: int = 0  # prompts
 
 
 def infer(
@@ -121,20 +119,24 @@ def infer(
 ) -> Summary:  # fmt: skip
     """Ask for every answer that `output` does not have yet. The engine is built only if answers are missing.
 
-    `in_data`: number of problems in the data; `problems` may be only the first ones of them.
-
-    With several `ranks` each answers a slice and writes a part of its own. Rank 0 merges the parts in the order of the
-    problems.
+    `in_data`: number of problems in the data; `problems` may be only the first ones of them. With several `ranks` each
+    answers a slice into a part of its own, and rank 0 merges the parts in the order of the problems.
 
     Raises `UserError` if `output` holds predictions made with other settings, or rows of problems not asked for now.
     """
     make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
-    work = _Work(asks, output, bounded(settings, problems, system_prompt), system_prompt, build, ranks)
+    answer_to = partial(_answer_to, output, bounded(settings, problems, system_prompt), system_prompt, build, ranks)
+
+    def answer_slice(done: set[tuple[str, int]]) -> float:
+        with PredictionLog(part_path(output, ranks.rank)) as part:
+            part.done |= done
+            return answer_to(part, asks[ranks.rank :: ranks.world])
+
     if ranks.rank:
         ranks.barrier("start")
         done = {key(row) for row in read_rows(output / PREDICTIONS)}
-        work.answer_slice(done)
+        answer_slice(done)
         ranks.barrier("end")
         return Summary(len(asks), len(done), 0, 0, 0.0)
     with PredictionLog(output / PREDICTIONS) as log, _nothing_left(output):
@@ -154,9 +156,9 @@ def infer(
         before = set(log.done)
         ranks.barrier("start")
         if ranks.world == 1:
-            seconds = work.answer_to(log, asks)
+            seconds = answer_to(log, asks)
         else:
-            seconds = work.answer_slice(before)
+            seconds = answer_slice(before)
             ranks.barrier("end")
             absorbed |= absorb_parts(output, log)
         late = resumed and pending and (settings.endpoint or samples > 1)  # such answers are last in the file
@@ -186,46 +188,30 @@ def _nothing_left(output: Path) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What has to be answered, and with what."""
-
-    asks: Sequence[Ask]
-    output: Path
-    settings: AnswerEngineSettings
-    system_prompt: str | None
-    build: Callable[[AnswerEngineSettings], AnswerEngine]
-    ranks: Ranks
-
-    def answer_slice(self, done: set[tuple[str, int]]) -> float:
-        """Answer this rank's part of the rest into a file of its own. Returns the seconds of answering."""
-        mine = self.asks[self.ranks.rank :: self.ranks.world]
-        with PredictionLog(part_path(self.output, self.ranks.rank)) as log:
-            log.done |= done
-            return self.answer_to(log, mine)
-
-    def answer_to(self, log: PredictionLog, asks: Sequence[Ask]) -> float:
-        """Answer what the log does not have yet; the engine is built only when there is any.
-
-        Returns the seconds of answering, without those of building the engine.
-        """
-        resumed = sum(ask.key in log.done for ask in asks)
-        if resumed == len(asks):
-            return 0.0
-        with StartupLog(self.output / STARTUP_LOG, first=self.ranks.rank == 0):  # libraries speak while they load
-            engine = self.build(self.settings)
-        resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
-        if resolved and self.ranks.rank == 0:
-            with written_to("output", self.output):
-                note(self.output, "resolved", resolved)
-        start = time.perf_counter()
-        # `disable=None`: no bar where stderr is not a terminal.
-        with tqdm(total=len(asks), initial=resumed, unit="answer", disable=self.ranks.rank > 0 or None) as bar:
-            for batch in _batches(asks, engine.batch_size, log.done):
-                rows = answer(engine, batch, seed=self.settings.seed, system_prompt=self.system_prompt)
+def _answer_to(
+    output: Path, settings: AnswerEngineSettings, system_prompt: str | None,
+    build: Callable[[AnswerEngineSettings], AnswerEngine], ranks: Ranks, log: PredictionLog, asks: Sequence[Ask],
+) -> float:  # fmt: skip
+    """Answer what the log does not have yet; the engine is built only when there is any. Returns the seconds of it."""
+    resumed = sum(ask.key in log.done for ask in asks)
+    if resumed == len(asks):
+        return 0.0
+    with StartupLog(output / STARTUP_LOG, first=ranks.rank == 0):  # libraries speak while they load
+        engine = build(settings)
+    resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
+    if resolved and ranks.rank == 0:
+        with written_to("output", output):
+            note(output, "resolved", resolved)
+    start, size = time.perf_counter(), engine.batch_size
+    # `disable=None`: no bar where stderr is not a terminal.
+    with tqdm(total=len(asks), initial=resumed, unit="answer", disable=ranks.rank > 0 or None) as bar:
+        # The whole list is divided, so that a resumed run has the same batches: rounding can depend on what is in one.
+        for first in range(0, len(asks), size):
+            if batch := [ask for ask in asks[first : first + size] if ask.key not in log.done]:
+                rows = answer(engine, batch, seed=settings.seed, system_prompt=system_prompt)
                 log.append(rows)
                 bar.update(len(rows))
-        return time.perf_counter() - start
+    return time.perf_counter() - start
 
 
 def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None) -> list[Prediction]:
@@ -247,7 +233,10 @@ def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prom
         if images:
             row["image_size"] = list(images[0].size)
         messages = conversation_with_images(problem.prompt, len(images), system_prompt)
-        requests.append(AnswerRequest(messages, images, _seed_of(seed, problem.pid, sample)))
+        # A separate seed for each answer, so that a resumed run samples what an uninterrupted one would.
+        named = f"{seed}/{problem.pid}" + (f"/{sample}" if sample else "")
+        own_seed = int.from_bytes(hashlib.sha256(named.encode()).digest()[:4])
+        requests.append(AnswerRequest(messages, images, own_seed))
         asked.append(row)
     for row, generation in zip(asked, engine.generate(requests), strict=True):
         if generation is None:
@@ -267,27 +256,9 @@ def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prom
     return rows
 
 
-def _seed_of(seed: int, pid: str, sample: int) -> int:
-    """A separate seed for each answer, so that a resumed run samples what an uninterrupted one would."""
-    text = f"{seed}/{pid}" + (f"/{sample}" if sample else "")
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
-
-
 def bounded(
     settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
 ) -> AnswerEngineSettings:
     """The settings with the bounds that the engine needs: the most images and the longest text of any problem."""
     longest = max(len(problem.prompt.encode()) for problem in problems) + len((system_prompt or "").encode())
     return replace(settings, max_images=max(problem.n_images for problem in problems), max_text_bytes=longest)
-
-
-def _batches(asks: Sequence[Ask], size: int, done: Container[tuple[str, int]]) -> Iterator[Sequence[Ask]]:
-    """What is left to answer of each batch.
-
-    The whole list is divided into batches, so that a resumed run has the same batches as an uninterrupted one. Rounding
-    can depend on what a batch contains.
-    """
-    for start in range(0, len(asks), size):
-        batch = [ask for ask in asks[start : start + size] if ask.key not in done]
-        if batch:
-            yield batch
