@@ -165,7 +165,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
-        from eval.in_training import figures
+        from eval.command import figures_in_training
 
         accelerator = self.trainer.accelerator
         with self.trainer.pool.guard.watching(), self.trainer.sampler.awake():
@@ -174,7 +174,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         for task, rows in zip(self.plan.tasks, answered, strict=True):
             everyone = gather_object(rows)
             if accelerator.is_main_process:
-                values = figures(task.benchmark, everyone, answer_tags=tags)
+                values = figures_in_training(task.benchmark, everyone, answer_tags=tags)
                 self._log(task.benchmark.name, step, values, len(everyone))
         accelerator.wait_for_everyone()
 

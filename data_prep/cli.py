@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -39,7 +40,9 @@ def add_synthetic(commands: Any) -> None:
     add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
     add("--level", type=whole(min(LEVELS), max(LEVELS)), default=1, help="difficulty, 1 to 3, default: %(default)s")
     add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
-    add("--choices", type=_choices, default=0, metavar="N", help="answers to choose from, default: 0, an open question")
+    choices = whole(2, MAX_CHOICES)
+    what = "answers to choose from, default: 0, an open question"
+    add("--choices", type=lambda word: 0 if word == "0" else choices(word), default=0, metavar="N", help=what)
 
 
 def add_knights(commands: Any) -> None:
@@ -74,18 +77,18 @@ def _names(word: str) -> tuple[str, ...]:
     return names
 
 
-def _choices(word: str) -> int:
-    return 0 if word == "0" else whole(2, MAX_CHOICES)(word)
+def _ends(sign: str, convert: Callable[[str], Any], word: str) -> Any:
+    """The two ends of a range with a sign between them, the smaller one first."""
+    first, _, last = word.partition(sign)
+    low, high = convert(first), convert(last)
+    if low > high:
+        raise argparse.ArgumentTypeError(f"{word!r} has the larger number first; write {last}{sign}{first}")
+    return low, high
 
 
-def _people(word: str) -> tuple[int, int]:
+def _people(word: str) -> Any:
     """`A-B` or one number."""
-    first, dash, last = word.partition("-")
-    one = whole(*PEOPLE)
-    fewest, most = one(first), one(last if dash else first)
-    if fewest > most:
-        raise argparse.ArgumentTypeError(f"{word!r} has the larger number first; write {most}-{fewest}")
-    return fewest, most
+    return _ends("-", whole(*PEOPLE), word if "-" in word else f"{word}-{word}")
 
 
 _DRAWN_ONLY, _PARQUET_ONLY = ("rows", "test_rows", "seed", "people"), ("input", "question")
@@ -159,16 +162,11 @@ def add_filter(commands: Any) -> None:
     command.set_defaults(run=_filter)
 
 
-def _rates(word: str) -> tuple[float, float]:
+def _rates(word: str) -> Any:
     """`LOW:HIGH`, two shares."""
-    low, colon, high = word.partition(":")
-    share = number(0, 1)
-    if not colon:
+    if ":" not in word:
         raise argparse.ArgumentTypeError(f"{word!r} has no colon; write LOW:HIGH, such as 0.1:0.9")
-    ends = share(low), share(high)
-    if ends[0] > ends[1]:
-        raise argparse.ArgumentTypeError(f"{word!r} has the larger share first; write {high}:{low}")
-    return ends
+    return _ends(":", number(0, 1), word)
 
 
 def _filter(arguments: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ from data_prep.hub import commit_of, open_hub
 from data_prep.pictures import named_files
 from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
 from data_prep.records import asked_in, pictures_beside
-from data_prep.tables import DrawnTests, HeldOutShare, Opened, TablePart, open_local
+from data_prep.tables import DrawnTests, Opened, TablePart, open_local
 
 _NAME = re.compile(r"[\w.-]{1,80}")
 
@@ -64,12 +64,11 @@ def convert(
         own = {"name": name, "splits": dict(wanted.splits), "columns": columns.described()}
         description: dict[str, Any] = {"source": f"own/{opened.kind}", "input": location, "revision": opened.revision}
         description["arguments"] = {**recorded(asdict(wanted)), **own}
-        tests = HeldOutShare(wanted.test_share, wanted.seed)
-        drawn = DrawnTests(tests, columns) if tests.share else None
+        drawn = DrawnTests(wanted.test_share, wanted.seed, columns) if wanted.test_share else None
         rows = partial(tables.reads, opened, name=name, columns=columns, tests=drawn, limit=wanted.limit)
         rows = partial(rows, drop_instruction=wanted.drop_instruction)
         totals = {} if wanted.test_share else opened.totals
-        splits = tables.splits_of(opened, tests)
+        splits = tables.splits_of(opened, wanted.test_share)
         return description, {split: SplitReads(partial(rows, split), totals.get(split)) for split in splits}
 
     return prepare(output, wanted, begin, columns.features, workers=workers, overwrite=overwrite)

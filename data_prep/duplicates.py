@@ -123,10 +123,18 @@ def leave_out(folder: Path, split: str, features: Features, contradicting: Pairs
 
     def kept() -> Iterator[Row]:
         for row in stored_rows(folder, split):
-            if row["id"] in contradicting:
-                quarantine.add(split, _contradiction(row, *contradicting[row["id"]]))
-            else:
+            if row["id"] not in contradicting:
                 yield row
+                continue
+            own, other = contradicting[row["id"]]
+            where = (
+                f"{other.origin} ({other.row_id}), where the answer is {shown(other.gold)} and not {shown(own.gold)}"
+            )
+            fault = ("contradiction", f"its question and pictures are those of {where}")
+            originals = [image["bytes"] for image in row["images"]]
+            record = {name: row[name] for name in ("problem", "answer", "answer_raw", "choices")}
+            remedy = f"correct one of them, or remove {own.origin}"
+            quarantine.add(split, RowError(own.row_id, *fault, remedy, originals=originals, record=record))
 
     count = write_split(kept(), again, split, features)
     for before in (folder / "data").glob(f"{split}-*.parquet"):
@@ -135,12 +143,3 @@ def leave_out(folder: Path, split: str, features: Features, contradicting: Pairs
         path.replace(folder / "data" / path.name)
     shutil.rmtree(again)
     return count
-
-
-def _contradiction(row: Row, own: Answered, other: Answered) -> RowError:
-    where = f"{other.origin} ({other.row_id}), where the answer is {shown(other.gold)} and not {shown(own.gold)}"
-    wrong = f"its question and pictures are those of {where}"
-    originals = [image["bytes"] for image in row["images"]]
-    record = {name: row[name] for name in ("problem", "answer", "answer_raw", "choices")}
-    remedy = f"correct one of them, or remove {own.origin}"
-    return RowError(own.row_id, "contradiction", wrong, remedy, originals=originals, record=record)

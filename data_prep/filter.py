@@ -115,8 +115,8 @@ def filter_dataset(
     _check_covered(found, data, split, predictions)
     kept = {pid for pid, tally in found.items() if tally.rate in keep}
     if not kept:
-        rates = Counter(f"{tally.rate:.3g}" for tally in found.values())
-        seen = ", ".join(f"{rate} of {count}" for rate, count in sorted(rates.items(), key=lambda item: float(item[0])))
+        shares = Counter(f"{tally.rate:.3g}" for tally in found.values())
+        seen = ", ".join(f"{rate} of {count}" for rate, count in sorted(shares.items(), key=lambda one: float(one[0])))
         raise UserError(f"keep: {keep} leaves no row; the pass rates are {seen}")
     description = {
         "source": "filter",
@@ -131,7 +131,16 @@ def filter_dataset(
             counts[name] = dataset.write_split(chosen, folder, name, dataset.features_of(data, name))
         lines = (json.dumps({"id": pid, "right": t.right, "answers": t.answers}) for pid, t in found.items())
         (folder / RATES_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return dataset.write_manifest(folder, {**description, "filtered": _summary(found, keep)}, counts)
+        rates = [tally.rate for tally in found.values()]
+        summary = {
+            "problems": len(rates),
+            "kept": len(kept),
+            "below": sum(rate < keep.low and rate not in keep for rate in rates),
+            "above": sum(rate > keep.high and rate not in keep for rate in rates),
+            "never_solved": sum(rate == 0 for rate in rates),
+            "always_solved": sum(rate == 1 for rate in rates),
+        }
+        return dataset.write_manifest(folder, {**description, "filtered": summary}, counts)
 
 
 def check_input(data: Path, split: str) -> None:
@@ -157,18 +166,6 @@ def asked_for_tags(predictions: Path) -> bool:
     path = predictions.parent / FILE_NAME
     fields = read(path)["fields"] if path.is_file() else {}
     return asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
-
-
-def _summary(found: Mapping[str, Tally], keep: Keep) -> dict[str, int]:
-    rates = [tally.rate for tally in found.values()]
-    return {
-        "problems": len(rates),
-        "kept": sum(rate in keep for rate in rates),
-        "below": sum(rate < keep.low and rate not in keep for rate in rates),
-        "above": sum(rate > keep.high and rate not in keep for rate in rates),
-        "never_solved": sum(rate == 0 for rate in rates),
-        "always_solved": sum(rate == 1 for rate in rates),
-    }
 
 
 def _check_covered(found: Mapping[str, Tally], data: Path, split: str, predictions: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -32,6 +33,7 @@ _FIRST = 100  # JSON records that are looked through for a column
 _PIECE = 2**16  # characters of a list that are read at once
 _LONGEST_CELL = 2**31 - 1  # of CSV; Python's own limit is less than a picture in Base64
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs"}
+_KEEP_ONE = "keep the right value in"  # of a key that is given twice
 
 
 def format_of(path: Path) -> str:
@@ -287,8 +289,16 @@ def _lines(path: Path) -> Records:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if line.strip():
-                yield f"line {number}", _object(line)
+            if not line.strip():
+                continue
+            remedy = "write one object a line in"
+            try:
+                found = _record(read_json(line.decode("utf-8")), remedy)
+            except GivenTwiceError as error:
+                found = BadRecord("given_twice", str(error), _KEEP_ONE)
+            except (ValueError, RecursionError) as error:
+                found = BadRecord("not_json", f"it is not JSON ({in_one_line(error):.200})", remedy)
+            yield f"line {number}", replace(found, original=line) if isinstance(found, BadRecord) else found
 
 
 def _has_lines(file: Any) -> bool:
@@ -322,7 +332,7 @@ def _items(path: Path) -> Records:
                     raise UserError(f"input: {str(path)!r} is not JSON ({what:.200}); mend it") from error
                 sign = ""
             if sign:
-                yield f"item {number}", _no_object(item)
+                yield f"item {number}", _record(item, "make it an object in")
                 number, wanted, closed, text = number + 1, _PIECE, sign == "]", rest[1:].lstrip()
             else:  # the item may go on behind the text
                 more, wanted = file.read(wanted), 2 * wanted
@@ -331,9 +341,8 @@ def _items(path: Path) -> Records:
             raise UserError(f"input: {str(path)!r} is not JSON (more stands behind its list); mend it")
 
 
-def _no_object(item: Any) -> dict[str, Any] | BadRecord:
-    broken = BadRecord("not_json", f"it is {item!r:.60}", "make it an object in")
-    return item if isinstance(item, dict | BadRecord) else broken
+def _record(item: Any, remedy: str) -> dict[str, Any] | BadRecord:
+    return item if isinstance(item, dict | BadRecord) else BadRecord("not_json", f"it is {item!r:.60}", remedy)
 
 
 def _in_object(path: Path, columns: Columns) -> Records:
@@ -357,7 +366,7 @@ def _in_object(path: Path, columns: Columns) -> Records:
                 "as a list, [{...}, {...}], or one object a line"
             )
     for place, item in items:
-        yield f"item {place}{under}", _no_object(item)
+        yield f"item {place}{under}", _record(item, "make it an object in")
 
 
 def _holds_rows(value: Any) -> bool:
@@ -369,21 +378,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
     try:
         found = each_once(pairs)
     except GivenTwiceError as error:
-        return _twice(error)
+        return BadRecord("given_twice", str(error), _KEEP_ONE)
     inside = (one for value in found.values() for one in (value if isinstance(value, list) else [value]))
     return next((one for one in inside if isinstance(one, BadRecord)), found)
-
-
-def _twice(error: GivenTwiceError, line: bytes = b"") -> BadRecord:
-    return BadRecord("given_twice", str(error), "keep the right value in", line)
-
-
-def _object(line: bytes) -> dict[str, Any] | BadRecord:
-    remedy = "write one object a line in"
-    try:
-        found = read_json(line.decode("utf-8"))
-    except GivenTwiceError as error:
-        return _twice(error, line)
-    except (ValueError, RecursionError) as error:
-        return BadRecord("not_json", f"it is not JSON ({in_one_line(error):.200})", remedy, line)
-    return found if isinstance(found, dict) else BadRecord("not_json", f"it is {found!r:.60}, no object", remedy, line)

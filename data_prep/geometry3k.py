@@ -349,22 +349,15 @@ def prepare_geometry3k(
 
 
 def _chosen_of(split: str, found: SplitReads, options: Options) -> SplitReads:
-    """The rows to read of one split."""
+    """The rows to read of one split: the first ones, or with a seed a sample that every split draws for itself."""
     assert found.total is not None
-    chosen = _chosen(split, found.total, options)
+    count = min(found.total, options.limit or found.total)
+    chosen: range | set[int] = range(count)
+    if options.seed is not None and count < found.total:
+        chosen = set(random.Random(f"{options.seed}/{split}").sample(range(found.total), count))
 
     def problems() -> Reads:
         # `islice` ends without reading the rest of the source
-        wanted = (read for index, read in enumerate(found.problems()) if index in chosen)
-        return islice(wanted, len(chosen))
+        return islice((read for index, read in enumerate(found.problems()) if index in chosen), count)
 
-    return SplitReads(problems, len(chosen))
-
-
-def _chosen(split: str, size: int, options: Options) -> range | set[int]:
-    """The positions of the rows to read: the first ones, or with a seed a sample that every split draws for itself."""
-    if options.limit is None or options.limit >= size:
-        return range(size)
-    if options.seed is None:
-        return range(options.limit)
-    return set(random.Random(f"{options.seed}/{split}").sample(range(size), options.limit))
+    return SplitReads(problems, count)

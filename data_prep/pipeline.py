@@ -98,9 +98,9 @@ class Deduplicator:
         self.quarantine, self.seen = quarantine, seen
         self._keep_leaks = keep_leaks
         self._index = LeakIndex()
-        self._leaks: list[dict[str, str]] = []
+        self.leaks: dict[str, Any] = {"found": 0, "dropped": 0, "rows": []}  # as the manifest has them
         self.notes = Notes()
-        self.leaks_found = self.leaks_dropped = self.read = 0
+        self.read = 0
 
     def kept(self, split: str, results: Iterable[Cleaned | RowError]) -> Iterator[Row]:
         """Yields the rows to store, in order. The others go into the quarantine."""
@@ -119,10 +119,6 @@ class Deduplicator:
                 self.notes.add("repeats", row["id"])
             yield row
 
-    def leaks(self) -> dict[str, Any]:
-        """For the manifest: `rows` names the first thousand."""
-        return {"found": self.leaks_found, "dropped": self.leaks_dropped, "rows": self._leaks}
-
     def _refused(self, split: str, cleaned: Cleaned) -> RowError | None:
         """The error for a row whose id was there, or a training row that is dropped as a leak; None for any other."""
         if not self.seen.is_new(cleaned.row["id"]):
@@ -133,12 +129,12 @@ class Deduplicator:
         if leak is None:
             return None
         other, how = leak
-        self.leaks_found += 1
-        if len(self._leaks) < _SHOWN_LEAKS:
-            self._leaks.append({"id": cleaned.row["id"], "also": other, "by": how})
+        self.leaks["found"] += 1
+        if len(self.leaks["rows"]) < _SHOWN_LEAKS:
+            self.leaks["rows"].append({"id": cleaned.row["id"], "also": other, "by": how})
         if self._keep_leaks or split in HELD_OUT:
             return None
-        self.leaks_dropped += 1
+        self.leaks["dropped"] += 1
         wrong = f"the diagram and question of {other} stand in this training row too (by {how} comparison)"
         return cleaned.refuse(LEAK, wrong, "keep such rows with --keep-leaks")
 
@@ -258,8 +254,8 @@ def prepare(
     Raises `UserError`, where it can before the source is opened. If too many rows were refused, `NAME.quarantine` is
     written beside `output` first.
     """
-    limits = options.check()
-    for folder in (output, _report(output)):
+    limits, report = options.check(), Path(f"{output.resolve()}.quarantine")
+    for folder in (output, report):
         refuse_foreign(folder)
     description, splits = begin()
     work = partial(clean_one, limits=limits, near=len(splits) > 1)
@@ -278,29 +274,20 @@ def prepare(
         if not deduplicator.read:
             raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
         try:
-            quarantine.check(deduplicator.read, sum(counts.values()), options.allow_quarantined, _report(output))
+            quarantine.check(deduplicator.read, sum(counts.values()), options.allow_quarantined, report)
         except UserError:
-            _publish(_report(output), quarantine, description)
+            if (read_manifest(report) or {}).get("counts"):
+                holds = f"{str(report)!r} holds a dataset, where the refused rows should go"
+                raise UserError(f"output: {holds}; move it away") from None
+            with complete_or_absent(report) as refused:
+                quarantine.move_to(refused)
+                write_manifest(refused, description, {}, quarantine.summary())
             raise
         sharing, example = seen.shared_pictures()
         if sharing:
             deduplicator.notes.found["one_picture"] = {"rows": sharing, "example": example}
         seen.close()
-        leaks, noted = deduplicator.leaks(), deduplicator.notes.found
-        manifest = write_manifest(folder, description, counts, quarantine.summary(), leaks, noted)
-    remove_report(_report(output))
+        noted = deduplicator.notes.found
+        manifest = write_manifest(folder, description, counts, quarantine.summary(), deduplicator.leaks, noted)
+    remove_report(report)
     return manifest
-
-
-def _report(output: Path) -> Path:
-    return Path(f"{output.resolve()}.quarantine")
-
-
-def _publish(report: Path, quarantine: Quarantine, description: Mapping[str, Any]) -> None:
-    """Write the refused rows into `report`, where there is no output."""
-    previous = read_manifest(report)
-    if previous is not None and previous["counts"]:
-        raise UserError(f"output: {str(report)!r} holds a dataset, where the refused rows should go; move it away")
-    with complete_or_absent(report) as folder:
-        quarantine.move_to(folder)
-        write_manifest(folder, description, {}, quarantine.summary())

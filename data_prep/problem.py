@@ -119,7 +119,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     if not raw.images and not raw.text_only:
         raise raw.refuse("no_image", "images [] is empty", "add the diagram in")
     with several_faults() as tried:
-        images = tried(_clean_images, raw, limits)
+        images = tried(lambda: [_clean_image(raw, number, limits) for number in range(len(raw.images))])
         gold = tried(_gold, raw)
     meta = {**dict.fromkeys(META, ""), "goal": raw.goal, "shapes": list(raw.shapes), "solution": raw.solution}
     row: Row = {
@@ -134,24 +134,18 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     return row
 
 
-def _clean_images(raw: RawProblem, limits: PixelLimits) -> list[Any]:
-    images = []
-    for index, encoded in enumerate(raw.images):
-        try:
-            images.append(clean_image(encoded, limits.low, limits.high, limits.unit))
-        except UnreadableImageError as error:
-            wrong = f"image {index} ({len(encoded)} bytes) is not usable ({error})"
-            raise raw.refuse(error.kind, wrong, "replace it in") from error
-    return images
+def _clean_image(raw: RawProblem, number: int, limits: PixelLimits) -> Any:
+    encoded = raw.images[number]
+    try:
+        return clean_image(encoded, limits.low, limits.high, limits.unit)
+    except UnreadableImageError as error:
+        wrong = f"image {number} ({len(encoded)} bytes) is not usable ({error})"
+        raise raw.refuse(error.kind, wrong, "replace it in") from error
 
 
 def storable(value: str) -> bool:
     """Whether a text can be stored. JSON can spell half of a surrogate pair, which is no character."""
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
+    return re.search("[\ud800-\udfff]", value) is None
 
 
 def reads_as_letter(text: str) -> bool:
@@ -167,7 +161,7 @@ def _gold(raw: RawProblem) -> str:
         return check_gold(chosen, raw.refuse)
     reason = verify_gold(chosen, raw.choices)
     if reason:
-        raise raw.refuse(*_ungradable(chosen, reason, "in"))
+        raise raw.refuse(*_ungradable(chosen, reason))
     return canonical_gold(chosen)
 
 
@@ -180,7 +174,7 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
         gold = made if read(made).kind in ("number", "expression", "percentage") else gold
     reason = verify_gold(gold)
     if reason:
-        raise refuse(*_ungradable(gold, reason, "in"))
+        raise refuse(*_ungradable(gold, reason))
     if read(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
         wrong = f"the gold answer {gold!r:.200} can be read as a text of signs alone, which hardly any answer meets"
         raise refuse("gold_signs", wrong, f"{_A_GOLD}, without other signs or words, in")
@@ -190,13 +184,13 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
 _A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5"
 
 
-def _ungradable(gold: str, reason: str, where: str) -> tuple[str, str, str]:
+def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
     """The kind of the fault, what is wrong, and what to do."""
     rule, _, spelling = reason.partition(": ")
     if rule == "decimal_comma":
         spelling += "; --decimal-comma reads all as decimals"
     wrong = f"the gold answer {gold!r:.200} cannot be met by any answer ({rule})"
-    return f"gold_{rule}" if spelling else "gold", wrong, f"{spelling or _A_GOLD}, {where}"
+    return f"gold_{rule}" if spelling else "gold", wrong, f"{spelling or _A_GOLD}, in"
 
 
 def _chosen(raw: RawProblem, choices: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -101,7 +102,11 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, fami
         counts["goal"][str(meta.get("goal") or _UNKNOWN)] += 1
         counts["shape"].update([str(shape) for shape in shapes] if shapes and isinstance(shapes, list) else [_UNKNOWN])
         counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
-        sizes = [_size(image, f"{where}: image {number}") for number, image in enumerate(row["images"])]
+        try:
+            sizes = [image_size(image["bytes"]) for image in row["images"]]
+        except Exception as error:  # Pillow raises nearly anything on broken bytes
+            why = f"has an image that is not a stored picture ({in_one_line(error)})"
+            raise UserError(f"{where} {why}; prepare the dataset again") from error
         classes = ((f"up to {side} px" for side in _LONGEST_SIDES if max(size) <= side) for size in sizes)
         counts["image size"].update(next(names, f"over {_LONGEST_SIDES[-1]} px") for names in classes)
         facts.tokens.append(sum(image_tokens(size, *pixels, row["id"]) for size in sizes))
@@ -117,14 +122,6 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, fami
             facts.gallery.append(row)
     facts.longest.sort(reverse=True)
     return facts
-
-
-def _size(image: Any, where: str) -> tuple[int, int]:
-    """Width and height of a stored picture, by its header."""
-    try:
-        return image_size(image["bytes"])
-    except Exception as error:  # Pillow raises nearly anything on broken bytes
-        raise UserError(f"{where} is not a stored picture ({in_one_line(error)}); prepare the dataset again") from error
 
 
 def _tokenizer(model: str) -> TextTokens:
@@ -156,7 +153,13 @@ def counts(found: Survey) -> str:
     """What `describe` says, without the prompt."""
     manifest = found.manifest
     made = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})" if manifest else " (no manifest of ours)"
-    lines = [printable(f"{found.folder}{made}"), "", *_table(found), "", *_longest(found)]
+    unit = "characters" if found.model is None else f"tokens of {found.model}"
+    longest = [f"longest problems ({unit}, without system prompt and image)"]
+    for split, facts in found.splits.items():
+        for measure, row_id, problem in facts.longest[:3]:
+            text = problem if len(problem) <= _SHOWN_CHARACTERS else problem[:_SHOWN_CHARACTERS] + "..."
+            longest.append(f"  {split}  {measure:>5}  {row_id}: {text}")
+    lines = [printable(f"{found.folder}{made}"), "", *_table(found), "", *map(printable, longest)]
     return "\n".join([*lines, *(["", *left_out] if (left_out := what_was_left_out(found.manifest)) else [])])
 
 
@@ -176,15 +179,6 @@ def shown_lines(prompt: str) -> list[str]:
     more = len(prompt) - _SHOWN_PROMPT
     lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
     return [*lines, f"... {more} more characters"] if more > 0 else lines
-
-
-def token_statistics(facts: SplitFacts) -> dict[str, str]:
-    """Image tokens of the rows of a split, for people."""
-    names, tokens = ("min", "median", "p95", "max"), facts.tokens
-    if not tokens:
-        return dict.fromkeys(names, "-")
-    figures = (str(min(tokens)), f"{median(tokens):g}", str(quantile(tokens, 0.95)), str(max(tokens)))
-    return dict(zip(names, figures, strict=True))
 
 
 def what_was_left_out(manifest: Manifest) -> list[str]:
@@ -220,10 +214,16 @@ def _table(found: Survey) -> list[str]:
             block[printable(value)[:40]] = [str(facts.counts[name][value]) for facts in splits.values()]
         if len(values) > _SHOWN_VALUES:
             blocks[title][f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
-    if any(any(facts.tokens) for facts in splits.values()):
-        statistics = [token_statistics(facts) for facts in splits.values()]
+    tokens = [facts.tokens for facts in splits.values()]
+    if any(map(any, tokens)):
+        figures = {
+            "min": min,
+            "median": lambda held: f"{median(held):g}",
+            "p95": partial(quantile, share=0.95),
+            "max": max,
+        }
         blocks[f"image tokens per row ({FAMILIES[found.family].name}'s own limits)"] = {
-            name: [column[name] for column in statistics] for name in statistics[0]
+            name: [str(figure(held)) if held else "-" for held in tokens] for name, figure in figures.items()
         }
     label = max(len(value) for values in blocks.values() for value in values) + 4
     width = max(8, *(len(split) + 2 for split in splits))
@@ -233,16 +233,6 @@ def _table(found: Survey) -> list[str]:
         lines += [title] if indent else []
         for value, row in cells.items():
             lines.append(f"{indent + value:<{label}}" + "".join(f"{cell:>{width}}" for cell in row))
-    return lines
-
-
-def _longest(found: Survey) -> list[str]:
-    unit = "characters" if found.model is None else f"tokens of {found.model}"
-    lines = [printable(f"longest problems ({unit}, without system prompt and image)")]
-    for split, facts in found.splits.items():
-        for measure, row_id, problem in facts.longest[:3]:
-            shown = problem if len(problem) <= _SHOWN_CHARACTERS else problem[:_SHOWN_CHARACTERS] + "..."
-            lines.append(printable(f"  {split}  {measure:>5}  {row_id}: {shown}"))
     return lines
 
 

@@ -50,19 +50,11 @@ class Opened:
     totals: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class HeldOutShare:
-    """Which rows of train become the split test: of every `1 / share` consecutive rows one, drawn by `seed`."""
-
-    share: float = 0.0
-    seed: int = 0
-
-    def __contains__(self, index: int) -> bool:
-        if not self.share:
-            return False
-        block = floor(index * self.share)
-        first, end = ceil(block / self.share), ceil((block + 1) / self.share)
-        return index == random.Random(f"{self.seed}/{block}").randrange(first, end)
+def held_out(index: int, share: float, seed: int) -> bool:
+    """Whether a question becomes one of the test: of every `1 / share` consecutive ones one does, drawn by `seed`."""
+    block = floor(index * share)
+    first, end = ceil(block / share), ceil((block + 1) / share)
+    return index == random.Random(f"{seed}/{block}").randrange(first, end)
 
 
 class DrawnTests:
@@ -72,8 +64,8 @@ class DrawnTests:
     tables, once for each split.
     """
 
-    def __init__(self, share: HeldOutShare, columns: Columns) -> None:
-        self._share, self._columns = share, columns
+    def __init__(self, share: float, seed: int, columns: Columns) -> None:
+        self._share, self._seed, self._columns = share, seed, columns
         self._questions: dict[bytes, int] = {}  # each with its number, in the order in which they come
         self._held: list[bool] = []  # of each row that was taken
 
@@ -81,7 +73,8 @@ class DrawnTests:
         """Whether the row `number` is one of the test."""
         if number == len(self._held):
             key = hashlib.sha256(self._asked(number, record, part)).digest()[:16]
-            self._held.append(self._questions.setdefault(key, len(self._questions)) in self._share)
+            question = self._questions.setdefault(key, len(self._questions))
+            self._held.append(held_out(question, self._share, self._seed))
         return self._held[number]
 
     def _asked(self, number: int, record: Record | BadRecord, part: TablePart) -> bytes:
@@ -152,15 +145,15 @@ def named_split(opened: Opened, split: str | None) -> Opened:
     return replace(opened, parts={split: opened.parts[own]}, totals=totals)
 
 
-def splits_of(opened: Opened, tests: HeldOutShare) -> list[str]:
+def splits_of(opened: Opened, share: float) -> list[str]:
     """The splits that will be written. Raises `UserError` where a share of train cannot be taken for a test."""
-    if not tests.share:
+    if not share:
         return list(opened.parts)
     if "train" not in opened.parts:
         (split, parts), *_ = opened.parts.items()
         raise UserError(
             f"test_share: {parts[0].location} is the split {split} by its name, so there is no train to take "
-            f"{tests.share:g} of; say that it is with --split-name train, or leave --test-share out"
+            f"{share:g} of; say that it is with --split-name train, or leave --test-share out"
         )
     if "test" in opened.parts:
         there = opened.parts["test"][0].location

@@ -2,11 +2,12 @@
 
 import argparse
 import json
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import asks_for_answer_tags
@@ -16,7 +17,6 @@ from adora_vl.utils.cli import (
     Parser,
     amount,
     exit_code_of,
-    is_no_value,
     number,
     optional,
     path,
@@ -35,8 +35,8 @@ from eval.inference.provenance import FILE_NAME, OF_THE_RUN, Fields, read, settl
 from eval.inference.requests import ENGINES, AnswerEngine, AnswerEngineSettings
 from eval.inference.runner import Ranks, infer, ranks
 from eval.inference.views import VIEWS, shown_as
-from eval.records import Benchmark, Problem, Score, Scored
-from eval.scoring.score import score
+from eval.records import Benchmark, Prediction, Problem, Scored
+from eval.scoring.score import own_cells, score
 from eval.scoring.table import table
 
 VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
@@ -45,11 +45,7 @@ MAX_TOKENS, MAX_SAMPLES, MAX_BATCH = 2**20, 1024, 2**16
 
 
 def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
-    """The options of a benchmark's command. The command line overrides the `--config` file, which overrides
-    defaults.
-
-    Raises `UserError` for an unknown option or key, a value of the wrong kind, or a required option that is missing.
-    """
+    """The options of a benchmark's command: the command line goes over the `--config` file. Raises `UserError`."""
     parser = build_parser(benchmark)
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(words)
@@ -96,7 +92,7 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--model", type=optional(text), help="a model folder, a hub id, or tiny; with openai its name there")
     add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
     add("--data", type=optional(text), help="a folder or file, or a hub id")
-    add("--split", type=_split, default=split, help=f"default {split}")
+    add("--split", type=text, default=split, help=f"default {split}")
     add("--engine", choices=ENGINES, default=default_engine(), help="default: vllm where it is installed")
     what = "of the server for --engine openai; --model is its name there"
     add("--base-url", type=optional(text), metavar="URL", help=what)
@@ -130,13 +126,6 @@ def score_defaults(benchmark: Benchmark) -> Namespace:
     if benchmark.add_score_options:
         benchmark.add_score_options(parser)
     return parser.parse_args([])
-
-
-def _split(word: str) -> str:
-    """The name of a split, which cannot be null. Raises argparse's error for a bad value."""
-    if is_no_value(word):
-        raise argparse.ArgumentTypeError("null is no split; leave the option out for its default")
-    return text(word)
 
 
 def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]:
@@ -227,9 +216,9 @@ def ask(
     benchmark: Benchmark, options: Namespace, settings: AnswerEngineSettings, asked: AskedProblems, processes: Ranks,
     build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
 ) -> None:  # fmt: skip
-    """Ask the model all questions, and write its answers into the output folder. Raises `UserError`.
+    """Ask the model all questions, and write its answers into the output folder. `build`: in place of `build_engine`.
 
-    `build`: makes the engine; None: `build_engine`.
+    Raises `UserError`.
     """
     problems, (shown, left_out, data_hash) = asked.problems[: options.limit], asked
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
@@ -283,7 +272,28 @@ def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> S
     tags = asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
     figures, own = score(benchmark, rows, options, answer_tags=tags)
     coverage = {"answers": len(rows), "asked": asked.get("answers"), "in_data": asked.get("in_data")}
-    items = {"items": figures["items"]}  # last in the file, because they are long
-    without = {key: value for key, value in figures.items() if key not in items}
-    made = {**without, "coverage": coverage, "versions": versions(), "fingerprint": fingerprint, **items}
-    return Scored(cast(Score, made), own)
+    items = figures.pop("items")  # last in the file, because they are long
+    made = {**figures, "coverage": coverage, "versions": versions(), "fingerprint": fingerprint, "items": items}
+    return Scored(made, own)
+
+
+def figures_in_training(
+    benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace | None = None, *, answer_tags: bool = False
+) -> dict[str, float]:
+    """The score of at least one row as flat numbers for a log, without those that it does not have:
+    `mathvista_accuracy`, its interval, and all other figures.
+
+    `options`: of the benchmark's `score` verb; None: its defaults. `answer_tags`: the prompts asked for `<answer>`.
+    """
+    made, _ = score(benchmark, rows, options or score_defaults(benchmark), answer_tags=answer_tags)
+    low, high = made["wilson_95"]
+    flat = {"accuracy": made["accuracy"], "accuracy_low": low, "accuracy_high": high}
+    flat |= {f"tokens_{kind}": known["mean"] for kind, known in made["tokens"].items() if known}
+    for key, name in (("truncated", "truncated"), ("reflective_words", "reflective")):
+        flat |= {name: made[key]["share"]} if made[key] else {}
+    for cells in own_cells(made).values():
+        flat |= {f"accuracy_{name}": cell["accuracy"] for name, cell in cells.items()}
+    for name, cell in made["groups"].get("kind", {}).items():  # of drawn problems
+        flat[f"{re.sub(r'[^0-9A-Za-z]+', '_', name)}_accuracy"] = cell["accuracy"]
+    flat |= {name: figure["value"] for name, figure in made.get("samples", {}).items() if "@" in name}
+    return {f"{benchmark.name}_{name}": value for name, value in flat.items()}

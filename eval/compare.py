@@ -19,12 +19,11 @@ from adora_vl.utils.errors import UserError
 from eval.benchmark import NAMES, named
 from eval.inference.predictions import SCORE
 from eval.inference.views import VIEWS
-from eval.records import Published
+from eval.records import Published, Score
 from eval.scoring.score import mean_with_interval, missing_answers, own_cells
 from eval.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
 from eval.scoring.table import percent
 
-Score = dict[str, Any]
 _NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")
 _FREE = ("model", "model_hash", "revision", "seed")  # fields of a fingerprint in which compared runs may differ
 _SHOWN = 60  # characters of a value
@@ -50,14 +49,9 @@ class ScoreFile:
     def cells(self) -> dict[str, Any]:
         """The figures that get a column: of all answers, and the benchmark's own."""
         own = {name: cell for cells in own_cells(self.score).values() for name, cell in cells.items()}
-        return {"all": self.score} | own | self._of_samples
-
-    @property
-    def _of_samples(self) -> dict[str, Any]:
-        """avg@k and pass@k of a run with k answers to a problem."""
         samples = self.score.get("samples") or {}
-        names = [name for name in (f"avg@{samples.get('k')}", f"pass@{samples.get('k')}") if name in samples]
-        return {name: {"accuracy": samples[name]["value"]} for name in names}
+        of_k = [name for name in (f"avg@{samples.get('k')}", f"pass@{samples.get('k')}") if name in samples]
+        return {"all": self.score} | own | {name: {"accuracy": samples[name]["value"]} for name in of_k}
 
 
 def read_run(path: str, name: str | None = None) -> ScoreFile:

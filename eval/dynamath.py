@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from adora_vl.utils.cli import imports
 with imports():
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import wrong_fields
+    from eval.inference.predictions import TEXT, wrong_fields
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.score import by_problem, counted, extraction_item, verdict
 
 SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
+COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT)
+check = partial(wrong_fields, kinds=COLUMNS)
 _TOLERANCE = 0.001
 _GUIDE = """
 ## Answer Instruction Please provide an answer to the question outlined above. Your response should adhere \
@@ -70,11 +73,6 @@ def official_hit(answer: str, reference: str, kind: str) -> bool:
     return reference in answer
 
 
-def check(row: Prediction) -> str | None:
-    """What is wrong with a DynaMath predictions row; None where nothing is."""
-    return wrong_fields(row, (*_NEEDED[1:], "response"), ("question", "subject", "level", "answer_type"))
-
-
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     """The verdict on a row."""
     answer, how = short_answer(row["response"])
@@ -98,21 +96,18 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     return OwnFigures({"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warning)
 
 
-_NEEDED = ("id", "question", "answer", "answer_type", "subject", "level")
-_ON_THE_HUB = {"ground_truth": "answer", "knowledge_level": "level"}
-
-
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, or with `all` of every variant, and a hash of the data."""
-    parts = []
+    problems, hashes = list[Problem](), list[str]()
     several = options.split == "all" and not Path(options.data).is_file()
     for split in SPLITS if several else (options.split,):
-        problems, hashed = load_problems(
-            options, _NEEDED, ("decoded_image", "image"), prompt=prompt, check=check, id_column="id", split=split,
-            renamed=_ON_THE_HUB,
+        found, hashed = load_problems(
+            options, ("id", *COLUMNS), ("decoded_image", "image"), prompt=prompt, check=check, id_column="id",
+            split=split, renamed={"ground_truth": "answer", "knowledge_level": "level"},
         )  # fmt: skip
-        parts.append(([replace(one, fields={**one.fields, "pid": f"{split}/{one.pid}"}) for one in problems], hashed))
-    return [problem for problems, _ in parts for problem in problems], "+".join(hashed for _, hashed in parts)
+        problems += [replace(one, fields={**one.fields, "pid": f"{split}/{one.pid}"}) for one in found]
+        hashes.append(hashed)
+    return problems, "+".join(hashes)
 
 
 BENCHMARK = Benchmark(

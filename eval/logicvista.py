@@ -13,12 +13,14 @@ with imports():
     from adora_vl.rewards.completion import answer_block, last_boxed
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import wrong_fields
+    from eval.inference.predictions import TEXT, TEXTS, wrong_fields
     from eval.records import Benchmark, Extraction, Prediction, RowGrade
     from eval.scoring.choice import extract_choice
     from eval.scoring.judge import Question, add_extraction_options, extraction_rules, with_extractions
     from eval.scoring.score import verdict
 
+COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
+check = partial(wrong_fields, kinds=COLUMNS)
 _LETTERS = "ABCDEFGHI"  # the options stand in the picture
 _JOINED = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
 _SEVERAL = re.compile(
@@ -45,14 +47,6 @@ def by_rules(response: str) -> Extraction:
     return extract_choice(response, [""] * len(_LETTERS))
 
 
-def check(row: Prediction) -> str | None:
-    """What is wrong with a LogicVista predictions row; None where nothing is."""
-    fault = wrong_fields(row, (*_NEEDED[1:], "response"), ("question",))
-    if fault is None and not (isinstance(row["skill"], list) and all(isinstance(one, str) for one in row["skill"])):
-        return f"has skill = {row['skill']!r:.60}, expected a list of texts"
-    return fault
-
-
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     """Right if the letters are those of the reference answer, all of them and no other."""
     read: Extraction = row["read"]
@@ -61,13 +55,10 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     return RowGrade(verdict(named == letters_of(row["answer"])), ", ".join(named), read.how, groups, read)
 
 
-_NEEDED = ("id", "question", "answer", "skill")
-
-
 # The question as it is: its options are in the picture.
 load = partial(
-    load_problems, needed=_NEEDED, image_columns=("image", "imagename"), prompt=itemgetter("question"), check=check,
-    id_column="id", pictures="images",
+    load_problems, needed=("id", *COLUMNS), image_columns=("image", "imagename"), prompt=itemgetter("question"),
+    check=check, id_column="id", pictures="images",
 )  # fmt: skip
 BENCHMARK = Benchmark(
     "logicvista", "test", load, grade, lambda options: {"rules": "official", **extraction_rules(options)},

@@ -17,7 +17,7 @@ with imports():
     from adora_vl.utils.openai_client import EndpointError
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import wrong_fields
+    from eval.inference.predictions import ANY, TEXT, one_of, or_null, wrong_fields
     from eval.inference.views import without_images
     from eval.records import JUDGE_FAILED, Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
@@ -36,7 +36,6 @@ with imports():
 TEXT_ONLY = "Text Only"
 VERSIONS = ("Text Dominant", "Text Lite", "Vision Intensive", "Vision Dominant", "Vision Only", TEXT_ONLY)
 _SPLITS = ("testmini", "testmini_text_only")  # the five versions with images, and the one without
-_KINDS = ("multi-choice", "free-form")
 _MOST_CHOICES = 6
 _OPTION = re.compile(r"(?:^|\s)([A-H])\s*[:.]")
 _STATED = re.compile(r"(?:\banswer\b[^.\n:=]{0,40}?(?:\bis\b|[:：=]))\s*:?\s*", re.IGNORECASE)
@@ -98,15 +97,18 @@ def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
     return chr(ord("A") + texts.index(wanted)) if texts.count(wanted) == 1 else None
 
 
+COLUMNS = {
+    "problem_index": ANY, "problem_version": one_of(*VERSIONS), "question": or_null(TEXT), "answer": TEXT,
+    "question_type": one_of("multi-choice", "free-form"), "metadata": ANY,
+}  # fmt: skip
+
+
 def check(row: Prediction) -> str | None:
     """What is wrong with a MathVerse predictions row; None where nothing is."""
-    fault = wrong_fields(row, (*_SCORED, "response"), (), {"problem_version": VERSIONS, "question_type": _KINDS})
-    if fault:
-        return fault
-    for field in ("question", "question_for_eval"):
-        if not isinstance(row.get(field) or "", str):
-            return f"has {field} = {row[field]!r:.60}, expected a string"
-    return None
+    return wrong_fields(row, COLUMNS) or wrong_fields({"question_for_eval": None, **row}, _MAY_HAVE)
+
+
+_MAY_HAVE = {"question_for_eval": or_null(TEXT)}
 
 
 def question_of(row: Prediction) -> Question:
@@ -224,28 +226,24 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     return OwnFigures({"overall": {"five_versions": cell(five) if five else None}}, lines=lines, warnings=warnings)
 
 
-_SCORED = ("problem_index", "problem_version", "question", "answer", "question_type", "metadata")
-_NEEDED = ("sample_index", *_SCORED, "query_wo", "query_cot")
-
-
 def load(options: Namespace) -> tuple[list[Problem], str]:
-    """The problems of a split, or with `all` of both, the five versions with images and the one without; and a hash."""
-    splits = _SPLITS if options.split == "all" else (options.split,)
-    parts = [_load(options, split) for split in splits]
-    return [problem for problems, _ in parts for problem in problems], "+".join(hashed for _, hashed in parts)
+    """The problems of a split, or with `all` of both, the five versions with images and the one without; and a hash.
 
-
-def _load(options: Namespace, split: str) -> tuple[list[Problem], str]:
-    """The version without images counts its samples from 1 again, so its ids say what they are of."""
-    problems, hashed = load_problems(
-        options, _NEEDED, ("image",), prompt=itemgetter(f"query_{options.query}"), kept=(*_SCORED, "question_for_eval"),
-        check=check, id_column="sample_index", split=split, config=split,
-    )  # fmt: skip
-    return [_text_alone(one) if one.fields["problem_version"] == TEXT_ONLY else one for one in problems], hashed
-
-
-def _text_alone(problem: Problem) -> Problem:
-    return replace(without_images(problem), fields={**problem.fields, "pid": f"text_only_{problem.pid}"})
+    The version without images counts its samples from 1 again, so its ids say what they are of.
+    """
+    problems, hashes = list[Problem](), list[str]()
+    for split in _SPLITS if options.split == "all" else (options.split,):
+        found, hashed = load_problems(
+            options, ("sample_index", *COLUMNS, "query_wo", "query_cot"), ("image",), check=check, split=split,
+            prompt=itemgetter(f"query_{options.query}"), kept=(*COLUMNS, *_MAY_HAVE), id_column="sample_index",
+            config=split,
+        )  # fmt: skip
+        for one in found:
+            if one.fields["problem_version"] == TEXT_ONLY:
+                one = replace(without_images(one), fields={**one.fields, "pid": f"text_only_{one.pid}"})
+            problems.append(one)
+        hashes.append(hashed)
+    return problems, "+".join(hashes)
 
 
 def _data_options(parser: ArgumentParser) -> None:

@@ -5,6 +5,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
+from string import ascii_uppercase
 from typing import Any
 
 from adora_vl.utils.cli import imports
@@ -17,7 +18,7 @@ with imports():
     from adora_vl.utils.errors import UserError
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import wrong_fields
+    from eval.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
     from eval.mathvision_value import latex_value
     from eval.records import (
         CORRECT,
@@ -187,21 +188,15 @@ def official_hit(answer: str, reference: str, options: Sequence[str]) -> bool:
     return officially_equal(reference, answer) or officially_equal(value, answer)
 
 
-_SCORED = ("pid", "question", "options", "answer", "level", "subject", "response")
+COLUMNS = {"question": TEXT, "options": TEXTS, "answer": TEXT, "level": ANY, "subject": TEXT}
 
 
 def check(row: Prediction) -> str | None:
     """What is wrong with a MathVision predictions row; None where nothing is."""
-    fault = wrong_fields(row, _SCORED, ("question", "subject"))
-    if fault:
+    fault = wrong_fields(row, COLUMNS)
+    if fault or not row["options"]:
         return fault
-    options = row["options"]
-    if not isinstance(options, list) or not all(isinstance(option, str) for option in options):
-        return f"has options = {options!r:.60}, expected a list of texts"
-    letters = [chr(ord("A") + index) for index in range(len(options))]
-    if options and row["answer"] not in letters:
-        return f"has answer = {row['answer']!r:.60}, expected one of {', '.join(letters)}"
-    return None
+    return wrong_fields(row, {"answer": one_of(*ascii_uppercase[: len(row["options"])])})
 
 
 def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
@@ -250,11 +245,8 @@ def _rules(options: Namespace) -> dict[str, Any]:
     return {"rules": options.rules, **(extraction_rules(options) if options.rules != "official" else {})}
 
 
-_NEEDED = ("id", "question", "options", "answer", "level", "subject")
-
-
 load = partial(
-    load_problems, needed=_NEEDED, image_columns=("decoded_image", "image"), prompt=build_query, check=check,
+    load_problems, needed=("id", *COLUMNS), image_columns=("decoded_image", "image"), prompt=build_query, check=check,
     id_column="id",
 )  # fmt: skip
 

@@ -13,7 +13,7 @@ with imports():
     from adora_vl.data.prompts import lettered
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import wrong_fields
+    from eval.inference.predictions import ANY, TEXT, one_of, wrong_fields
     from eval.records import Benchmark, Extraction, Graded, OwnFigures, Prediction, Published, RowGrade
     from eval.scoring.judge import Kind, Question, add_extraction_options, extraction_rules, with_extractions
     from eval.scoring.score import by_problem, counted, metadata_groups, verdict
@@ -70,10 +70,8 @@ _NOT_A_NUMBER = (ValueError, TypeError, OverflowError)  # what `int` and `float`
 
 
 class Hit(NamedTuple):
-    """Whether an item is right, and its normalised extraction, or None if there is no prediction."""
-
     correct: bool
-    prediction: str | None
+    prediction: str | None  # the normalised extraction; None if there is none
 
 
 def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
@@ -172,14 +170,17 @@ ID_OOD = (
     "both counted twice; OOD is everything correct minus ID's, over all items minus ID's. The split of ADORA's table, "
     "inferred from its figures; because of the double count the intervals are a little too narrow."
 )
-_WORDS = {"question_type": ("multi_choice", "free_form"), "answer_type": ("text", "integer", "float", "list")}
+COLUMNS = {
+    "question": TEXT, "question_type": one_of("multi_choice", "free_form"),
+    "answer_type": one_of("text", "integer", "float", "list"), "precision": ANY, "choices": ANY, "answer": TEXT,
+    "metadata": ANY,
+}  # fmt: skip
 _MOST_PLACES = 15  # decimal places that a float holds
-_SCORED = ("pid", "question", "question_type", "answer_type", "precision", "choices", "answer", "metadata", "response")
 
 
 def check(row: Prediction) -> str | None:
     """What is wrong with a MathVista predictions row; None where nothing is."""
-    fault = wrong_fields(row, _SCORED, ("question",), _WORDS)
+    fault = wrong_fields(row, COLUMNS)
     if fault:
         return fault
     if row["question_type"] == "multi_choice" and not 1 <= len(row["choices"] or []) <= 26:
@@ -230,14 +231,11 @@ def _rules(options: Namespace) -> dict[str, Any]:
     return {"rules": options.rules, "ignore_empty_extractions": empty, **extraction_rules(options)}
 
 
-_NEEDED = ("pid", "question", "question_type", "answer_type", "precision", "choices", "answer", "metadata")
-_KEPT = (*_NEEDED[1:4], "precision", "unit", "choices", "answer", "metadata")
-
-
 # `query` is the official prompt where the data has it.
 load = partial(
-    load_problems, needed=_NEEDED, image_columns=("decoded_image", "image"),
-    prompt=lambda row: row.get("query") or build_query(row), kept=_KEPT, check=check,
+    load_problems, needed=("pid", *COLUMNS), image_columns=("decoded_image", "image"),
+    prompt=lambda row: row.get("query") or build_query(row), check=check,
+    kept=("question", "question_type", "answer_type", "precision", "unit", "choices", "answer", "metadata"),
 )  # fmt: skip
 
 

@@ -1,10 +1,10 @@
 """`python -m eval.mmmu_pro`: MMMU-Pro (vision), whose questions stand in their pictures, with its official score."""
 
 import ast
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from string import ascii_uppercase
 
 from adora_vl.utils.cli import imports
 
@@ -12,12 +12,13 @@ with imports():
     from adora_vl.utils.cli import amount
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import wrong_fields
+    from eval.inference.predictions import ANY, TEXT, wrong_fields
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
     from eval.scoring.choice import extract_choice
     from eval.scoring.score import extraction_item, rule_set, verdict
 
 RULE_SETS = ("official", "letter")
+COLUMNS = {"options": ANY, "answer": TEXT, "subject": TEXT}
 _LAST_LINE = (
     "The last line of your response should be of the following format: 'Answer: $LETTER' (without quotes) where LETTER "
     "is one of options."
@@ -40,7 +41,7 @@ def official_letter(response: str, options: Sequence[str]) -> str | None:
     else the last of the letters in brackets, before a space or before a full stop, else the option whose text comes
     last. None where it would draw a letter.
     """
-    letters = [chr(ord("A") + index) for index in range(len(options))]
+    letters = ascii_uppercase[: len(options)]
     _, mark, tail = response.rpartition("Answer:")
     found = [letter for letter in letters if mark and letter in tail]
     if len(found) == 1:
@@ -60,17 +61,13 @@ def official_letter(response: str, options: Sequence[str]) -> str | None:
 
 def check(row: Prediction) -> str | None:
     """What is wrong with an MMMU-Pro predictions row; None where nothing is."""
-    fault = wrong_fields(row, (*_NEEDED[1:], "response"), ("subject",))
-    if fault:
-        return fault
+    fault = wrong_fields(row, COLUMNS)
     try:
-        options = options_of(row)
+        letters = ascii_uppercase[: 0 if fault else len(options_of(row))]
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
-    last = chr(ord("A") + len(options) - 1)
-    if not re.fullmatch("[A-Z]", row["answer"]) or row["answer"] > last:
-        return f"has answer = {row['answer']!r:.60}, expected a letter from A to {last}"
-    return None
+    expected = f"a letter from A to {letters[-1:]}"
+    return fault or wrong_fields(row, {"answer": ((lambda answer: answer in (*letters,)), expected)})
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
@@ -90,13 +87,10 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     return OwnFigures(notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else [])
 
 
-_NEEDED = ("id", "options", "answer", "subject")
-
-
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, the same question for each, and a hash of the data."""
     return load_problems(
-        options, _NEEDED, ("image",), prompt=lambda row: QUERIES[options.query], check=check, id_column="id",
+        options, ("id", *COLUMNS), ("image",), prompt=lambda row: QUERIES[options.query], check=check, id_column="id",
         config="vision",
     )  # fmt: skip
 

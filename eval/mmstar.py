@@ -4,6 +4,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ with imports():
     from adora_vl.utils.errors import UserError
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import key, read_predictions, wrong_fields
+    from eval.inference.predictions import TEXT, key, matching, read_predictions, wrong_fields
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.score import by_problem, extraction_item, grade_row, rule_set, verdict
@@ -23,18 +24,11 @@ with imports():
     from eval.scoring.table import percent
 
 RULE_SETS = ("official", "letter")
-_SCORED = ("pid", "question", "answer", "category", "l2_category", "response")
+COLUMNS = {
+    "question": TEXT, "answer": matching(r"\s*[A-Za-z]\s*", "a letter"), "category": TEXT, "l2_category": TEXT,
+}  # fmt: skip
 _OPTION = re.compile(r"(?:^|[\s,])([A-Z]): ")
-
-
-def check(row: Prediction) -> str | None:
-    """What is wrong with an MMStar predictions row; None where nothing is."""
-    fault = wrong_fields(row, _SCORED, ("question", "category", "l2_category"))
-    if fault:
-        return fault
-    if not re.fullmatch(r"\s*[A-Za-z]\s*", row["answer"]):
-        return f"has answer = {row['answer']!r}, expected a letter"
-    return None
+check = partial(wrong_fields, kinds=COLUMNS)
 
 
 def official_hit(response: str, answer: str) -> bool:
@@ -124,15 +118,11 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-_NEEDED = ("index", "question", "answer", "category", "l2_category")
-_KEPT = (*_NEEDED, "meta_info")
-
-
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, the question as it is (its options are in it), and a hash of the data."""
     return load_problems(
-        options, _NEEDED, ("image",), prompt=itemgetter("question"), kept=_KEPT, check=check, id_column="index",
-        blind=options.no_image,
+        options, ("index", *COLUMNS), ("image",), prompt=itemgetter("question"), check=check, id_column="index",
+        kept=("index", *COLUMNS, "meta_info"), blind=options.no_image,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Prediction = dict[str, Any]  # a row of `predictions.jsonl`
+Score = dict[str, Any]  # the content of a score file: `docs/evaluation.md` describes it, `eval.scoring.score` makes it
 CORRECT, WRONG = "correct", "wrong"
 FAILED = "failed"  # not asked, or the extraction failed; counts as not correct
 JUDGE_FAILED = "judge_failed"  # the `how` of an extraction that no judge could make
@@ -86,32 +87,6 @@ class Cell(TypedDict):
     wilson_95: NotRequired[list[float]]
 
 
-class Score(TypedDict):
-    """The figures that every score has. The figures of a benchmark's own (`OwnFigures`) stand beside them."""
-
-    benchmark: str
-    correct: int
-    total: int
-    accuracy: float
-    wilson_95: list[float]
-    groups: dict[str, dict[str, Cell]]
-    verdicts: dict[str, int]
-    image_failed: int
-    too_long: int
-    samples: NotRequired[dict[str, Any]]  # avg@k and pass@k, if a problem has several answers
-    tokens: dict[str, dict[str, float | int] | None]
-    truncated: dict[str, Any] | None
-    reflective_words: dict[str, Any] | None
-    empty_responses: int
-    rules: dict[str, Any]
-    extraction_mix: NotRequired[dict[str, int]]  # of a benchmark that extracts answers: how often in which way
-    extraction_failed: NotRequired[int]
-    coverage: NotRequired[dict[str, int | None]]  # of a score file, as the following two
-    versions: NotRequired[dict[str, str]]
-    fingerprint: NotRequired[dict[str, Any] | None]
-    items: list[dict[str, Any]]
-
-
 @dataclass(frozen=True)
 class OwnFigures:
     """What a benchmark adds to its score; the score file has `figures` and `notes` under their own keys.
@@ -177,7 +152,5 @@ class Benchmark:
 
 
 class Scored(NamedTuple):
-    """A score, and what its benchmark says about it."""
-
     score: Score
-    summary: OwnFigures
+    summary: OwnFigures  # what its benchmark says about it

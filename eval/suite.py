@@ -2,7 +2,7 @@
 
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -12,11 +12,10 @@ with imports():
     from adora_vl.utils.cli import Parser, exit_code_of, optional, path
     from adora_vl.utils.errors import UserError
     from eval.benchmark import named
-    from eval.command import AskedProblems, ask, check_options, check_output, parse, questions, write_score
+    from eval.command import ask, check_options, check_output, parse, questions, write_score
     from eval.compare import ScoreFile, between_problems, read_run
     from eval.inference.engines import build_engine
     from eval.inference.predictions import PREDICTIONS
-    from eval.inference.requests import AnswerEngine, AnswerEngineSettings
     from eval.inference.runner import bounded, ranks
     from eval.records import Benchmark
 
@@ -29,19 +28,6 @@ SUITES = {
     }
 }  # fmt: skip
 _FIGURE = {"mathverse": "five_versions", "wemath": "strict"}  # what papers quote; else the accuracy of all answers
-
-
-def _one_engine(
-    settings: AnswerEngineSettings, asked: Sequence[AskedProblems], system_prompt: str | None
-) -> Callable[[AnswerEngineSettings], AnswerEngine]:
-    """Builds the engine at the first call, for the longest text and the most images of all, and gives it again."""
-    problems = [problem for each in asked for problem in each.problems]
-
-    @cache
-    def built() -> AnswerEngine:
-        return build_engine(bounded(settings, problems, system_prompt))
-
-    return lambda _: built()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,9 +66,11 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
     others = [read_run(str(given.beside / each.name), str(given.beside)) for each, _ in tasks] if given.beside else []
     settings = check_options(tasks[0][1])
     asked = [questions(*task) for task in tasks]
-    processes, build = ranks(), _one_engine(settings, asked, settings.told(tasks[0][1].system_prompt))
+    problems, told = [problem for each in asked for problem in each.problems], settings.told(tasks[0][1].system_prompt)
+    # Built at the first call, for the longest text and the most images of all.
+    engine, processes = cache(lambda: build_engine(bounded(settings, problems, told))), ranks()
     for (benchmark, options), each in zip(tasks, asked, strict=True):
-        ask(benchmark, options, settings, each, replace(processes, run=benchmark.name), build)
+        ask(benchmark, options, settings, each, replace(processes, run=benchmark.name), lambda _: engine())
         if processes.rank == 0:
             write_score(benchmark, options.output / PREDICTIONS, options)
     if processes.rank == 0:

@@ -14,7 +14,7 @@ with imports():
     from adora_vl.utils.cli import amount
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import wrong_fields
+    from eval.inference.predictions import TEXT, matching, wrong_fields
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.score import by_problem, counted, mean_with_interval, rule_set, verdict
@@ -29,7 +29,12 @@ Option: {option}
 Regarding the format, please answer following the template below, and be sure to include two <> symbols:
 <Thought process>: <<your thought process>> <Answer>: <<your option>>"""
 _OPTION = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
-_KEY = re.compile(r"([23])steps_(\d|multi)")
+COLUMNS = {
+    "ID": TEXT,
+    "key": matching("2steps_(?:[12]|multi)|3steps_(?:[123]|multi)", "such as 2steps_1, 3steps_3 or 3steps_multi"),
+    "knowledge concept": TEXT, "question": TEXT, "option": TEXT, "answer": matching("[A-H]", "a letter from A to H"),
+}  # fmt: skip
+check = partial(wrong_fields, kinds=COLUMNS)
 _TEMPLATE = re.compile(r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>")
 _STEPS = {"2": "two steps", "3": "three steps"}
 
@@ -45,19 +50,6 @@ def official_letter(response: str) -> str | None:
     """
     tail = re.sub(r"[<>:.]", "", response.split("Answer")[-1].strip()).strip()
     return tail[0] if tail and tail[0] in "ABCDEFGH" else None
-
-
-def check(row: Prediction) -> str | None:
-    """What is wrong with a We-Math predictions row; None where nothing is."""
-    fault = wrong_fields(row, (*_NEEDED[1:], "response"), ("ID", "question", "option", "knowledge concept"))
-    if fault:
-        return fault
-    found = _KEY.fullmatch(str(row["key"]))
-    if found is None or not (found[2] == "multi" or 1 <= int(found[2]) <= int(found[1])):
-        return f"has key = {row['key']!r:.60}, expected such as 2steps_1, 3steps_3 or 3steps_multi"
-    if not re.fullmatch(r"[A-H]", row["answer"]):
-        return f"has answer = {row['answer']!r:.60}, expected a letter from A to H"
-    return None
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
@@ -105,12 +97,20 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     warnings = [lacking] if missing else []
     if not whole:
         return OwnFigures({"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings)
+    # The answers to the steps, and the one to the whole.
+    told = [
+        (
+            [right[key] for key in right if not key.endswith("multi")],
+            right[next(k for k in right if k.endswith("multi"))],
+        )
+        for right in whole.values()
+    ]
     each = max(map(len, by_problem(graded).values()))
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
     lines = []
     for name in ("strict", "loose"):
-        found = [_diagnosis(right, strict=name == "strict") for right in whole.values()]
+        found = [diagnosis(steps, at_once, strict=name == "strict") for steps, at_once in told]
         counts = Counter(found)
         if name == "strict":  # the loose counts of these two are the same
             cells = {kind: counted(counts[kind], len(found), each) for kind in ("IK", "IG")}
@@ -123,18 +123,11 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     return OwnFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
 
 
-def _diagnosis(right: dict[str, bool], *, strict: bool) -> str:
-    steps = [value for key, value in right.items() if not key.endswith("multi")]
-    return diagnosis(steps, next(value for key, value in right.items() if key.endswith("multi")), strict=strict)
-
-
-_NEEDED = ("question number", "ID", "key", "knowledge concept", "question", "option", "answer")
-
-
 # Every step of a composite problem, and the whole.
 load = partial(
-    load_problems, needed=_NEEDED, image_columns=("image_path",), prompt=prompt, check=check, id_column=_NEEDED[0]
-)
+    load_problems, needed=("question number", *COLUMNS), image_columns=("image_path",), prompt=prompt, check=check,
+    id_column="question number",
+)  # fmt: skip
 
 
 def _score_options(parser: ArgumentParser) -> None:

@@ -63,7 +63,17 @@ class ChatProcessor:
                 f"pixels; serve it and use --engine openai, or name a model of the families {known()}"
             )
         self._own_limits = own or {}
-        self.pixel_limits, self._max_pixels = self._limits(min_pixels, max_pixels)
+        given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
+        if any(given.values()) and not own:
+            raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
+        asked = any(given.values())
+        self.pixel_limits = {name: value or self._own_limits[name] for name, value in given.items()} if asked else {}
+        least, most = (({**self._own_limits, **self.pixel_limits}).get(name, 0) for name in given)
+        if asked and least > most:
+            raise UserError(
+                f"min_pixels: {least} is over max_pixels, {most} (what is not given comes from the model's processor); "
+                "give both"
+            )
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         self._tokenizer.padding_side = "left"
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
@@ -90,21 +100,6 @@ class ChatProcessor:
         if find_cpu_build() and self.dtype(dtype) == "float32" and has_linear_attention(self.config):
             alone = "on a CPU vLLM computes its linear attention in bfloat16 alone"
             raise UserError(f"model: {model!r} is in float32, and {alone}; use --engine transformers")
-
-    def _limits(self, min_pixels: int | None, max_pixels: int | None) -> tuple[dict[str, int], int]:
-        """The limits for the image processor, and the number of pixels of the largest image that results."""
-        own, given = self._own_limits, {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        if not any(given.values()):
-            return {}, own.get("max_pixels", 0)
-        if not own:
-            raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
-        limits = {name: value or own[name] for name, value in given.items()}
-        if limits["min_pixels"] > limits["max_pixels"]:
-            raise UserError(
-                f"min_pixels: {limits['min_pixels']} is over max_pixels, {limits['max_pixels']} "
-                "(what is not given comes from the model's processor); give both"
-            )
-        return limits, limits["max_pixels"]
 
     def render(self, messages: list[Message]) -> str:
         """The prompt as text, with one placeholder per image.
@@ -169,17 +164,13 @@ class ChatProcessor:
         lengths = f"its text has {of_text} tokens, its image {of_images}, and the model's context {context}"
         return f"{lengths}; lower --max-pixels"
 
-    def _most_image_tokens(self, images: int) -> int:
-        if self.text_only:
-            return 0
-        # The side, in pixels, of what becomes one image token.
-        unit: int = self._image_processor.patch_size * self._image_processor.merge_size
-        return images * -(-self._max_pixels // unit**2)
-
     def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
         """A bound on the tokens of prompt and answer, at most the model's context. A byte is at most one token."""
-        most = self._most_image_tokens(max_images) + max_text_bytes + _TEMPLATE_TOKENS + max_tokens
-        return min(self.context, most)
+        most = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
+        if not self.text_only:
+            unit = self._image_processor.patch_size * self._image_processor.merge_size  # pixels, of a token's side
+            most += max_images * -(-({**self._own_limits, **self.pixel_limits}["max_pixels"]) // unit**2)
+        return min(self.context, int(most))
 
 
 def _text_of(content: str | list[Message]) -> str:

@@ -33,16 +33,33 @@ _LONGEST_PATH = 300  # characters; a longer text is Base64
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows without their images, what the image columns of each hold, and a hash of the rows.
-
-    `folder`: where the paths of images lead; None for data from the hub, which has no files.
-    """
+    """The rows without encoded images, those by column, which are read one by one, and a hash of the rows."""
 
     rows: list[Row]
-    values: list[Callable[[], list[Any]]]
+    encoded: Mapping[str, Any]
     hash: str
     origin: str
-    folder: Path | None
+    folder: Path | None  # where the paths of images lead; None for data from the hub, which has no files
+
+    def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
+        """The first usable image of a row: bytes, a struct of bytes or path, a path, or base64."""
+        found = [
+            self.encoded[column][index].as_py() if column in self.encoded else self.rows[index].get(column)
+            for column in columns
+        ]
+        held = [value for value in found if value is not None]
+        for value in held:
+            if isinstance(value, dict):
+                value = value.get("bytes") or value.get("path")
+            if isinstance(value, bytes):
+                return [value]
+            if isinstance(value, str) and value:
+                if not _is_path(value):
+                    return [base64.b64decode(value, validate=True)]
+                file = None if self.folder is None else file_within(self.folder, value)
+                if file is not None and (value == held[-1] or file.is_file()):
+                    return [file.read_bytes()]
+        raise ValueError("the row has no image")
 
 
 def add_revision_option(parser: ArgumentParser) -> None:
@@ -94,9 +111,9 @@ def load_problems(
         raise UserError(f"data: {loaded.origin} has no rows")
     names = kept or [name for name in needed if name != id_column]
     problems = []
-    for row, values in zip(loaded.rows, loaded.values, strict=True):
+    for index, row in enumerate(loaded.rows):
         fields = {"pid": str(row[id_column]), **{name: row.get(name) for name in names}}
-        stored = partial(_encoded, values, loaded.folder)
+        stored = partial(loaded.pictures, index, image_columns)
         problems.append(pictured(fields, prompt(row), 1, stored) if seen else Problem(fields, prompt(row), 0, list))
     return problems, _with_pictures(loaded, image_columns)
 
@@ -157,7 +174,7 @@ def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str)
         folder = path if path.is_dir() else path.parent
         held = content_hash(files)  # before they are read
         return _from_table(_tables(files), image_columns, held, str(path), folder)
-    return _from_json(files[0], image_columns, id_column)
+    return _from_json(files[0], id_column)
 
 
 def _files(folder: Path, split: str) -> list[Path]:
@@ -209,9 +226,8 @@ def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[st
 def _from_table(
     table: pa.Table, image_columns: Sequence[str], data_hash: str, origin: str, folder: Path | None
 ) -> _Rows:
-    """The rows without their images, which are decoded one by one when they are asked for."""
-    columns = [column for column in image_columns if column in table.column_names]
     # A column of texts stays with the rows: those are paths, or Base64.
+    columns = [column for column in image_columns if column in table.column_names]
     binary = [column for column in columns if not pa.types.is_string(table.schema.field(column).type)]
     try:
         rows = table.drop_columns(binary).to_pylist()
@@ -219,11 +235,7 @@ def _from_table(
         raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
     for row in rows:
         row.update(dict.fromkeys(binary))
-
-    def values(index: int) -> Callable[[], list[Any]]:
-        return lambda: [table.column(column)[index].as_py() for column in columns]
-
-    return _Rows(rows, [values(index) for index in range(len(rows))], data_hash, origin, folder)
+    return _Rows(rows, {column: table.column(column) for column in binary}, data_hash, origin, folder)
 
 
 def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
@@ -234,7 +246,7 @@ def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
     return loaded.hash + (f"+{content_hash(pictures)}" if pictures else "")
 
 
-def _from_json(path: Path, image_columns: Sequence[str], id_column: str) -> _Rows:
+def _from_json(path: Path, id_column: str) -> _Rows:
     """The rows of a JSON file: a list, an object of rows by id, or one object per line."""
     place, rows = "", cast(Any, [])
     try:
@@ -252,28 +264,7 @@ def _from_json(path: Path, image_columns: Sequence[str], id_column: str) -> _Row
         rows = [{id_column: name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
-
-    def values(row: Row) -> Callable[[], list[Any]]:
-        return lambda: [row.get(column) for column in image_columns]
-
-    return _Rows(rows, [values(row) for row in rows], held, str(path), path.parent)
-
-
-def _encoded(values: Callable[[], list[Any]], folder: Path | None) -> list[bytes]:
-    """The image that the first usable of `values` holds: bytes, a struct of bytes or path, a path, or base64."""
-    held = values()
-    for value in held:
-        if isinstance(value, dict):
-            value = value.get("bytes") or value.get("path")
-        if isinstance(value, bytes):
-            return [value]
-        if isinstance(value, str) and value:
-            if not _is_path(value):
-                return [base64.b64decode(value, validate=True)]
-            file = None if folder is None else file_within(folder, value)
-            if file is not None and (value == held[-1] or file.is_file()):
-                return [file.read_bytes()]
-    raise ValueError("the row has no image")
+    return _Rows(rows, {}, held, str(path), path.parent)
 
 
 def _is_path(value: Any) -> bool:

@@ -6,14 +6,12 @@ unless its prompt is too long for the server's model.
 """
 
 import base64
-import io
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
-from PIL import Image
-
+from adora_vl.data.images import png_bytes
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, Reply, check_url
@@ -77,21 +75,14 @@ class EndpointEngine:
 
 def messages_of(request: AnswerRequest) -> Messages:
     """The conversation in OpenAI's form: each placeholder becomes its image."""
-    images = iter(request.images)
+    pngs = (base64.b64encode(png_bytes(image.convert("RGB"))).decode() for image in request.images)
+
+    def shown(part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] != "image":
+            return part
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{next(pngs)}"}}
+
     return [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [_part(part, images) for part in message["content"]]}
-        for message in request.messages
+        {**each, "content": each["content"] if isinstance(each["content"], str) else list(map(shown, each["content"]))}
+        for each in request.messages
     ]
-
-
-def _part(part: dict[str, Any], images: Any) -> dict[str, Any]:
-    return {"type": "image_url", "image_url": {"url": data_url(next(images))}} if part["type"] == "image" else part
-
-
-def data_url(image: Image.Image) -> str:
-    """The image as a data URL of a PNG, which is lossless."""
-    buffer = io.BytesIO()
-    image.convert("RGB").save(buffer, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

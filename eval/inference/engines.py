@@ -13,10 +13,11 @@ from adora_vl.utils.errors import UserError
 from eval.inference.chat import ChatProcessor
 from eval.inference.endpoint import EndpointEngine, endpoint_of
 from eval.inference.provenance import trained_with
-from eval.inference.requests import HUB_ID, AnswerEngine, AnswerEngineSettings, AnswerTools, EngineName
+from eval.inference.requests import HUB_ID, AnswerEngine, AnswerEngineSettings, EngineName
 
 if TYPE_CHECKING:
     from adora_vl.config.blocks import ToolOptions
+    from adora_vl.tools.run import Toolbox
 
 
 def default_engine() -> EngineName:
@@ -53,9 +54,8 @@ def settings_of(options: Namespace) -> AnswerEngineSettings:
     template = trained_with(model).get("chat_template_kwargs") or {}
     if template:
         print(f"chat_template_kwargs: those of the model's training, {template}", file=sys.stderr)
-    given |= {"model": model, "endpoint": endpoint, "tools": None, "template": template}
-    settings = AnswerEngineSettings(**given)
-    return replace(settings, tools=_tools_of(options, settings)) if getattr(options, "tools", None) else settings
+    settings = AnswerEngineSettings(**{**given, "model": model, "endpoint": endpoint, "template": template})
+    return replace(settings, toolbox=_toolbox_of(options, settings)) if getattr(options, "tools", None) else settings
 
 
 def tool_options_of(options: Namespace) -> ToolOptions:
@@ -69,7 +69,7 @@ def tool_options_of(options: Namespace) -> ToolOptions:
     return limits
 
 
-def _tools_of(options: Namespace, settings: AnswerEngineSettings) -> AnswerTools:
+def _toolbox_of(options: Namespace, settings: AnswerEngineSettings) -> Toolbox:
     """The tools of the options, for what this model sees. Raises `UserError`."""
     if settings.endpoint is not None:
         raise UserError("tools: --engine openai answers no calls; use vllm or transformers, or leave --tools out")
@@ -77,11 +77,9 @@ def _tools_of(options: Namespace, settings: AnswerEngineSettings) -> AnswerTools
     from adora_vl.data.prompt_lengths import limits_of
     from adora_vl.tools.run import Toolbox, choose_tools, view_of
 
-    limits = options.tool_options or ToolOptions()
-    chosen = choose_tools(options.tools)
-    chat = ChatProcessor.of(settings)
+    chosen, chat = choose_tools(options.tools), ChatProcessor.of(settings)
     pixels = limits_of(chat.processor, chat.config, settings.min_pixels, settings.max_pixels)
-    return AnswerTools(Toolbox(chosen, limits, view_of(chat.config, pixels)), options.max_tool_calling_iterations)
+    return Toolbox(chosen, options.tool_options or ToolOptions(), view_of(chat.config, pixels))
 
 
 def check_loadable(settings: AnswerEngineSettings) -> None:

@@ -92,9 +92,8 @@ class _Local(Conversations):
     ) -> None:  # fmt: skip
         super().__init__(chat, sample, settings.max_tokens, settings.batch_size or batch_size)
         self.resolved = chat.resolved(settings.dtype)
-        if settings.tools is not None:
-            toolbox, most = settings.tools.toolbox, settings.tools.most
-            turn, room = toolbox.options.turn_tokens, chat.context
+        if toolbox := settings.toolbox:
+            most, turn, room = settings.max_tool_calling_iterations, toolbox.options.turn_tokens, chat.context
             given = (chat.processor, settings.template, chat.tokens_of, most, chat.decode, turn, room)
             self.turns = Turns(toolbox, *given)
 
@@ -115,7 +114,7 @@ class VLLMEngine(_Local):
         chat = ChatProcessor.of(settings)
         chat.check_vllm(settings.model, settings.dtype)
         longest = chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens)
-        shown = max(settings.max_images, settings.tools.toolbox.options.images if settings.tools else 1)
+        shown = max(settings.max_images, settings.toolbox.options.images if settings.toolbox else 1)
         llm = PolicyLLM(
             model=settings.model,
             revision=settings.revision,
@@ -150,7 +149,8 @@ class TransformersEngine(_Local):
             trust_remote_code=False,
         )  # fmt: skip
         self._model = model.to(self._device).eval()
-        self._eos_ids = _end_tokens(model.generation_config.eos_token_id)
+        eos = model.generation_config.eos_token_id  # one, several or none
+        self._eos_ids: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         # A fresh one, because `generate` fills in what is not given from the model's own: Qwen2.5-VL's has a repetition
         # penalty of 1.05, which vLLM (given explicit sampling parameters) does not apply.
         sampled = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
@@ -177,8 +177,3 @@ class TransformersEngine(_Local):
         end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
         kept = ids if end is None else ids[: end + 1]
         return RolloutAnswer(kept, [None] * len(kept), "length" if end is None else "stop")
-
-
-def _end_tokens(eos: int | list[int] | None) -> list[int]:
-    """The end tokens of a generation config, which names one, several or none."""
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

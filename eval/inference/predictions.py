@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -90,22 +91,35 @@ def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
     return f"lacks {fields}; it has {', '.join(row) or 'none'}, needed are {', '.join(needed)}"
 
 
-def wrong_fields(
-    row: Prediction, needed: Sequence[str], texts: Sequence[str], words: Mapping[str, Sequence[str]] | None = None
-) -> str | None:
-    """What is wrong with the fields of a row: one of `needed` is missing, one of `texts` is no string, or one has none
-    of the `words` that are known for it. None where nothing is.
-    """
-    lacking = missing_fields(row, needed)
-    if lacking:
-        return lacking
-    for field in texts:
-        if not isinstance(row[field], str):
-            return f"has {field} = {row[field]!r:.60}, expected a string"
-    for field, known in (words or {}).items():
-        if row[field] not in known:
-            return f"has {field} = {row[field]!r:.60}, expected one of {', '.join(known)}"
-    return None
+Kind = tuple[Callable[[Any], bool], str]  # what a value has to be, and that in words
+ANY: Kind = (lambda value: True, "anything")
+TEXT: Kind = (lambda value: isinstance(value, str), "a string")
+TEXTS: Kind = (lambda value: isinstance(value, list) and all(map(TEXT[0], value)), "a list of texts")
+
+
+def one_of(*words: str) -> Kind:
+    """One of these words."""
+    return (lambda value: value in words), f"one of {', '.join(words)}"
+
+
+def matching(pattern: str, expected: str) -> Kind:
+    """A text of this form."""
+    return (lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None), expected
+
+
+def or_null(kind: Kind) -> Kind:
+    """The same, or nothing."""
+    return (lambda value: value is None or kind[0](value)), f"{kind[1]} or null"
+
+
+def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
+    """What is wrong with the fields of a row: one is missing, or is not of its kind. None where nothing is."""
+    wrong = (
+        f"has {name} = {row[name]!r:.60}, expected {expected}"
+        for name, (holds, expected) in kinds.items()
+        if not holds(row[name])
+    )
+    return missing_fields(row, tuple(kinds)) or next(wrong, None)
 
 
 def _parsed(line: bytes, id_column: str) -> Prediction | str:
@@ -127,30 +141,25 @@ def _parsed(line: bytes, id_column: str) -> Prediction | str:
 
 def row_fault(row: Prediction) -> str | None:
     """What is wrong with the fields that every benchmark has, or None."""
-    fault = wrong_fields(row, REQUIRED_FIELDS, REQUIRED_FIELDS)
-    if fault:
-        return fault
-    for field, (holds, expected) in _OPTIONAL.items():
-        value = row.get(field)
-        if not holds(value) and (value is not None or (field == "sample" and field in row)):
-            return f"has {field} = {value!r:.60}, expected {expected}"
-    return None
+    there = {name: kind for name, kind in _OPTIONAL.items() if name in row}
+    return wrong_fields(row, dict.fromkeys(REQUIRED_FIELDS, TEXT)) or wrong_fields(row, there)
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-_COUNT = (_is_count, "a whole number from 0 on")
-_TEXT = (lambda value: isinstance(value, str), "a string or null")
-_OPTIONAL: dict[str, tuple[Callable[[Any], bool], str]] = {  # fields that a row may lack, or have as null
-    "choices": (lambda held: isinstance(held, list) and all(map(_TEXT[0], held)), "a list of strings or null"),
-    "metadata": (lambda held: isinstance(held, dict), "an object or null"),
-    "sample": _COUNT, "n_tokens": _COUNT, "finish_reason": _TEXT, "error": _TEXT,
-    "calls": (lambda held: isinstance(held, list), "a list or null"),
-    "image_size": (
-        lambda held: isinstance(held, list) and len(held) == 2 and all(map(_is_count, held)), "width and height"
-    ),
+def _is_size(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+
+
+_COUNT: Kind = (_is_count, "a whole number from 0 on")
+_OPTIONAL = {  # fields that a row may lack
+    "choices": or_null((TEXTS[0], "a list of strings")),
+    "metadata": or_null((lambda value: isinstance(value, dict), "an object")),
+    "sample": _COUNT, "n_tokens": or_null(_COUNT), "finish_reason": or_null(TEXT), "error": or_null(TEXT),
+    "calls": or_null((lambda value: isinstance(value, list), "a list")),
+    "image_size": or_null((_is_size, "width and height")),
 }  # fmt: skip
 
 

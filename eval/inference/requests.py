@@ -44,21 +44,6 @@ class AnswerEngine(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class AnswerTools:
-    """What the model may call between its turns, and how many turns are answered."""
-
-    toolbox: Toolbox
-    most: int
-
-    @property
-    def described(self) -> dict[str, Any]:
-        """What answers depend on, for a fingerprint; files by their hashes."""
-        chosen, options = self.toolbox.chosen, vars(self.toolbox.options)
-        found = {"tools": [*chosen.functions], "max_tool_calling_iterations": self.most, "tool_options": options}
-        return found | ({"tool_files": dict(chosen.hashes)} if chosen.hashes else {})
-
-
 @dataclass(frozen=True)
 class AnswerEngineSettings:
     """The settings from which an engine is built. `temperature` 0 is greedy, and `dtype` `auto` is the model's own.
@@ -79,15 +64,21 @@ class AnswerEngineSettings:
     max_images: int = 1
     max_text_bytes: int = 4096
     endpoint: Endpoint | None = None  # of the engine `openai`
-    tools: AnswerTools | None = None
+    toolbox: Toolbox | None = None  # what the model may call between its turns
+    max_tool_calling_iterations: int = 3  # turns that are answered
     template: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template, of the model's training
 
     @property
     def described(self) -> dict[str, Any]:
-        """What answers depend on beside the options, for a fingerprint."""
-        known = self.tools.described if self.tools else {}
-        return known | ({"chat_template_kwargs": dict(self.template)} if self.template else {})
+        """What answers depend on beside the options, for a fingerprint; files by their hashes."""
+        found: dict[str, Any] = {}
+        if self.toolbox:
+            chosen, most = self.toolbox.chosen, self.max_tool_calling_iterations
+            found = {"tools": [*chosen.functions], "max_tool_calling_iterations": most}
+            found |= {"tool_options": vars(self.toolbox.options)}
+            found |= {"tool_files": dict(chosen.hashes)} if chosen.hashes else {}
+        return found | ({"chat_template_kwargs": dict(self.template)} if self.template else {})
 
     def told(self, system_prompt: str | None) -> str | None:
         """The system prompt with what the tools are."""
-        return with_tools(system_prompt, self.tools.toolbox.schemas) if self.tools else system_prompt
+        return with_tools(system_prompt, self.toolbox.schemas) if self.toolbox else system_prompt

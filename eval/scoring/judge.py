@@ -8,6 +8,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -90,11 +91,8 @@ def quick_extract(question: Question) -> Extraction | None:
     if question.kind == "choice" and question.response in question.choices:
         return Extraction(question.response, "exact")
     convert = {"integer": int, "float": float}.get(question.kind)
-    if convert is not None:
-        try:
-            return Extraction(str(convert(question.response)), "exact")
-        except ValueError:
-            return None
+    with suppress(ValueError):
+        return None if convert is None else Extraction(str(convert(question.response)), "exact")
     return None
 
 
@@ -150,44 +148,37 @@ def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extr
     None stands for a problem that was never asked.
     """
     quick = [Extraction(None, "not_asked") if each is None else quick_extract(each) for each in questions]
-    asked = [
-        None if each is None or found is not None else messages_for(each)
-        for each, found in zip(questions, quick, strict=True)
-    ]
-    made = [found or report for found, report in zip(quick, reports(asked, judge), strict=True)]
+    pairs = zip(questions, quick, strict=True)
+    asked = [messages_for(each) if each is not None and found is None else None for each, found in pairs]
+    made = [found or report for found, report in zip(quick, reports(asked, judge, reported), strict=True)]
     return [each for each in made if each is not None]
 
 
-def reports(
-    asked: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str] | None = None
-) -> list[Extraction | None]:
+def reports(asked: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str]) -> list[Extraction | None]:
     """What the judge reports on each of the conversations, in order, from the cache if it was asked before; None where
-    there is nothing to ask. `read`: what is made of its reply; None: `reported`.
+    there is nothing to ask. `read`: what is made of its reply.
     """
+    failures: list[str] = []
     with tqdm(total=len(asked), unit="row", desc="judge", disable=None) as bar:
 
         def one(messages: Messages | None) -> Extraction | None:
-            found = None if messages is None else _report(messages, judge, read or reported)
+            found = None
+            if messages is not None and (known := judge.cached(messages)) is not None:
+                found = Extraction(known, "judge_cached")
+            elif messages is not None:
+                try:
+                    found = Extraction(judge.ask(messages, read), "judge")
+                except EndpointError as error:
+                    failures.append(str(error))
+                    found = Extraction(None, JUDGE_FAILED)
             bar.update()
             return found
 
         found: list[Extraction | None] = judge.each(one, asked)
-    failures = [each.text for each in found if each is not None and each.how == JUDGE_FAILED]
     if failures:
         rows = amount(len(failures), "row")
         print(f"warning: the judge failed on {rows}, the first time: {failures[0]}", file=sys.stderr)
-    failed = Extraction(None, JUDGE_FAILED)
-    return [failed if each is not None and each.how == JUDGE_FAILED else each for each in found]
-
-
-def _report(messages: Messages, judge: ChatClient, read: Callable[[str], str]) -> Extraction:
-    known = judge.cached(messages)
-    if known is not None:
-        return Extraction(known, "judge_cached")
-    try:
-        return Extraction(judge.ask(messages, read), "judge")
-    except EndpointError as error:
-        return Extraction(str(error), JUDGE_FAILED)
+    return found
 
 
 def messages_for(question: Question) -> list[dict[str, str]]:

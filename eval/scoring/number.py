@@ -64,18 +64,14 @@ _VERB = re.compile(
     r"|[=≈]|\\approx|:(?!\d))",
     re.IGNORECASE,
 )
-_WORDS = re.findall(
-    r"\w+",
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
-    "eighteen nineteen twenty",
-)
-_FUNCTION_WORDS = frozenset(
-    re.findall(
-        r"\w+",
-        "the and are was were has have had how many much what which that this there with from for does did not its "
-        "can all",
-    )
-)
+_WORDS = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
+]  # fmt: skip
+_FUNCTION_WORDS = {
+    "the", "and", "are", "was", "were", "has", "have", "had", "how", "many", "much", "what", "which", "that", "this",
+    "there", "with", "from", "for", "does", "did", "not", "its", "can", "all",
+}  # fmt: skip
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 
 
@@ -90,7 +86,7 @@ def extract_number(response: str, question: str = "") -> Extraction:
     text = plain(own_part(response)).strip()
     whole = _NUMBER.fullmatch(re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text))
     if whole:
-        return Extraction(_clean(whole[0]), "exact")
+        return Extraction(whole[0].replace(",", ""), "exact")
     box = last_boxed(response)
     in_box = _numbers(plain(box)) if box is not None else []
     if in_box:
@@ -156,8 +152,8 @@ def _from_sentence(sentence: str, own: set[str]) -> str | None:
     Numbers of the question, `own`, count only where there is no other, and number words only where there is no digit
     but those.
     """
-    spots = [(m.start(), _clean(m[0])) for m in _NUMBER.finditer(_evaluated(sentence))]
     sentence = _evaluated(sentence)
+    spots = [(m.start(), m[0].replace(",", "")) for m in _NUMBER.finditer(sentence)]
     new = [spot for spot in spots if spot[1] not in own]
     if not new:
         new = [(m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)] or spots
@@ -171,24 +167,17 @@ def _from_sentence(sentence: str, own: set[str]) -> str | None:
 
 def _numbers(text: str) -> list[str]:
     """The numbers of a text in order; a number word counts only where there is no digit."""
-    digits = [_clean(match[0]) for match in _NUMBER.finditer(_evaluated(text))]
+    digits = [match[0].replace(",", "") for match in _NUMBER.finditer(_evaluated(text))]
     return digits or [str(_WORDS.index(match[1].lower())) for match in _WORD.finditer(text)]
 
 
 def _evaluated(text: str) -> str:
     r"""The text with `\frac{3}{4}` as 0.75 and `2 \times 10^{3}` as 2e3."""
-    text = _FRACTION.sub(lambda match: f" {match[1]}{_quotient(match[2], match[3])} ", text)
-    return _SCIENTIFIC.sub(r"\1e\2", text)
 
+    def quotient(match: re.Match[str]) -> str:
+        return f" {match[1]}{float(match[2]) / float(match[3]) if float(match[3]) else ''} "
 
-def _quotient(above: str, below: str) -> str:
-    """The value of a fraction, or an empty text if it has none."""
-    return repr(float(above) / float(below)) if float(below) else ""
-
-
-def _clean(number: str) -> str:
-    """The number without thousands separators."""
-    return number.replace(",", "")
+    return _SCIENTIFIC.sub(r"\1e\2", _FRACTION.sub(quotient, text))
 
 
 def extract_list(response: str) -> Extraction:

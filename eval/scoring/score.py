@@ -4,7 +4,7 @@ import statistics
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from adora_vl.rewards.completion import REFLECTIVE, reflective_words
 from eval.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG
@@ -18,7 +18,6 @@ from eval.records import (
     Graded,
     OwnFigures,
     Prediction,
-    Score,
     Scored,
 )
 from eval.scoring.statistics import bootstrap, pass_at, wilson
@@ -80,6 +79,8 @@ def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, 
         rows = benchmark.prepare(rows, options)
     graded = [grade_row(benchmark, row, options) for row in rows]
     own = OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
+    mix = Counter(item.grade.extraction.how for item in graded if item.grade.extraction is not None)
+    extracted = {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]}
     result = {
         "benchmark": benchmark.name,
         **aggregate(graded),
@@ -90,20 +91,21 @@ def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, 
         **answers(rows, graded),
         **own.notes,
         "rules": benchmark.rules(options) | ({"file": benchmark.file} if benchmark.file else {}),
-        **_extractions(graded),
+        **(extracted if mix else {}),
         "items": [_item(benchmark, row, one) for row, one in zip(rows, graded, strict=True)],
     }
-    return Scored(cast(Score, result), own)
+    return Scored(result, own)
 
 
 def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Graded:
     """One row as its benchmark grades it, or failed: where its problem was never asked, or the judge could not say."""
     grade = benchmark.grade(row, options)
     grade = grade._replace(groups={**grade.groups, **common_groups(row)})
+    failed = JUDGE_FAILED if grade.extraction is not None and grade.extraction.how == JUDGE_FAILED else None
     if row.get("finish_reason") in NOT_ASKED:
-        grade = grade._replace(verdict=FAILED, extracted=None, reason=row.get("error") or row["finish_reason"])
-    elif grade.extraction is not None and grade.extraction.how == JUDGE_FAILED:
-        grade = grade._replace(verdict=FAILED, extracted=None, reason=JUDGE_FAILED)
+        failed = row.get("error") or row["finish_reason"]
+    if failed is not None:
+        grade = grade._replace(verdict=FAILED, extracted=None, reason=failed)
     return Graded(row["pid"], grade, row.get("n_tokens"), row.get("sample", 0))
 
 
@@ -119,12 +121,12 @@ def verdict(right: bool) -> str:
 
 def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
     """The cells of a benchmark's own figures in a score, by key and name; also of a score file that was read."""
-    parts = {key: figures.items() for key, figures in score.items() if isinstance(figures, dict)}
-    found: dict[str, dict[str, Any]] = {
-        key: {name: one for name, one in part if isinstance(one, dict) and isinstance(one.get("accuracy"), int | float)}
-        for key, part in parts.items()
-    }
-    return {key: cells for key, cells in found.items() if cells}
+    found: dict[str, dict[str, Any]] = {}
+    for key, figures in score.items():
+        for name, one in figures.items() if isinstance(figures, dict) else ():
+            if isinstance(one, dict) and isinstance(one.get("accuracy"), int | float):
+                found.setdefault(key, {})[name] = one
+    return found
 
 
 def missing_answers(score: Mapping[str, Any]) -> str | None:
@@ -145,16 +147,9 @@ def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
 def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
     """The entry of an answer under `items` in the score file."""
     verdict, extracted, reason, *_ = graded.grade
-    shown = {"verdict": verdict, "extracted": extracted, "reason": reason}
-    if benchmark.item is not None:
-        shown = benchmark.item(row, graded)
+    usual = {"verdict": verdict, "extracted": extracted, "reason": reason}
+    shown = benchmark.item(row, graded) if benchmark.item else usual
     return {"pid": graded.pid, **({"sample": graded.sample} if graded.sample else {}), **shown}
-
-
-def _extractions(graded: Sequence[Graded]) -> dict[str, Any]:
-    """How the answers were extracted, and how often that failed; nothing for a benchmark without such a step."""
-    mix = Counter(item.grade.extraction.how for item in graded if item.grade.extraction is not None)
-    return {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]} if mix else {}
 
 
 def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
@@ -192,8 +187,7 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
         "image_failed": sum(item.grade.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded),
         "too_long": sum(item.grade.groups.get("finish_reason") == [TOO_LONG] for item in graded),
     }
-    samples = _samples(graded)
-    return counts | ({"samples": samples} if samples else {})
+    return counts | _samples(graded)
 
 
 def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
@@ -213,9 +207,8 @@ def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, A
 def cell(items: Sequence[Graded]) -> Cell:
     """Number of correct answers, their total, and the Wilson interval of the accuracy.
 
-    Answers to the same problem are not independent, so more answers per problem must not narrow the interval. It is
-    therefore computed as if there were only as many answers as problems. It is never too narrow, and wider than
-    necessary if the answers to a problem differ.
+    Answers to one problem are not independent, so the interval is that of as many answers as there are problems: never
+    too narrow, and wider than necessary where the answers to a problem differ.
     """
     correct, total = sum(item.correct for item in items), len(items)
     problems = len({item.pid for item in items})
@@ -239,20 +232,18 @@ def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
     return verdicts
 
 
-def _samples(graded: Sequence[Graded]) -> dict[str, Any] | None:
-    """avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems. None if each problem has one answer."""
+def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
+    """avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems. Nothing if each has one answer."""
     problems = list(by_problem(graded).values())
-    k = max(len(answers) for answers in problems)
+    k = max(map(len, problems))
     if k == 1:
-        return None
+        return {}
     full = [answers for answers in problems if len(answers) == k]
-    sizes = sorted({1 << power for power in range(k.bit_length()) if 1 << power <= k} | {k})
-    average = [sum(answers) / k for answers in full]
     result: dict[str, Any] = {"k": k, "problems": len(full), "incomplete": len(problems) - len(full)}
-    result[f"avg@{k}"] = mean_with_interval(average)
-    for j in sizes:
+    result[f"avg@{k}"] = mean_with_interval([sum(answers) / k for answers in full])
+    for j in sorted({1 << power for power in range(k.bit_length())} | {k}):
         result[f"pass@{j}"] = mean_with_interval([pass_at(j, k, sum(answers)) for answers in full])
-    return result
+    return {"samples": result}
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Formats a score for the screen."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from adora_vl.utils.cli import amount
 from eval.inference.views import VIEWS
@@ -14,10 +15,8 @@ def table(scored: Scored) -> str:
     """The overall line, the groups, the benchmark's own figures, lengths, and everything that qualifies the result."""
     score, own = scored
     lines = [made_with(score, own), ""]
-    everything = Cell(
-        accuracy=score["accuracy"], correct=score["correct"], total=score["total"], wilson_95=score["wilson_95"]
-    )
-    rows, hidden = [("all", "", everything)], list[str]()
+    everything: Any = score
+    rows, hidden = list[tuple[str, str, Cell]]([("all", "", everything)]), list[str]()
     for key, group in score["groups"].items():
         shown = list(group.items())[:_MANY]
         rows += _rows(key, dict(shown))

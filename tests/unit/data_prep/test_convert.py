@@ -23,7 +23,7 @@ from data_prep.pictures import FileRoot, PictureError, picture_bytes
 from data_prep.pipeline import Cleaned, clean_one
 from data_prep.problem import PixelLimits, RowError
 from data_prep.records import Context, read_record
-from data_prep.tables import HeldOutShare
+from data_prep.tables import held_out
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused, stored_image
 from tests.unit.data_prep.own_data_support import (
@@ -70,10 +70,10 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
 def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
     for share in [0.1, 0.2, 0.33, 0.5]:
         with subtests.test(f"{share}"):
-            held = [index for index in range(1000) if index in HeldOutShare(share, seed=3)]
+            held = [index for index in range(1000) if held_out(index, share, 3)]
             assert len(held) == pytest.approx(1000 * share, abs=1)
             assert max(after - before for before, after in pairwise(held)) <= 2 / share
-            assert held != [index for index in range(1000) if index in HeldOutShare(share, seed=4)]
+            assert held != [index for index in range(1000) if held_out(index, share, 4)]
 
 
 def test_texts_numbers_and_options_are_golds(case: Case) -> None:

@@ -22,9 +22,9 @@ from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
 from eval import benchmark as list_of_benchmarks
 from eval.benchmark import NAMES, for_data, loaded, named
+from eval.command import figures_in_training as figures
 from eval.command import parse, score_defaults
 from eval.compare import main as compare
-from eval.in_training import figures
 from eval.inference.requests import AnswerRequest
 from eval.inference.views import shown_as
 from eval.records import Benchmark, OwnFigures, Problem

@@ -9,8 +9,8 @@ import pytest
 
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.evaluation import _load as task
+from eval.command import figures_in_training as figures
 from eval.command import main, parse
-from eval.in_training import figures
 from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
 from eval.mathvision_value import latex_value
 from tests.conftest import SHARED

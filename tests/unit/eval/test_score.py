@@ -15,10 +15,10 @@ from adora_vl.utils.openai_client import Reply
 from benchmarks.attenuation.report import sign_flips
 from data_prep.cli import main as data_prep
 from eval import command
+from eval.command import figures_in_training as figures
 from eval.command import score_file
 from eval.geometry3k import BENCHMARK, answer_form
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
-from eval.in_training import figures
 from eval.inference.predictions import IMAGE_FAILED, read_predictions
 from eval.inference.requests import AnswerRequest
 from eval.inference.runner import Ask, answer

@@ -90,8 +90,7 @@ def test_tools_of_a_file_beside_the_config(tmp_path):
     (tmp_path / "c.yaml").write_text("tools: [line, own.py:two]\ntool_options: {images: 3}\n")
     given = ["infer", "--model", str(PRETRAINED), "--data", "D", "--output", "O", "--config", str(tmp_path / "c.yaml")]
     settings = check_options(parse([*given, "--engine", "transformers"], BENCHMARK))
-    assert settings.tools is not None
-    known = settings.tools.described
+    known = settings.described
     assert (known["tools"], known["tool_options"]["images"], [*known["tool_files"]]) == (["line", "two"], 3, ["own.py"])
     assert '"name": "two"' in str(settings.told("Think.")) and str(settings.told("Think.")).startswith("Think.\n\n")
 
