@@ -216,12 +216,9 @@ def _table(found: Survey) -> list[str]:
             blocks[title][f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
     tokens = [facts.tokens for facts in splits.values()]
     if any(map(any, tokens)):
-        figures = {
-            "min": min,
-            "median": lambda held: f"{median(held):g}",
-            "p95": partial(quantile, share=0.95),
-            "max": max,
-        }
+        figures: dict[str, Callable[[array[int]], object]] = {
+            "min": min, "median": lambda held: f"{median(held):g}", "p95": partial(quantile, share=0.95), "max": max,
+        }  # fmt: skip
         blocks[f"image tokens per row ({FAMILIES[found.family].name}'s own limits)"] = {
             name: [str(figure(held)) if held else "-" for held in tokens] for name, figure in figures.items()
         }
