@@ -56,7 +56,6 @@ def add_knights(commands: Any) -> None:
 
 
 def add_output(command: argparse.ArgumentParser) -> None:
-    """Add where a prepared folder goes."""
     command.add_argument("--output", type=path, required=True, metavar="DIR")
     command.add_argument("--overwrite", action="store_true", help="replace another prepared dataset there")
 
@@ -226,7 +225,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> Parser:
-    """The commands and their options."""
     top = Parser(prog="python -m data_prep", description="Make, and look at, data sets for training and evaluation.")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 

@@ -147,15 +147,14 @@ def source_files(location: str, columns: Columns) -> list[str]:
     """The tables of a data set and the pictures that they name; none for the hub's."""
     if not Path(location).exists():
         return []
-    found: dict[str, None] = {}
+    found: list[str] = []
     for part in _parts(location, columns):
-        found[str(part.file)] = None
+        found.append(str(part.file))
         for _, record in part.begin():
             if isinstance(record, Mapping):
                 held = pictures_beside(record, columns, texts_only=part.texts_only) + asked_in(record, columns)[1]
-                named = (path for value in held for path in named_files(value, part.files))
-                found.update(dict.fromkeys(map(str, named)))
-    return list(found)
+                found += (str(path) for value in held for path in named_files(value, part.files))
+    return list(dict.fromkeys(found))
 
 
 def _held(paths: Iterable[str]) -> dict[str, str]:

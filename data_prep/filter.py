@@ -50,8 +50,6 @@ class Keep:
 
 
 class Tally(NamedTuple):
-    """The answers to one problem."""
-
     right: int
     answers: int
 
@@ -186,7 +184,6 @@ def _check_covered(found: Mapping[str, Tally], data: Path, split: str, predictio
 
 
 def in_words(manifest: Manifest) -> str:
-    """What was kept, in one line."""
     facts, keep = manifest["filtered"], manifest["arguments"]["keep"]
     rows = ", ".join(f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"])
     return (

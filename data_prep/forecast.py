@@ -32,8 +32,6 @@ _LITTLE, _MUCH = 0.1, 0.5  # shares of them that would be attenuated
 
 @dataclass(frozen=True)
 class Share:
-    """A share with its 95 % interval."""
-
     count: int
     total: int
 
@@ -61,7 +59,6 @@ class Forecast:
     ahead: tuple[float, float]  # 95 % interval of longest minus shortest, paired
 
     def lines(self) -> list[str]:
-        """A table, and one sentence."""
         low, high = self.ahead
         rows = (
             ("groups with signal, of all", Share(self.tds.total, self.groups)),

@@ -98,13 +98,11 @@ def _described(path: Path) -> Mapping[str, Any]:
 
 
 def row_count(path: Path) -> int:
-    """The rows of a Parquet file, by its metadata."""
     with _readable(path):
         return int(pq.read_metadata(path).num_rows)
 
 
 def _stored(path: Path) -> Any:
-    """A data set on the disk, in Arrow's format."""
     from datasets import Dataset, load_from_disk
 
     try:

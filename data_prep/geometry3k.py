@@ -103,7 +103,8 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
     if root.is_file():
         found = _zipped(root)
     elif root.is_dir():
-        found = {split: folders for split in _SPLITS if (folders := _folders(root / split))}
+        numbered = {split: [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()] for split in _SPLITS}
+        found = {split: [ProblemFolder(path) for path in paths] for split, paths in numbered.items() if paths}
         if len(found) < len(_SPLITS):
             found = _from_zips(sorted(root.glob("*.zip"))) | found
     else:
@@ -117,7 +118,6 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
 
 
 def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
-    """The problems of several zip files."""
     held = {path: _zipped(path) for path in paths}
     found = {}
     for split in _SPLITS:
@@ -129,13 +129,6 @@ def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
         if named:
             found[split] = held[named[0]][split]
     return found
-
-
-def _folders(folder: Path) -> list[ProblemFolder]:
-    """The numbered folders directly in `folder`; none if it does not exist."""
-    if not folder.is_dir():
-        return []
-    return [ProblemFolder(path) for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
 
 
 def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
@@ -209,7 +202,6 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
 
 
 def _facts_of(folder: ProblemFolder, problem: str, row_id: str) -> dict[str, Any]:
-    """The column `facts` of a problem, from its `logic_form.json`."""
     try:
         form = form_of(read_json(folder.read("logic_form.json").decode("utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):

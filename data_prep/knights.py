@@ -70,8 +70,7 @@ def roles_text(names: Sequence[str], is_knight: Sequence[bool]) -> str:
 
 def example_answer(names: Sequence[str]) -> str:
     """`Ada is a knight, ...`: how an answer looks. The last person is never named, so it is no whole answer."""
-    hints = [f"{name} is a {role}" for name, role in zip(names[: len(names) - 1], ("knight", "knave"), strict=False)]
-    return ", ".join([*hints, "..."])
+    return roles_text(names[: min(2, len(names) - 1)], (True, False)[: len(names) - 1]) + ", ..."
 
 
 def puzzle_row(row_id: str, problem: str, gold: str, *, people: int, split: str, slip: str = "") -> Row:

@@ -85,7 +85,6 @@ class Form:
         return [term_of(fact) for fact in dict.fromkeys(self.facts) if fact.strip()]
 
     def found(self, head: str) -> list[Term]:
-        """The facts with this head."""
         return [term for term in self.terms if term and term.head == head]
 
     @cached_property
@@ -223,7 +222,6 @@ def in_words(term: Term | None) -> str | None:
 
 
 def points_of(term: Term) -> set[str]:
-    """The points that it names."""
     return {each.head for each in _all([term]) if not each.arguments and re.fullmatch("[A-Z]'?", each.head)}
 
 

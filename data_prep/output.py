@@ -85,8 +85,7 @@ def refuse_foreign(output: Path) -> None:
 def remove_report(folder: Path) -> None:
     """Delete the report of an earlier try, unless somebody has put files of their own into it."""
     manifest = read_manifest(folder)
-    if manifest is None or manifest["counts"]:
-        return
-    with suppress(UserError):
-        refuse_foreign(folder)
-        shutil.rmtree(folder)
+    if manifest is not None and not manifest["counts"]:
+        with suppress(UserError):
+            refuse_foreign(folder)
+            shutil.rmtree(folder)

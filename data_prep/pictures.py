@@ -173,7 +173,6 @@ def located(name: str, files: FileRoot) -> Path:
 
 
 def _names_in(folder: Path) -> dict[str, list[str]]:
-    """The names in a folder by their folded spelling."""
     try:
         return _listed(folder, folder.stat().st_mtime_ns)
     except OSError:

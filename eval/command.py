@@ -66,7 +66,6 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
 
 
 def build_parser(benchmark: Benchmark) -> Parser:
-    """The verbs of a benchmark and their options."""
     parser = Parser(prog="python -m eval" + (" FILE.py:NAME" if benchmark.file else f".{benchmark.name}"))
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
     for verb, what in VERBS.items():
@@ -121,7 +120,6 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
 
 
 def score_defaults(benchmark: Benchmark) -> Namespace:
-    """The default values of the options of a benchmark's score."""
     parser = Parser()
     if benchmark.add_score_options:
         benchmark.add_score_options(parser)
@@ -206,7 +204,6 @@ class AskedProblems(NamedTuple):
 
 
 def questions(benchmark: Benchmark, options: Namespace) -> AskedProblems:
-    """What a run asks. Raises `UserError`."""
     everything, data_hash = loaded(benchmark, options)
     shown = shown_as(everything, options.view)
     return AskedProblems(shown, len(everything) - len(shown), data_hash)

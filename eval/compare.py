@@ -64,21 +64,19 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
     missing = [key for key in _NEEDED if not isinstance(score, dict) or key not in score]
     if missing:
         raise UserError(f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a benchmark")
-    items = score["items"]
-    if not (
-        isinstance(items, list) and items and all(isinstance(i, dict) and {"pid", "verdict"} <= i.keys() for i in items)
-    ):
+    items = score["items"] if isinstance(score["items"], list) else []
+    if not items or not all(isinstance(item, dict) and {"pid", "verdict"} <= item.keys() for item in items):
         raise UserError(f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions again")
     return ScoreFile.of(name or path, score)
 
 
 def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
     """Raise `UserError` if the runs are of different benchmarks."""
-    first = runs[0]
-    for run in runs:
-        if run.score["benchmark"] != first.score["benchmark"]:
-            other = f"{first.name!r} of {first.score['benchmark']}; compare runs of one benchmark"
-            raise UserError(f"run: {run.name!r} is of {run.score['benchmark']} and {other}")
+    first, name = runs[0], runs[0].score["benchmark"]
+    other = next((run for run in runs if run.score["benchmark"] != name), None)
+    if other is not None:
+        of = f"is of {other.score['benchmark']} and {first.name!r} of {name}"
+        raise UserError(f"run: {other.name!r} {of}; compare runs of one benchmark")
 
 
 @dataclass(frozen=True)
@@ -278,7 +276,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> Parser:
-    """The options of the command."""
     parser = Parser(prog="python -m eval.compare", description="Scores side by side, with tests.")
     add = parser.add_argument
     add("runs", nargs="+", type=text, metavar="RUN", help="a score file, or the folder of a `run`")

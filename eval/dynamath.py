@@ -38,7 +38,6 @@ _EXAMPLE = {"solution": "[Detailed step-by-step explanation]", "short answer": "
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """The official prompt of one question."""
     number = "Please answer in a floating-point number." if row["answer_type"] == "float" else ""
     return f"## Question\n{row['question']}{number}{_GUIDE}{json.dumps(_EXAMPLE, indent=4)}"
 
@@ -74,7 +73,6 @@ def official_hit(answer: str, reference: str, kind: str) -> bool:
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row."""
     answer, how = short_answer(row["response"])
     groups = {name: [row[name]] for name in ("subject", "level", "answer_type")}
     return RowGrade(verdict(official_hit(answer, row["answer"], row["answer_type"])), answer, how, groups)

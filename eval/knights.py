@@ -31,7 +31,6 @@ def _by_people(family: str) -> dict[str, list[str]]:
 
 
 def _check(row: Prediction) -> str | None:
-    """What is wrong with a row, or None."""
     if not roles_in(row["answer"]):
         return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
     return None

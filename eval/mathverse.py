@@ -104,7 +104,6 @@ COLUMNS = {
 
 
 def check(row: Prediction) -> str | None:
-    """What is wrong with a MathVerse predictions row; None where nothing is."""
     return wrong_fields(row, COLUMNS) or wrong_fields({"question_for_eval": None, **row}, _MAY_HAVE)
 
 
@@ -112,7 +111,6 @@ _MAY_HAVE = {"question_for_eval": or_null(TEXT)}
 
 
 def question_of(row: Prediction) -> Question:
-    """A predictions row as a judge reads it."""
     choices = choices_of(row) if row["question_type"] == "multi-choice" else []
     return Question("choice" if choices else "text", _asked(row), choices, row["response"])
 
@@ -182,7 +180,6 @@ def by_rules(row: Prediction) -> Extraction:
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row."""
     groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
     extraction, groups = row["read"], groups | metadata_groups(row, ("subject", "subfield"))
     answer = "" if extraction.text is None else str(extraction.text)
@@ -194,25 +191,17 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
         right, reason = same_answer(answer, row["answer"])
         return RowGrade(verdict(right), answer, reason, groups, extraction)
     choices = choices_of(row)
-    letter, wanted = _letter(answer, choices), reference_letter(row, choices)
+    found, wanted = re.fullmatch(r"\W*([A-H])\W*", answer), reference_letter(row, choices)
+    letter = found[1] if found else str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
     if wanted is None:
         return RowGrade(verdict(False), letter, "gold_several_letters", groups, extraction)
     return RowGrade(verdict(letter == wanted), letter, "letter", groups, extraction)
 
 
-def _letter(answer: str, choices: Sequence[str]) -> str:
-    """The letter that an extraction names, by itself or by the text of its option."""
-    found = re.fullmatch(r"\W*([A-H])\W*", answer)
-    return found[1] if found else str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
-
-
-_OURS = "ours, in place of the official judge"
-_JUDGED = "ours, and a judge where they do not find a free answer right"
-
-
 def _rules(options: Namespace) -> dict[str, Any]:
+    ours, judged = "in place of the official judge", "and a judge where they do not find a free answer right"
     found = extraction_rules(options)
-    return {"rules": _JUDGED if found["judge"] else _OURS, **found}
+    return {"rules": f"ours, {judged if found['judge'] else ours}", **found}
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:

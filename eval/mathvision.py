@@ -4,6 +4,7 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from string import ascii_uppercase
 from typing import Any
@@ -54,11 +55,6 @@ def build_query(row: dict[str, Any]) -> str:
     return "\n".join([_INSTRUCTION, question, *options]) + "\n"
 
 
-def several_parts(row: dict[str, Any]) -> bool:
-    """Whether a question numbers several parts of its picture."""
-    return len(_PLACE.findall(row["question"])) > 1
-
-
 RULE_SETS = ("official", "strict")
 _STATED = ("the final answer is", "the answer is", "the correct answer is", "the answer should be")
 # What the official score removes from an answer, in this order.
@@ -82,7 +78,8 @@ def official_answer(response: str) -> str:
         ):
             answer = letter
     tail = answer.split("is ")[-1].rstrip(".")
-    if _is_number(tail):
+    with suppress(ValueError):
+        float(tail)
         answer = tail
     if "oxed{" not in answer:
         for statement in (form for stated in _STATED for form in (stated, stated.replace("the", "The"))):
@@ -97,14 +94,6 @@ def official_answer(response: str) -> str:
         for letter in _LETTERS.lower():
             answer = answer.replace(left + letter + right, letter)
     return answer.rstrip(".").lstrip(":").strip()
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 def _without_latex(answer: str) -> str:
@@ -192,7 +181,6 @@ COLUMNS = {"question": TEXT, "options": TEXTS, "answer": TEXT, "level": ANY, "su
 
 
 def check(row: Prediction) -> str | None:
-    """What is wrong with a MathVision predictions row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     if fault or not row["options"]:
         return fault
@@ -209,7 +197,6 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
 
 
 def question_of(row: Prediction) -> Question:
-    """A predictions row as the extraction reads it."""
     return Question("choice" if row["options"] else "text", row["question"], row["options"], row["response"])
 
 
@@ -221,7 +208,6 @@ def _by_our_rules(row: Prediction) -> Extraction:
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row by `options.rules`."""
     form = "multiple choice" if row["options"] else "free form"
     groups = {"level": [str(row["level"])], "subject": [row["subject"]], "form": [form]}
     read = row["read"]
@@ -236,7 +222,7 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
     """How many questions number parts of a picture that they have whole."""
-    parts = len({row["pid"] for row in rows if several_parts(row)})
+    parts = len({row["pid"] for row in rows if len(_PLACE.findall(row["question"])) > 1})
     line = f"{amount(parts, 'question')} with several numbered images, which are the parts of one picture"
     return OwnFigures(notes={"several_parts": parts}, lines=[line] if parts else [])
 

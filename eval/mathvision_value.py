@@ -64,8 +64,6 @@ def latex_value(text: str) -> Number | None:
 
 
 class _Reader:
-    """Reads an expression from the left, with a method for each level of the grammar."""
-
     def __init__(self, text: str) -> None:
         text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
         self.text = _SIDES.sub("", _ASSIGNS.sub("", text, count=1) if _ASSIGNS.match(text) else text)

@@ -179,7 +179,6 @@ _MOST_PLACES = 15  # decimal places that a float holds
 
 
 def check(row: Prediction) -> str | None:
-    """What is wrong with a MathVista predictions row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     if fault:
         return fault
@@ -192,13 +191,11 @@ def check(row: Prediction) -> str | None:
 
 
 def question_of(row: Prediction) -> Question:
-    """A predictions row as the extraction reads it."""
     kind: Kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
     return Question(kind, row["question"], row["choices"] or (), row["response"])
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row by `options.rules`."""
     extraction: Extraction = row["read"]
     hit = Hit(False, None)
     if str(extraction.text or "").strip() or not options.ignore_empty_extractions:
@@ -209,7 +206,6 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
-    """The entry of a row under `items` in the score file."""
     grade, fields = graded.grade, {"correct": graded.correct, "answer": row["answer"]}
     read = {"extraction": row["read"].text, "prediction": grade.extracted}
     return {"verdict": grade.verdict, **fields, **read, "how": grade.reason}

@@ -60,7 +60,6 @@ def official_letter(response: str, options: Sequence[str]) -> str | None:
 
 
 def check(row: Prediction) -> str | None:
-    """What is wrong with an MMMU-Pro predictions row; None where nothing is."""
     fault = wrong_fields(row, COLUMNS)
     try:
         letters = ascii_uppercase[: 0 if fault else len(options_of(row))]
@@ -71,7 +70,6 @@ def check(row: Prediction) -> str | None:
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row by `options.rules`."""
     choices = options_of(row)
     if options.rules == "official":
         letter, how = official_letter(row["response"], choices), "official"
@@ -81,7 +79,6 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
-    """How many answers the official code would have drawn."""
     drawn = sum(item.grade.reason == "drawn" for item in graded)
     line = f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws one at random"
     return OwnFigures(notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else [])

@@ -61,7 +61,6 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
-    """Gain and leakage, where the runs for them are given."""
     leakage = _leakage(rows, graded, options)
     lines = []
     if leakage is not None:
@@ -110,7 +109,6 @@ def _others(path: Path | None, rows: Sequence[Prediction], options: Namespace, n
 
 
 def _shares(graded: Sequence[Graded]) -> list[float]:
-    """The share of right answers to each problem, in the order of the problems."""
     return [sum(right) / len(right) for right in by_problem(graded).values()]
 
 

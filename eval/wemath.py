@@ -40,7 +40,6 @@ _STEPS = {"2": "two steps", "3": "three steps"}
 
 
 def prompt(row: dict[str, Any]) -> str:
-    """The official prompt of one question."""
     return _PROMPT.format(question=row["question"], option=row["option"])
 
 
@@ -87,7 +86,6 @@ _DEFINITION = (
 
 
 def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
-    """The four-way diagnosis, and the strict and the loose score."""
     answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
     for row, item in zip(rows, graded, strict=True):
         answers[row["ID"], item.sample][row["key"]] = item.correct

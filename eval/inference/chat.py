@@ -83,7 +83,6 @@ class ChatProcessor:
 
     @classmethod
     def of(cls, settings: AnswerEngineSettings) -> Self:
-        """Of the model that is asked."""
         limits = settings.min_pixels, settings.max_pixels
         return cls(settings.model, *limits, settings.revision, template=settings.template)
 

@@ -84,8 +84,6 @@ class Conversations:
 
 
 class _Local(Conversations):
-    """With a model of its own."""
-
     def __init__(
         self, settings: AnswerEngineSettings, chat: ChatProcessor, batch_size: int,
         sample: Callable[[Sequence[RolloutAsk]], list[RolloutAnswer]],

@@ -98,17 +98,14 @@ TEXTS: Kind = (lambda value: isinstance(value, list) and all(map(TEXT[0], value)
 
 
 def one_of(*words: str) -> Kind:
-    """One of these words."""
     return (lambda value: value in words), f"one of {', '.join(words)}"
 
 
 def matching(pattern: str, expected: str) -> Kind:
-    """A text of this form."""
     return (lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None), expected
 
 
 def or_null(kind: Kind) -> Kind:
-    """The same, or nothing."""
     return (lambda value: value is None or kind[0](value)), f"{kind[1]} or null"
 
 

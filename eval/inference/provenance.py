@@ -85,12 +85,6 @@ def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields
         write_json(path, {**whole, "fields": fields, "asked": asked})
 
 
-def note(output: Path, name: str, value: Fields) -> None:
-    """Add what is known only after the start to the fingerprint of a folder."""
-    path = output / FILE_NAME
-    write_json(path, {**read(path), name: value})
-
-
 def read(path: Path) -> dict[str, Any]:
     """A stored fingerprint.
 

@@ -31,7 +31,7 @@ from eval.inference.predictions import (
     read_rows,
     sort_rows,
 )
-from eval.inference.provenance import FILE_NAME, Fields, note, settle
+from eval.inference.provenance import FILE_NAME, Fields, read, settle, write_json
 from eval.inference.requests import AnswerEngine, AnswerEngineSettings, AnswerRequest, Unanswerable
 from eval.records import Prediction, Problem
 
@@ -201,7 +201,7 @@ def _answer_to(
     resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
     if resolved and ranks.rank == 0:
         with written_to("output", output):
-            note(output, "resolved", resolved)
+            write_json(output / FILE_NAME, {**read(output / FILE_NAME), "resolved": resolved})
     start, size = time.perf_counter(), engine.batch_size
     # `disable=None`: no bar where stderr is not a terminal.
     with tqdm(total=len(asks), initial=resumed, unit="answer", disable=ranks.rank > 0 or None) as bar:

@@ -28,7 +28,9 @@ def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
     Raises `UserError` where none has what the view needs.
     """
     if view == "blank":
-        return _with_grey_images(problems)
+        if not any(problem.n_images for problem in problems):
+            raise UserError("view: blank, and the problems have no images; leave it out")
+        return [replace(one, images=partial(_grey, one)) if one.n_images else one for one in problems]
     if view == "image":
         return list(problems)
     known = [problem for problem in problems if problem.facts]
@@ -50,14 +52,7 @@ def _told(problem: Problem, *, alone: bool) -> str:
 
 
 def without_images(problem: Problem) -> Problem:
-    """The same question alone."""
     return replace(problem, n_images=0, images=list, sizes=None)
-
-
-def _with_grey_images(problems: Sequence[Problem]) -> list[Problem]:
-    if not any(problem.n_images for problem in problems):
-        raise UserError("view: blank, and the problems have no images; leave it out")
-    return [replace(problem, images=partial(_grey, problem)) if problem.n_images else problem for problem in problems]
 
 
 def _grey(problem: Problem) -> list[Image.Image]:

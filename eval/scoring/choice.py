@@ -94,17 +94,12 @@ class _Reader:
         key = _key(plain(text))
         if key and key in self.keys:
             return self.keys.index(key)
-        letter = re.fullmatch(rf"\W*(?:option|choice)?\W*([{self.letters}{self.letters.lower()}])\W*", plain(text))
+        shown, letters = plain(text), self.letters
+        letter = re.fullmatch(rf"\W*(?:option|choice)?\W*([{letters}{letters.lower()}])\W*", shown)
+        letter = letter or self.leading.match(shown) or re.search(rf"(?<!\w)[(（]([{letters}])[)）]\W*$", shown)
         if letter:
             return self.index(letter)
-        leading = self.leading.match(plain(text))
-        if leading:
-            return self.index(leading)
-        behind = re.search(rf"(?<!\w)[(（]([{self.letters}])[)）]\W*$", plain(text))
-        if behind:
-            return self.index(behind)
-        equal = self.equal(text)
-        if equal is not None:
+        if (equal := self.equal(text)) is not None:
             return equal
         mentioned = self.mentioned(text)
         if mentioned:
@@ -242,10 +237,8 @@ def _last(pattern: Callable[[_Reader], re.Pattern[str]]) -> Callable[[_Reader, s
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:
     """Whether the text calls this letter wrong, as in `the incorrect answer is A` or `option (D) is incorrect`."""
-    around = (
-        text[max(0, match.start() - 15) : match.start()] + " | " + text[match.end() : match.end() + 40].split("\n")[0]
-    )
-    return bool(_WRONG.search(around))
+    before, behind = text[max(0, match.start() - 15) : match.start()], text[match.end() : match.end() + 40]
+    return bool(_WRONG.search(before + " | " + behind.split("\n")[0]))
 
 
 def _stated_text(reader: _Reader, text: str) -> int | None:
@@ -261,12 +254,6 @@ def _stated_text(reader: _Reader, text: str) -> int | None:
             if len(set(mentioned)) == 1:
                 return mentioned[0]
     return None
-
-
-def _leading_letter(reader: _Reader, text: str) -> int | None:
-    """The text begins with a letter, as in `B. 26`."""
-    match = reader.leading.match(text)
-    return reader.index(match) if match else None
 
 
 def _yes_no(reader: _Reader, text: str) -> int | None:
@@ -314,7 +301,7 @@ _STATED_RULES: _Rules = (
 _RULES: _Rules = (
     *_STATED_RULES,
     ("concluded_letter", _last(attrgetter("concluded"))),
-    ("leading_letter", _leading_letter),
+    ("leading_letter", lambda reader, text: reader.index(found) if (found := reader.leading.match(text)) else None),
     ("letter_in_brackets", _last(attrgetter("in_brackets"))),
     ("named_option", _last(attrgetter("named"))),
     ("yes_no", _yes_no),

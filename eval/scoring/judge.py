@@ -60,7 +60,6 @@ def with_extractions(
 
 
 def extraction_rules(options: Namespace) -> dict[str, Any]:
-    """How answers are found, for the rules of a score."""
     judge = options.judge_model if options.extraction == "judge" else None
     return {"extraction": options.extraction, "judge": judge}
 
@@ -97,7 +96,6 @@ def quick_extract(question: Question) -> Extraction | None:
 
 
 def add_extraction_options(parser: ArgumentParser) -> None:
-    """The options that `extractions` reads."""
     add = parser.add_argument
     add("--extraction", choices=("rules", "stored", "judge"), default="rules", help="how the answer is found")
     add("--judge-url", type=optional(text), help="an OpenAI-compatible endpoint, such as http://localhost:8000/v1")

@@ -110,7 +110,6 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Grad
 
 
 def rule_set(options: Namespace) -> dict[str, Any]:
-    """The rules of a score whose benchmark has nothing but `--rules`."""
     return {"rules": options.rules}
 
 
@@ -145,7 +144,6 @@ def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
 
 
 def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
-    """The entry of an answer under `items` in the score file."""
     verdict, extracted, reason, *_ = graded.grade
     usual = {"verdict": verdict, "extracted": extracted, "reason": reason}
     shown = benchmark.item(row, graded) if benchmark.item else usual

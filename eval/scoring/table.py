@@ -56,7 +56,6 @@ def _data_name(score: Score) -> str:
 
 
 def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:
-    """The lines of a group: its key stands on the first alone."""
     return [(key if i == 0 else "", name, cell) for i, (name, cell) in enumerate(cells.items())]
 
 
