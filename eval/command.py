@@ -12,18 +12,7 @@ from typing import NamedTuple
 from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.models.load import model_hash
-from adora_vl.utils.cli import (
-    MAX_SEED,
-    Parser,
-    amount,
-    exit_code_of,
-    number,
-    optional,
-    path,
-    read_mapping,
-    text,
-    whole,
-)
+from adora_vl.utils.cli import MAX_SEED, Parser, amount, exit_code_of, number, optional, path, read_mapping, text, whole
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.files import check_folder, check_json, make_folder, written_to
 from adora_vl.utils.hub import notes_on

@@ -21,16 +21,7 @@ with imports():
     from eval.inference.dataset import add_revision_option, load_problems
     from eval.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
     from eval.mathvision_value import latex_value
-    from eval.records import (
-        CORRECT,
-        Benchmark,
-        Extraction,
-        Graded,
-        OwnFigures,
-        Prediction,
-        Published,
-        RowGrade,
-    )
+    from eval.records import CORRECT, Benchmark, Extraction, Graded, OwnFigures, Prediction, Published, RowGrade
     from eval.scoring.judge import Question, add_extraction_options, by_rules, extraction_rules, with_extractions
     from eval.scoring.number import extract_number
     from eval.scoring.score import extraction_item, verdict

@@ -8,18 +8,7 @@ from typing import Any
 
 from adora_vl.rewards.completion import REFLECTIVE, reflective_words
 from eval.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG
-from eval.records import (
-    CORRECT,
-    FAILED,
-    JUDGE_FAILED,
-    WRONG,
-    Benchmark,
-    Cell,
-    Graded,
-    OwnFigures,
-    Prediction,
-    Scored,
-)
+from eval.records import CORRECT, FAILED, JUDGE_FAILED, WRONG, Benchmark, Cell, Graded, OwnFigures, Prediction, Scored
 from eval.scoring.statistics import bootstrap, pass_at, wilson
 
 
