@@ -26,12 +26,7 @@ Record = Mapping[str, Any]
 Refuse = Callable[[str, str, str], RowError]
 
 
-class _Missing:
-    def __repr__(self) -> str:
-        return "missing"
-
-
-MISSING = _Missing()
+MISSING = type("Missing", (), {"__repr__": lambda self: "missing"})()
 
 
 def answer_of(record: Record, columns: Columns, refuse: Refuse) -> str:

@@ -5,6 +5,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -192,21 +193,16 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
         wrong = f"{folder}/data.json is not a JSON object but {data!r:.40}"
         raise refuse("not_json", wrong, "download the problem again")
     field = partial(_field, data, refuse, f"{folder}/data.json")
+    problem, facts = field("problem_text", str), None
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        facts = facts_in_words(form_of(read_json(folder.read("logic_form.json").decode("utf-8"))), problem)
     return RawProblem(
         id=row_id, split=split, source="geometry3k", origin=str(folder), images=(originals[1],),
-        problem=readable(field("problem_text", str)), answer=field("answer", str),
+        problem=readable(problem), answer=field("answer", str),
         choices=tuple(field("choices", list)), goal=", ".join(field("problem_type_goal", list, [])),
         shapes=tuple(field("problem_type_graph", list, [])), solution=field("detailed_solution", str, "").strip(),
-        other_files=(originals[0],), **_facts_of(folder, field("problem_text", str), row_id),
+        other_files=(originals[0],), **with_facts(facts, row_id),
     )  # fmt: skip
-
-
-def _facts_of(folder: ProblemFolder, problem: str, row_id: str) -> dict[str, Any]:
-    try:
-        form = form_of(read_json(folder.read("logic_form.json").decode("utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return with_facts(None, row_id)
-    return with_facts(facts_in_words(form, problem), row_id)
 
 
 def with_facts(facts: str | None, row_id: str) -> dict[str, Any]:

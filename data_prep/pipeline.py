@@ -28,7 +28,7 @@ from data_prep.duplicates import Answered, SeenRows, leave_out
 from data_prep.leakage import Fingerprint, LeakIndex, fingerprint
 from data_prep.output import complete_or_absent, refuse_foreign, remove_report
 from data_prep.problem import PixelLimits, RawProblem, Reads, RowError, to_row
-from data_prep.quarantine import LEAK, MAX_SHARE, Notes, Quarantine
+from data_prep.quarantine import LEAK, MAX_SHARE, NOTES, Quarantine
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -99,8 +99,12 @@ class Deduplicator:
         self._keep_leaks = keep_leaks
         self._index = LeakIndex()
         self.leaks: dict[str, Any] = {"found": 0, "dropped": 0, "rows": []}  # as the manifest has them
-        self.notes = Notes()
+        self.notes: dict[str, dict[str, Any]] = {}  # by the names of `NOTES`: how many rows, and the first one
         self.read = 0
+
+    def _note(self, name: str, example: str) -> None:
+        assert name in NOTES, name
+        self.notes.setdefault(name, {"rows": 0, "example": example})["rows"] += 1
 
     def kept(self, split: str, results: Iterable[Cleaned | RowError]) -> Iterator[Row]:
         """Yields the rows to store, in order. The others go into the quarantine."""
@@ -113,10 +117,10 @@ class Deduplicator:
             assert isinstance(result, Cleaned)
             row = result.row
             for name, example in result.notes.items():
-                self.notes.add(name, example)
+                self._note(name, example)
             answered = Answered(row["id"], row["answer"], result.origin)
             if self.seen.add(split, result.print_.asked, result.print_.pictures, answered):
-                self.notes.add("repeats", row["id"])
+                self._note("repeats", row["id"])
             yield row
 
     def _refused(self, split: str, cleaned: Cleaned) -> RowError | None:
@@ -285,9 +289,9 @@ def prepare(
             raise
         sharing, example = seen.shared_pictures()
         if sharing:
-            deduplicator.notes.found["one_picture"] = {"rows": sharing, "example": example}
+            deduplicator.notes["one_picture"] = {"rows": sharing, "example": example}
         seen.close()
-        noted = deduplicator.notes.found
+        noted = deduplicator.notes
         manifest = write_manifest(folder, description, counts, quarantine.summary(), deduplicator.leaks, noted)
     remove_report(report)
     return manifest

@@ -1,5 +1,5 @@
 """Keeps rows that cannot be used: `quarantine.jsonl` has the reasons, and `quarantine/` the original bytes. What is to
-be said of rows that are used all the same is counted in `Notes`.
+be said of rows that are used all the same stands in `NOTES`.
 
 The bytes are separate files instead of text in the JSON. A viewer can then open a picture, `less` stays usable, and a
 40 MB scan is not one line. Files are named by their content, so that nothing from the input becomes part of a path.
@@ -132,18 +132,6 @@ NOTES = {
 _KEPT = "it was kept, beside the training's own system prompt: --drop-instruction takes it off"
 _DROPPED = "it was taken off"
 _SHOWN = 100  # characters of an example
-
-
-class Notes:
-    """Counts rows by the names of `NOTES`."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, dict[str, Any]] = {}
-
-    def add(self, name: str, example: str) -> None:
-        """Count a row; the first one's `example` is kept."""
-        assert name in NOTES, name
-        self.found.setdefault(name, {"rows": 0, "example": example})["rows"] += 1
 
 
 def note_lines(manifest: Mapping[str, Any]) -> list[str]:

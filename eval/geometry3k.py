@@ -22,7 +22,7 @@ with imports():
     from adora_vl.utils.cli import amount, optional, text
     from eval.command import main
     from eval.inference.dataset import pictured
-    from eval.inference.predictions import RowErrors
+    from eval.inference.predictions import refuse_rows
     from eval.inference.provenance import OF_THE_RUN
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
     from eval.scoring.score import metadata_groups
@@ -101,21 +101,15 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
     made = template(options.prompt) if getattr(options, "prompt", None) else None
     if made is not None:
         made.check_columns(dataset.column_names, f"{options.data!r} split {options.split!r}")
-    wrong = RowErrors(f"data: {options.data}, split {options.split!r},")
-    table = dataset.with_format("arrow")[:]
+    where, table = f"data: {options.data}, split {options.split!r},", dataset.with_format("arrow")[:]
     if made is not None and made.asks_the_problem_alone(with_choices=has_choices(table)):
         made = options.prompt = None
-    for index, row in enumerate(rows_without_pixels(table)):
-        fault = problem_with_row(row)
-        if fault:
-            wrong.add(f"row {row.get('id') or f'number {index}'}: {fault}")
-    wrong.settle()
+    rows = enumerate(rows_without_pixels(table))
+    wrong = [(row.get("id") or f"number {index}", fault) for index, row in rows if (fault := problem_with_row(row))]
+    refuse_rows(where, [f"row {name}: {fault}" for name, fault in wrong])
     asked = problems(dataset, made)
-    for problem in asked if made is not None else ():
-        fault = problem_with_prompt(problem.prompt, problem.n_images)
-        if fault:
-            wrong.add(f"row {problem.pid}: {fault}")
-    wrong.settle()
+    faults = ((one.pid, problem_with_prompt(one.prompt, one.n_images)) for one in asked if made is not None)
+    refuse_rows(where, [f"row {pid}: {fault}" for pid, fault in faults if fault])
     return asked, held
 
 

@@ -20,7 +20,7 @@ from adora_vl.utils.cli import optional, read_json, text
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hub import no_hub, why_missing
-from eval.inference.predictions import RowErrors, missing_fields, row_fault
+from eval.inference.predictions import missing_fields, refuse_rows, row_fault
 from eval.inference.requests import HUB_ID
 from eval.records import Problem
 
@@ -99,14 +99,14 @@ def load_problems(
         rows = [{renamed.get(name, name): value for name, value in row.items()} for row in loaded.rows]
         loaded = replace(loaded, rows=rows)
     seen = bool(image_columns) and not blind
-    wrong = RowErrors(f"data: {loaded.origin}")
+    faults: list[str] = []
     for number, row in enumerate(loaded.rows, start=1):
         as_answered = {**row, "pid": _pid(row, id_column), "response": ""}
         fault = missing_fields(row, needed) or row_fault(as_answered) or check(as_answered)
         fault = fault or unaskable(prompt(row), has_image=seen) or _leads_out(row, image_columns, loaded.folder)
         if fault:
-            wrong.add(f"row {number} {fault}")
-    wrong.settle()
+            faults.append(f"row {number} {fault}")
+    refuse_rows(f"data: {loaded.origin}", faults)
     if not loaded.rows:
         raise UserError(f"data: {loaded.origin} has no rows")
     names = kept or [name for name in needed if name != id_column]

@@ -47,7 +47,7 @@ def read_predictions(
     except OSError as error:
         raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     rows: dict[tuple[str, int], tuple[int, Prediction]] = {}
-    wrong = RowErrors(f"predictions: {path}")
+    faults: list[str] = []
     for number, line in enumerate(content.splitlines(), start=1):
         row = _parsed(line, id_column)
         fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
@@ -55,31 +55,23 @@ def read_predictions(
             first, _ = rows.setdefault(key(row), (number, row))
             fault = f"has the pid {row['pid']!r} of row {first}; keep one of them" if first != number else None
         if fault:
-            wrong.add(f"row {number} {fault}")
-    wrong.settle()
+            faults.append(f"row {number} {fault}")
+    refuse_rows(f"predictions: {path}", faults)
     if not rows:
         raise UserError(f"predictions: {path} has no rows")
     return [row for _, row in rows.values()]
 
 
-class RowErrors:
-    """Collects a line for each wrong row of a file. `settle` raises the first lines together."""
+_SHOWN, _LONGEST = 20, 300  # faults in a message, and characters of one: a value may be huge
 
-    _SHOWN, _LONGEST = 20, 300
 
-    def __init__(self, where: str) -> None:
-        self._where, self._lines = where, list[str]()
-
-    def add(self, line: str) -> None:
-        cut = line if len(line) <= self._LONGEST else f"{line[: self._LONGEST]}..."  # the value may be huge
-        self._lines.append(f"{self._where} {cut}")
-
-    def settle(self) -> None:
-        """Raise `UserError` if there is anything."""
-        more = len(self._lines) - self._SHOWN
-        if self._lines:
-            rest = "1 more row is wrong" if more == 1 else f"{more} more rows are wrong"
-            raise MistakesError(self._lines[: self._SHOWN] + ([f"{self._where}: {rest}"] if more > 0 else []))
+def refuse_rows(where: str, faults: Sequence[str]) -> None:
+    """Raise `UserError` with a line for each of the first of these faults of rows, if there are any."""
+    lines = [f"{where} {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}" for line in faults[:_SHOWN]]
+    more = len(faults) - _SHOWN
+    rest = "1 more row is wrong" if more == 1 else f"{more} more rows are wrong"
+    if faults:
+        raise MistakesError(lines + ([f"{where}: {rest}"] if more > 0 else []))
 
 
 def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:

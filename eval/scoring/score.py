@@ -28,14 +28,6 @@ def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
 _CUT = ("length", "calls", "room")  # the last two: at a call that nobody answers, or whose answer has no room
 
 
-def truncation(finish_reasons: Sequence[str]) -> dict[str, Any] | None:
-    """How many answers were cut off at the token limit; None of no answers."""
-    if not finish_reasons:
-        return None
-    cut, total = sum(reason in _CUT for reason in finish_reasons), len(finish_reasons)
-    return {"count": cut, "total": total, "share": cut / total, "wilson_95": list(wilson(cut, total))}
-
-
 def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
     """How many answers have a reflective word, and how often each word occurs in 1,000 answers; None of no answers."""
     if not responses:
@@ -180,12 +172,15 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
 def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
     """Over the problems that were asked: lengths of right and wrong answers, share cut off, and reflective words."""
     asked = [(row, item) for row, item in zip(rows, graded, strict=True) if row.get("finish_reason") not in NOT_ASKED]
+    ends = [row["finish_reason"] for row, _ in asked if row.get("finish_reason")]
+    cut, total = sum(reason in _CUT for reason in ends), max(1, len(ends))
+    truncated = {"count": cut, "total": total, "share": cut / total, "wilson_95": list(wilson(cut, total))}
     return {
         "tokens": {
             "correct": lengths([item.n_tokens for _, item in asked if item.correct and item.n_tokens is not None]),
             "wrong": lengths([item.n_tokens for _, item in asked if not item.correct and item.n_tokens is not None]),
         },
-        "truncated": truncation([row["finish_reason"] for row, _ in asked if row.get("finish_reason")]),
+        "truncated": truncated if ends else None,
         "reflective_words": reflection([row["response"] for row, _ in asked]),
         "empty_responses": sum(not row["response"].strip() for row, _ in asked),
     }
