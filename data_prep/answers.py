@@ -114,10 +114,7 @@ def listed(value: Any, texts_only: bool) -> Any:
 
 
 def choices_of(record: Record, columns: Columns, texts_only: bool, refuse: Refuse) -> tuple[list[str] | None, bool]:
-    """The options, None where there are none, so that the question is open; and whether any of them names an image.
-
-    Letters before all of them, `A. 3`, are taken off. `texts_only`: a list is written as JSON.
-    """
+    """The options without letters, None for an open question; and whether one names an image. Raises `RowError`."""
     names = columns.choices
     if len(names) > 1:  # one option a column; the last ones may be empty
         values = [record.get(name) for name in names]
@@ -147,10 +144,7 @@ def choices_of(record: Record, columns: Columns, texts_only: bool, refuse: Refus
 
 
 def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refuse) -> str:
-    """The letter of the right option, which the answer names by its letter, its text, or, as `answer_is` says, index.
-
-    Raises `RowError`, also for a number that is one option and may be the index of another.
-    """
+    """The letter of the right option, named by letter, text or index. Raises `RowError`, also where it may be two."""
     letters = ascii_uppercase[: len(choices)]
     if len(choices) > len(ascii_uppercase):
         raise refuse("field_type", f"there are {len(choices)} options", f"leave at most {len(ascii_uppercase)} in")

@@ -111,10 +111,7 @@ PRESETS = {
 
 
 def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
-    """Read a mapping from our names to the table's; `key` begins the messages. Raises `UserError`.
-
-    `images` and `choices` may be a list of columns, or names with commas between them.
-    """
+    """Read a mapping from our names to the table's columns; `key` begins the messages. Raises `UserError`."""
     for name in _NEEDED:
         if name not in mapping:
             close = did_you_mean(name, [str(given) for given in mapping if given not in OURS])

@@ -121,10 +121,7 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
 
 
 def _unchanged(manifest: Manifest, seen: Path, location: str, columns: Columns) -> bool:
-    """Whether the files that a folder was made from are those of now; of the hub, whether the commit is.
-
-    Without a network the copy that is there serves, so that a run can go on.
-    """
+    """Whether the files, or the hub's commit, are those of the folder; without a network it serves as it is."""
     if not Path(location).exists():
         name, _, revision = location.partition("@")
         try:

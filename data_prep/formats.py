@@ -43,10 +43,7 @@ def format_of(path: Path) -> str:
 
 
 def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]]:
-    """What is to be said of how a file is read, and what begins to read its records with the wanted columns alone.
-
-    Raises `UserError` for a file that cannot be read at all or lacks a column, before its rows are read.
-    """
+    """What is to be said of how a file is read, and what begins to read its wanted columns. Raises `UserError`."""
     features: Mapping[str, Any] = {}
     with _readable(path):
         with path.open("rb") as file:

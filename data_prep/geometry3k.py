@@ -275,10 +275,7 @@ def open_source(
     kind: str, location: str | None, *, revision: str | None = None, diagram: str | None = None,
     texts: str | None = None,
 ) -> tuple[dict[str, SplitReads], str | None]:  # fmt: skip
-    """The rows of the source `kind` (one of `SOURCES`) at a dataset id or a path, and the commit of the hub.
-
-    Raises `UserError` where there is none.
-    """
+    """The rows of a source of `SOURCES` at a dataset id or a path, and the commit of the hub. Raises `UserError`."""
     for name, value, of in (("revision", revision, "hub"), ("diagram", diagram, "intergps"), ("texts", texts, FORMS)):
         if value is not None and kind != of:
             raise UserError(f"{name}: {value!r} is for --source {of} alone; leave it out with --source {kind}")

@@ -51,10 +51,7 @@ def open_hub(
 
 
 def download_parquet(name: str, columns: Columns, revision: str | None) -> Opened:
-    """All Parquet files of a data set, downloaded once into the cache of `huggingface_hub`: they are there offline too.
-
-    Raises `UserError` where they cannot be had, or lack a column.
-    """
+    """All Parquet files of a data set, kept in the cache of `huggingface_hub`, also for offline. Raises `UserError`."""
     from huggingface_hub import snapshot_download
 
     missing = no_hub()

@@ -83,10 +83,7 @@ def puzzle_row(row_id: str, problem: str, gold: str, *, people: int, split: str,
 
 
 def generate(rows: int, *, split: str = "train", seed: int = 0, people: tuple[int, int] = PEOPLE) -> Iterator[Row]:
-    """Yield `rows` puzzles of `split`, each once, with `people` (fewest, most) in turn; equal for equal arguments.
-
-    Raises `UserError` where `people` is not within 2 and 8.
-    """
+    """Yield `rows` puzzles of `split`, each once, with `people` (fewest, most) in turn. Raises `UserError`."""
     fewest, most = people
     if not PEOPLE[0] <= fewest <= most <= PEOPLE[1]:
         raise UserError(f"people: {fewest}-{most} is no range within {PEOPLE[0]}-{PEOPLE[1]}, the smaller number first")
@@ -125,10 +122,7 @@ QUESTIONS = ("box", "plain")
 
 
 def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
-    """Whether a claim such as `("or", ("telling-truth", 1), ("lying", 2))` is true of these people, numbered from 0.
-
-    Raises `ValueError` for a claim of another form.
-    """
+    """Whether `("or", ("telling-truth", 1), ("lying", 2))` is true of people numbered from 0. Raises `ValueError`."""
     match claim:
         case (("telling-truth" | "lying") as role, int(person)) if person in range(len(is_knight)):
             return bool(is_knight[person] == (role == KNIGHT))
@@ -153,10 +147,7 @@ def fitting(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
 
 
 def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
-    """The rows of a file, or of all Parquet files in a folder at any depth, by split.
-
-    `question`: one of `QUESTIONS`. Raises `UserError` naming the file and the row.
-    """
+    """The rows of a file, or of all Parquet files below a folder, by split. Raises `UserError` with file and row."""
     files = sorted(location.rglob("*.parquet")) if location.is_dir() else [location]
     if not files or not files[0].is_file():
         raise UserError(f"input: {str(location)!r} has no Parquet file; give the reference's data/kk, or a file of it")

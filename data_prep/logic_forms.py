@@ -174,10 +174,7 @@ def facts_in_words(form: Form, problem: str) -> str | None:
 
 
 def _suffices(text: str, form: Form) -> bool:
-    """Whether what the question speaks of stands in the words, or in the problem itself.
-
-    `$` is a shape without a name. It is clear where the diagram has nothing but its corners, or one circle.
-    """
+    """Whether what the question speaks of stands in words. `$` is a shape without a name, clear where it is alone."""
     asked = [term_of(each) for each in form.question if each.strip()]
     on_lines = {name for row in form.rows for name in row}
     known = on_lines.union(*form.rounds.values()) | {centre for centre, _ in form.rounds}

@@ -51,10 +51,7 @@ class FileRoot:
 
 
 def picture_bytes(value: Any, files: FileRoot) -> bytes:
-    """The encoded picture of a value: bytes, `{"bytes": ..., "path": ...}`, a data URL, Base64, a path or its file URL.
-
-    Raises `PictureError`.
-    """
+    """The picture that bytes, a struct, a data URL, Base64, a path or its file URL holds. Raises `PictureError`."""
     if isinstance(value, dict):
         value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes | bytearray | memoryview):

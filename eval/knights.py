@@ -20,10 +20,7 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
 
 
 def _by_people(family: str) -> dict[str, list[str]]:
-    """The groups of a puzzle such as `3 people`: its number of people, and in- or out-of-distribution (ID, OOD).
-
-    The model of the published table was trained on puzzles of at most 5 people.
-    """
+    """The groups of `3 people`: their number, and in (ID, the published model was trained on at most 5) or OOD."""
     number, _, word = family.partition(" ")
     if word != "people" or not number.isdecimal():
         return {}

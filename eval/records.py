@@ -40,10 +40,7 @@ class Problem:
 
 
 class Extraction(NamedTuple):
-    """The answer in a response, empty if there is none, and how it was found: the rule, `stored`, or by the judge.
-
-    `text` is a string, except for a stored extraction, which is whatever the file has.
-    """
+    """The answer in a response (a stored one may be anything), and how it was found: a rule, `stored` or the judge."""
 
     text: Any
     how: str

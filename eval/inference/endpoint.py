@@ -22,10 +22,7 @@ _LOCAL = ("min_pixels", "max_pixels", "revision")
 
 
 def endpoint_of(options: Namespace) -> Endpoint | None:
-    """The endpoint that the command line names; None for the engines that load a model themselves.
-
-    Raises `UserError` for an address that is missing or of no use, and for options that only a local engine obeys.
-    """
+    """The endpoint of `--engine openai`, else None. Raises `UserError`, also for options of a local engine."""
     if options.engine != "openai":
         if getattr(options, "base_url", None):
             raise UserError("base_url: only --engine openai asks a server; add it, or leave --base-url out")

@@ -26,10 +26,7 @@ def default_engine() -> EngineName:
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, or a hub id unchanged. Also accepts `tiny` and the folder of a LoRA run.
-
-    Raises `UserError` for anything else.
-    """
+    """The absolute path of a model folder, a LoRA run or `tiny`, or a hub id unchanged. Raises `UserError`."""
     from adora_vl.models.load import local_model
 
     model = local_model(model)

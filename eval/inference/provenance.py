@@ -40,10 +40,7 @@ def unusual_prompts(options: Namespace) -> dict[str, Any]:
 
 
 def trained_with(model: str | None) -> dict[str, Any]:
-    """The config in the manifest of the run that wrote this model: its folder, or a checkpoint or `merged` in it.
-
-    Empty for any other model.
-    """
+    """The config of the run that wrote a model (its folder, a checkpoint or `merged` in it); empty for any other."""
     folder = Path(model) if model else None
     if folder is None or not folder.is_dir():
         return {}

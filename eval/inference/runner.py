@@ -172,10 +172,7 @@ def infer(
 
 @contextmanager
 def _nothing_left(output: Path) -> Iterator[None]:
-    """Remove the folder of a run that ends without an answer, as where the engine cannot be built.
-
-    Only the process that holds the file of predictions may: another one would take it away from under a run.
-    """
+    """Remove the folder of a run without an answer; only whoever holds the file of predictions may."""
     try:
         yield
     except UserError:

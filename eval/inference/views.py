@@ -23,10 +23,7 @@ VIEWS = {
 
 
 def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
-    """The problems as one of the `VIEWS` shows them. In `text` and `both` those without facts are left out.
-
-    Raises `UserError` where none has what the view needs.
-    """
+    """The problems as one of the `VIEWS` shows them, without those that lack the facts for it. Raises `UserError`."""
     if view == "blank":
         if not any(problem.n_images for problem in problems):
             raise UserError("view: blank, and the problems have no images; leave it out")

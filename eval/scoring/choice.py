@@ -131,10 +131,7 @@ class _Reader:
         return max(found, key=lambda index: len(self.keys[index]), default=None)
 
     def mentioned(self, text: str, *, denied: bool = True) -> list[int]:
-        """The choices whose text stands in `text`, in their order. One within a longer one does not count.
-
-        `denied`: also those that the text denies, as in `not a circle but a kite`.
-        """
+        """The choices whose text stands in `text`, in order. `denied`: also in `not a circle but a kite`."""
         text = _key(plain(text), keep_end=True)
         places: list[tuple[int, int]] = []
         for index in sorted(range(len(self.keys)), key=lambda i: -len(self.keys[i])):

@@ -41,10 +41,7 @@ def with_extractions(
     rows: Sequence[Prediction], options: Namespace, question_of: Callable[[Prediction], Question],
     rules: Callable[[Prediction], Extraction] | None = None, judge: ChatClient | None = None,
 ) -> list[Prediction]:  # fmt: skip
-    """The rows, each with its `Extraction`, made in the way that `--extraction` names, under the key `read`.
-
-    `rules`: None: `by_rules`. `judge`: None: the one that `options` name. Raises `UserError`.
-    """
+    """The rows, each with its `Extraction` by `--extraction` under the key `read`. Raises `UserError`."""
     if options.extraction == "judge":
         asked = [None if row.get("finish_reason") in NOT_ASKED else question_of(row) for row in rows]
         found = judged(asked, judge or judge_of(options))
@@ -141,10 +138,7 @@ def judge_of(options: Namespace) -> ChatClient:
 
 
 def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
-    """One extraction each, in order. The judge is asked only where the official code would ask one.
-
-    None stands for a problem that was never asked.
-    """
+    """One extraction each; the judge is asked where the official code asks one. None was never asked."""
     quick = [Extraction(None, "not_asked") if each is None else quick_extract(each) for each in questions]
     pairs = zip(questions, quick, strict=True)
     asked = [messages_for(each) if each is not None and found is None else None for each, found in pairs]
@@ -189,10 +183,7 @@ def messages_for(question: Question) -> list[dict[str, str]]:
 
 
 def reported(text: Any) -> str:
-    """The report in a judge's reply, empty where it says that there is no answer.
-
-    Raises `EndpointError` where there is no report.
-    """
+    """The report in a judge's reply, empty for no answer. Raises `EndpointError` where there is no report."""
     if not isinstance(text, str) or "<answer>" not in text or "</answer>" not in text:
         raise EndpointError("the reply has no <answer>...</answer>")
     report = text.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()

@@ -76,10 +76,7 @@ _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 
 
 def extract_number(response: str, question: str = "") -> Extraction:
-    """The number that a response gives as its answer, in a form that `float` reads. Empty if there is none.
-
-    Numbers that occur in the question count only if the answer is stated, or if there are no others.
-    """
+    """The number that a response gives as its answer, as `float` reads it, else empty; the question's own come last."""
     response = response[-MAX_CHARS:].strip()
     if not response:
         return Extraction("", "empty")

@@ -62,10 +62,7 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of sum(above) / sum(below) over paired values, by drawing the pairs anew.
-
-    `below` has a value over 0; draws without one are left out. Repeatable.
-    """
+    """The 95 % percentile interval of sum(above) / sum(below) over paired values, by drawing the pairs anew."""
     draw, pairs = random.Random(SEED), list(zip(above, below, strict=True))
     ratios: list[float] = []
     for _ in range(RESAMPLES):
@@ -80,10 +77,7 @@ def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[flo
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """The chance that one of `k` answers, drawn from `samples` of which `correct` are right, is right.
-
-    The unbiased estimate of Chen et al. 2021 (arXiv 2107.03374), section 2.1; `k` is at most `samples`.
-    """
+    """The chance that one of `k` of `samples` answers is right: unbiased (Chen et al. 2021, arXiv 2107.03374, 2.1)."""
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
