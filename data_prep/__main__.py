@@ -1,7 +1,5 @@
 """`python -m data_prep` and the installed `adora-vl-data`."""
 
-import sys
-
 from adora_vl.utils.cli import imports
 
 with imports():
@@ -10,4 +8,4 @@ with imports():
 __all__ = ["main"]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -34,28 +34,19 @@ _COMPARED = 1000  # names that a wrong one is compared with
 
 @dataclass(frozen=True)
 class Columns:
-    """Their names in the table. A dot leads into an object, and `a|b` is whichever of the two there is.
-
-    `images` and `choices`: one column that holds all, or several that hold one each.
-
-    `extras`: columns of the user's own, our name to theirs, kept as texts for prompts and rewards. `optional`: columns
-    that a table may lack. `pictured`: a row without an image is broken.
-
-    `decimal_comma`: `52,5` in an answer or option is a number. `answer_is`: of `ANSWER_IS`, what a whole number beside
-    choices is. `image_dir`: where the paths of images begin, in place of the table's folder.
-    """
+    """Their names in the table. A dot leads into an object, and `a|b` is whichever of the two there is."""
 
     problem: str
     answer: str
-    images: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
+    images: tuple[str, ...] = ()  # one column that holds all, or several that hold one each
+    choices: tuple[str, ...] = ()  # as images
     id: str | None = None
-    extras: tuple[tuple[str, str], ...] = ()
-    optional: tuple[str, ...] = ()
-    pictured: bool = False
-    decimal_comma: bool = False
-    answer_is: str = ""
-    image_dir: str = ""
+    extras: tuple[tuple[str, str], ...] = ()  # the user's own, our name to theirs: texts for prompts and rewards
+    optional: tuple[str, ...] = ()  # columns that a table may lack
+    pictured: bool = False  # a row without an image is broken
+    decimal_comma: bool = False  # `52,5` in an answer or option is a number
+    answer_is: str = ""  # of `ANSWER_IS`: what a whole number beside choices is
+    image_dir: str = ""  # where the paths of images begin, in place of the table's folder
 
     @property
     def wanted(self) -> list[str]:

@@ -29,20 +29,15 @@ _NAME = re.compile(r"[\w.-]{1,80}")
 
 @dataclass(frozen=True)
 class Conversion(Cleaning):
-    """The options that decide which rows there are: of the `limit` the first ones. The ids of rows begin with `name`.
+    """The options that decide which rows there are: of the `limit` the first ones."""
 
-    `test_share`: of the rows of train that become the split test, drawn by `seed`. `subset` and `splits`: of the hub.
-    `split_name`: of a single table, in place of what its name says. `drop_instruction`: take off what the problems of
-    another trainer say on how to answer.
-    """
-
-    name: str | None = None
-    test_share: float = 0.0
+    name: str | None = None  # with which the ids of rows begin
+    test_share: float = 0.0  # of the rows of train that become the split test, drawn by `seed`
     seed: int = 0
-    subset: str | None = None
+    subset: str | None = None  # of the hub, as `splits`
     splits: Mapping[str, str] = field(default_factory=dict)
-    split_name: str | None = None
-    drop_instruction: bool = False
+    split_name: str | None = None  # of a single table, in place of what its name says
+    drop_instruction: bool = False  # take off what the problems of another trainer say on how to answer
 
 
 def convert(
@@ -94,10 +89,8 @@ def open_own(location: str, columns: Columns, revision: str | None, options: Con
 
 
 def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> Path:
-    """The prepared folder, in `cache`, of the table, folder or hub id that a training config names with its columns.
-
-    Made where it is missing, and again where a file that it was made from has changed. Several processes may call this
-    at once. Raises `UserError`.
+    """The prepared folder, in `cache`, of what a training config names with its columns: made where it is missing, and
+    again where a file that it was made from has changed. Several processes may call this at once. Raises `UserError`.
     """
     columns = columns_from(mapping, "adora_columns")
     place = Path(location)

@@ -1,9 +1,7 @@
 """Keeps the problems that a model solves sometimes: neither always, nor never.
 
-Source: ThinkLite-VL (arXiv 2504.07934) selects training problems by how hard a model finds them. Its own measure counts
-iterations of a tree search; this is the cheap version that the same work compares with, the pass rate of plain samples.
-
-The answers come from the runner of `eval`, which asks for nothing twice, and stay beside the output.
+Source: ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search; this is the cheap version
+that it compares with, the pass rate of plain samples. The answers come from `eval`, which asks for nothing twice.
 """
 
 import json

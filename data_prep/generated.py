@@ -30,14 +30,11 @@ Draw = Callable[[str, int], Iterable[Row]]  # the rows of a split, of which so m
 
 @dataclass(frozen=True)
 class Drawn:
-    """A data set that is drawn. `draw(split, count)`: the rows of a split, of which `sizes` has the number.
+    """A data set that is drawn."""
 
-    `description`: what determines the rows, the arguments and the revision of the drawing code.
-    """
-
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # of its splits
     draw: Draw
-    description: dict[str, Any]
+    description: dict[str, Any]  # what determines the rows, the arguments and the revision of the drawing code
 
 
 def synthetic(
@@ -84,10 +81,9 @@ def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Man
 
 
 def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
-    """Make sure that `folder` holds this data set, and make it if it does not.
+    """Make this data set if `folder` does not hold it; of several processes that call this at once, one makes it.
 
-    Several processes may call this at once: one makes the data set, the others wait. Raises `UserError` if the folder
-    holds a data set of another kind.
+    Raises `UserError` if the folder holds a data set of another kind.
     """
     wanted = drawn.description
     if _is_made(folder, wanted):
@@ -105,10 +101,9 @@ def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
 
 
 def prepare_knights_table(output: Path, location: Path, *, question: str = "box", overwrite: bool = False) -> Manifest:
-    """Write the puzzles of the reference's Parquet file or folder `location`, under the splits that its rows name.
+    """Write the puzzles of the reference's Parquet file or folder, under the splits that its rows name.
 
-    `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Returns the manifest. Raises
-    `UserError`.
+    `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Raises `UserError`.
     """
     found = read_puzzles(location, question)
     texts = "\n".join(f"{row['split']}\t{row['problem']}\t{row['answer']}" for rows in found.values() for row in rows)

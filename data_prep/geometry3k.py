@@ -215,11 +215,7 @@ REDRAWN = "geometry3k, redrawn"
 
 
 def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
-    """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`.
-
-    `texts`: a table as other trainers have it, with `messages`, `solution`, and `images` whose path says split and
-    number. Raises `UserError`.
-    """
+    """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`. Raises `UserError`."""
     if texts is None:
         raise UserError("texts: missing; --source logic-forms has no questions, so name a table that has them")
     forms = read_forms(path)
@@ -297,27 +293,21 @@ def open_source(
 
 @dataclass(frozen=True)
 class Options(Cleaning):
-    """The options that decide which rows are kept: of the `limit` the first ones, or with a `seed` a random sample.
-
-    `diagram`: `plain` or `point`, for intergps only. `texts`: the table with the questions, for logic-forms only.
-    """
+    """The options that decide which rows are kept: of the `limit` the first ones, or with a `seed` a random sample."""
 
     seed: int | None = None
-    diagram: str | None = None
-    texts: str | None = None
+    diagram: str | None = None  # `plain` or `point`, for intergps only
+    texts: str | None = None  # the table with the questions, for logic-forms only
 
 
 def prepare_geometry3k(
     output: Path, *, source: str, location: str | None = None, revision: str | None = None,
     options: Options | None = None, workers: int = 1, overwrite: bool = False,
 ) -> Manifest:  # fmt: skip
-    """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path.
+    """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path. Returns the manifest.
 
-    `revision`: a branch, tag or commit of the hub. `workers`: number of processes that clean rows; the output does not
-    depend on it. `overwrite`: replace another prepared dataset at `output`; the same one is always replaced.
-
-    Returns the manifest. Raises `UserError`. If too many rows were refused, `NAME.quarantine` is written beside
-    `output` first.
+    `revision`: of the hub. `workers`: processes that clean rows, on which the output does not depend. `overwrite`:
+    another prepared dataset at `output`; the same one is always replaced. Raises `UserError`, as `prepare` does.
     """
     wanted = options or Options()
     if wanted.seed is not None and wanted.limit is None:

@@ -30,16 +30,13 @@ _NEAR_BITS = 32
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What is remembered of a row: hashes alone. `near`: one difference hash of 256 bits for each image.
-
-    `asked`: of what a model is asked, to the letter: the question, its options, its pictures. `pictures`: of each one.
-    """
+    """What is remembered of a row: hashes alone."""
 
     exact: bytes
     question_and_gold: bytes
-    near: tuple[int, ...]
-    asked: bytes
-    pictures: tuple[bytes, ...] = ()
+    near: tuple[int, ...]  # one difference hash of 256 bits for each image
+    asked: bytes  # of what a model is asked, to the letter: the question, its options, its pictures
+    pictures: tuple[bytes, ...] = ()  # of each one
 
 
 def fingerprint(

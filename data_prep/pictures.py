@@ -38,15 +38,11 @@ class PictureError(ValueError):
 
 @dataclass(frozen=True)
 class FileRoot:
-    """Where the paths in a table lead: they start in `folder`, the table's own, and may not leave `root`, the input's.
+    """Where the paths in a table lead; without folders there are no files, as in a stream from the hub."""
 
-    Both are None where there are no files, as in a stream from the hub. `stored`: the beginning of the paths of the
-    hub's own files, whose bytes `fetch` gets.
-    """
-
-    folder: Path | None = None
-    root: Path | None = None
-    stored: str = ""
+    folder: Path | None = None  # in which they start, the table's own
+    root: Path | None = None  # which they may not leave, the input's
+    stored: str = ""  # the beginning of the paths of the hub's own files, whose bytes `fetch` gets
     fetch: Fetch | None = None
 
 

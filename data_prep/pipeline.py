@@ -211,21 +211,14 @@ class SplitReads:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """How rows are cleaned, and which are kept. The options are written into the manifest.
+    """How rows are cleaned, and which are kept. The options are written into the manifest."""
 
-    - `min_pixels`, `max_pixels`: images outside these limits are resized by the rule of the model. `family`: the
-      model_type of that model, whose image tokens decide which sizes there are.
-    - `limit`: number of rows per split.
-    - `keep_leaks`: keep training rows that also occur in a held-out split.
-    - `allow_quarantined`: the largest share of unusable rows that is not an error.
-    """
-
-    min_pixels: int | None = None
+    min_pixels: int | None = None  # images outside these limits are resized by the rule of the model
     max_pixels: int | None = None
-    family: str = DEFAULT_FAMILY
-    limit: int | None = None
-    keep_leaks: bool = False
-    allow_quarantined: float = MAX_SHARE
+    family: str = DEFAULT_FAMILY  # the model_type whose image tokens decide which sizes there are
+    limit: int | None = None  # rows per split
+    keep_leaks: bool = False  # training rows that also occur in a held-out split
+    allow_quarantined: float = MAX_SHARE  # the largest share of unusable rows that is not an error
 
     def check(self) -> PixelLimits:
         """The limits of images. Raises `UserError` for those that no image could satisfy."""
@@ -252,11 +245,9 @@ def prepare(
 ) -> Manifest:  # fmt: skip
     """Clean and write every split of a source, the held-out ones first. Returns the manifest.
 
-    `begin`: opens the source, for its description (what a manifest is known by) and the rows of its splits. `features`:
-    the schema, where there are more columns than ours.
-
-    Raises `UserError`, where it can before the source is opened. If too many rows were refused, `NAME.quarantine` is
-    written beside `output` first.
+    `begin`: opens the source, for what its manifest is known by and the rows of its splits. `features`: the schema,
+    where there are more columns than ours. Raises `UserError`, where it can before the source is opened; where too many
+    rows were refused, `NAME.quarantine` stands beside `output` then.
     """
     limits, report = options.check(), Path(f"{output.resolve()}.quarantine")
     for folder in (output, report):

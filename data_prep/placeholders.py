@@ -15,15 +15,11 @@ _MARK = re.compile(
 
 @dataclass(frozen=True)
 class Placed:
-    """A text with `<image>` where each image stands, or without any where all stand before it.
-
-    `order`: the numbers of the images, from 0, in the order of their places. `parts`: the text numbers more images than
-    the row has, as where the parts of one picture are numbered, and the others stand in it as the words "image 2".
-    """
+    """A text with `<image>` where each image stands, or without any where all stand before it."""
 
     text: str
-    order: tuple[int, ...]
-    parts: bool = False
+    order: tuple[int, ...]  # the numbers of the images, from 0, in the order of their places
+    parts: bool = False  # it numbers more images than the row has; the others stand in it as the words "image 2"
 
 
 def place_images(text: str, images: int) -> Placed | str:

@@ -19,8 +19,7 @@ from adora_vl.utils.errors import UserError
 class RowError(UserError):
     """One row cannot be used: `{row id}: {what is wrong, with the value}; {what to do}`.
 
-    `kind` is the broken rule, a short stable name such as `image_truncated`. `originals` are the bytes of the row in
-    its source, and `record` its texts.
+    `kind`: the broken rule, as `image_truncated`. `originals`: the row's bytes in its source, and `record` its texts.
     """
 
     def __init__(
@@ -63,29 +62,23 @@ MAX_FILE_BYTES = 64 * 1024**2  # of one file of a source: a small zip file can u
 
 @dataclass(frozen=True)
 class RawProblem:
-    """One problem as it is in its source. Only the types are checked.
-
-    `origin` tells a person where to find and correct the row. `images` are encoded. `problem` has no image placeholder,
-    or one for each image. `answer` is the letter of one of the `choices` if there are any, and otherwise a value. With
-    `value_answer` it is a value in any case. `text_only`: the problem needs no image. `extras`: more columns, as texts.
-    `notes`: what is counted of such rows in the report, by the names of `notes.NOTES`, with an example.
-    """
+    """One problem as it is in its source. Only the types are checked."""
 
     id: str
     split: str
     source: str
-    origin: str
-    images: tuple[bytes, ...]
-    problem: str
-    answer: str
+    origin: str  # where a person finds and corrects the row
+    images: tuple[bytes, ...]  # encoded
+    problem: str  # without image placeholder, or with one for each image
+    answer: str  # the letter of one of the choices, where there are any and it is no `value_answer`; else a value
     choices: tuple[str, ...] | None = None
     goal: str = ""
     shapes: tuple[str, ...] = ()
     solution: str = ""
     value_answer: bool = False
-    text_only: bool = False
-    extras: Mapping[str, str | None] = field(default_factory=dict)
-    notes: Mapping[str, str] = field(default_factory=dict)
+    text_only: bool = False  # it needs no image
+    extras: Mapping[str, str | None] = field(default_factory=dict)  # more columns, as texts
+    notes: Mapping[str, str] = field(default_factory=dict)  # what is counted of such rows, by the names of `NOTES`
     other_files: tuple[bytes, ...] = ()  # that the source has of the row, for the quarantine
 
     @property

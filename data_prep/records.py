@@ -29,19 +29,16 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class Context:
-    """What the records of one table have in common. `name`: of the data set; `location`: as people know the table.
+    """What the records of one table have in common."""
 
-    `texts_only`: cells are texts, as in CSV, so a list is written as JSON. `said`: of how it is read, for the notes.
-    """
-
-    name: str
+    name: str  # of the data set
     split: str
-    location: str
+    location: str  # as people know the table
     columns: Columns
     files: FileRoot
-    texts_only: bool = False
+    texts_only: bool = False  # cells are texts, as in CSV, so a list is written as JSON
     drop_instruction: bool = False
-    said: str = ""
+    said: str = ""  # of how it is read, for the notes
 
 
 def read_record(record: Record | BadRecord, place: str, number: int, context: Context) -> RawProblem:

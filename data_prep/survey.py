@@ -34,41 +34,31 @@ TextTokens = Callable[[str], int]
 
 @dataclass
 class SplitFacts:
-    """The facts of one split: how often each value of each property occurs, and numbers for every row.
-
-    `tokens`: image tokens of each row. `characters`: of each problem. `sizes`: (width, height) of the first images.
-    `longest`: (measure, row id, problem) of the longest problems, the longest first. `gallery`: whole rows.
-    """
+    """The facts of one split: how often each value of each property occurs, and numbers for every row."""
 
     counts: dict[str, Counter[str]] = field(default_factory=lambda: {name: Counter() for name in ("rows", *PROPERTIES)})
-    tokens: array[int] = field(default_factory=lambda: array("l"))
-    characters: array[int] = field(default_factory=lambda: array("l"))
-    sizes: list[tuple[int, int]] = field(default_factory=list)
-    longest: list[tuple[int, str, str]] = field(default_factory=list)
+    tokens: array[int] = field(default_factory=lambda: array("l"))  # of the images of each row
+    characters: array[int] = field(default_factory=lambda: array("l"))  # of each problem
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # width and height of the first images
+    longest: list[tuple[int, str, str]] = field(default_factory=list)  # measure, row id, problem; the longest first
     gallery: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Survey:
-    """A dataset folder, its manifest if it is one of ours, and the facts of each split. `model`: whose tokens of text;
-    `family`: whose image tokens; `example`: the row of which the whole prompt is shown.
-    """
-
     folder: Path
-    manifest: dict[str, Any]
+    manifest: dict[str, Any]  # empty if it is none of ours
     splits: dict[str, SplitFacts]
-    model: str | None
-    family: str = DEFAULT_FAMILY
-    example: Row | None = None
+    model: str | None  # whose tokens of text
+    family: str = DEFAULT_FAMILY  # whose image tokens
+    example: Row | None = None  # of which the whole prompt is shown
 
 
 def survey(folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY) -> Survey:
-    """Look at every row once, a batch in memory at a time.
+    """Look at every row once, a batch in memory at a time. Raises `UserError`.
 
     `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub id whose tokenizer
     measures the problems; None measures characters. `family`: the model_type that counts image tokens.
-
-    Raises `UserError` where there is no dataset, no row or no tokenizer.
     """
     files = split_files(folder)
     if not files:

@@ -7,7 +7,6 @@ The comparison of training runs (`adora_vl.report`) uses the score files, differ
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,11 +30,9 @@ _SHOWN = 60  # characters of a value
 
 @dataclass(frozen=True)
 class ScoreFile:
-    """A score file: its name in the table, its content, and the share of right answers to each problem."""
-
-    name: str
+    name: str  # in the table
     score: Score
-    shares: dict[str, float]
+    shares: dict[str, float]  # of right answers to each problem
 
     @classmethod
     def of(cls, name: str, score: Score) -> ScoreFile:
@@ -365,4 +362,4 @@ def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

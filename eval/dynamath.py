@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
@@ -113,4 +112,4 @@ BENCHMARK = Benchmark(
     ("data_revision",), id_column="id", summary=_summary, item=extraction_item,
 )  # fmt: skip
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

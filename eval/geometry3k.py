@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -178,4 +177,4 @@ BENCHMARK = Benchmark(
     fingerprint=("prompt",), summary=_summary, published=_PUBLISHED,
 )  # fmt: skip
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

@@ -1,6 +1,5 @@
 """`python -m eval.knights`: knights-and-knaves puzzles."""
 
-import sys
 from argparse import Namespace
 
 from adora_vl.utils.cli import imports
@@ -35,4 +34,4 @@ def _check(row: Prediction) -> str | None:
 
 BENCHMARK = Benchmark("knights", "test", load, grade, lambda options: {"rules": "everyone's kind"}, check=_check)
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

@@ -1,7 +1,6 @@
 """`python -m eval.logicvista`: LogicVista; its official score asks a judge which letters an answer names."""
 
 import re
-import sys
 from argparse import Namespace
 from functools import partial
 from operator import itemgetter
@@ -69,4 +68,4 @@ BENCHMARK = Benchmark(
     ),
 )  # fmt: skip
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

@@ -1,7 +1,6 @@
 """`python -m eval.mathverse`: MathVerse by rules of our own; its official score asks a judge what is right."""
 
 import re
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -247,4 +246,4 @@ BENCHMARK = Benchmark(
     ("data_revision", "query"), id_column="sample_index", prepare=_prepare, summary=_summary,
 )  # fmt: skip
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

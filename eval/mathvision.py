@@ -1,7 +1,6 @@
 """`python -m eval.mathvision`: MathVision (MATH-V), with its official prompt and its official score, and with ours."""
 
 import re
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
@@ -246,4 +245,4 @@ BENCHMARK = Benchmark(
     id_column="id", prepare=_prepare, summary=_summary, item=extraction_item, published=_PUBLISHED,
 )  # fmt: skip
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

@@ -1,7 +1,6 @@
 """`python -m eval.mathvista`: MathVista, with its official prompt, extraction and scoring."""
 
 import re
-import sys
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -264,4 +263,4 @@ BENCHMARK = Benchmark(
     prepare=partial(with_extractions, question_of=question_of), summary=_summary, item=_item, published=_PUBLISHED,
 )  # fmt: skip
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

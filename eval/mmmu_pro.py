@@ -1,7 +1,6 @@
 """`python -m eval.mmmu_pro`: MMMU-Pro (vision), whose questions stand in their pictures, with its official score."""
 
 import ast
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from string import ascii_uppercase
@@ -107,4 +106,4 @@ BENCHMARK = Benchmark(
     id_column="id", summary=_summary, item=extraction_item,
 )  # fmt: skip
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

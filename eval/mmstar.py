@@ -1,7 +1,6 @@
 """`python -m eval.mmstar`: MMStar, with its official scoring."""
 
 import re
-import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from functools import partial
@@ -149,4 +148,4 @@ BENCHMARK = Benchmark(
     id_column="index", summary=_summary, item=extraction_item, published=_PUBLISHED,
 )  # fmt: skip
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

@@ -20,19 +20,14 @@ JUDGE_FAILED = "judge_failed"  # the `how` of an extraction that no judge could 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem to ask. `fields` go into the predictions row as they are and have a unique `pid`.
+    """One problem to ask. Images are decoded on call: memory holds one batch, and a broken one costs one problem."""
 
-    `images` decodes the images only when it is called, so that memory holds one batch of them and a broken image costs
-    one problem. `sizes` gives width and height of each without decoding; None: `images` has to be called for them.
-    `facts`: what the picture says, in words, where they suffice to solve the problem without it.
-    """
-
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # go into the predictions row as they are and have a unique `pid`
     prompt: str
     n_images: int
     images: Callable[[], list[Image.Image]]
-    sizes: Callable[[], list[tuple[int, int]]] | None = None
-    facts: str | None = None
+    sizes: Callable[[], list[tuple[int, int]]] | None = None  # width and height of each, without decoding
+    facts: str | None = None  # what the picture says, in words, where they suffice to solve the problem without it
 
     @property
     def pid(self) -> str:
@@ -47,18 +42,13 @@ class Extraction(NamedTuple):
 
 
 class RowGrade(NamedTuple):
-    """A benchmark's verdict on one answer.
-
-    `extracted` is the answer that was compared. `reason` says how it was found, or why it got its verdict. `groups`
-    gives, for each kind of group, the groups in which the answer is counted. `extraction` is the answer as it was read
-    out of the response, if that is a step of its own.
-    """
+    """A benchmark's verdict on one answer."""
 
     verdict: str
-    extracted: str | None
-    reason: str
-    groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed
-    extraction: Extraction | None = None
+    extracted: str | None  # the answer that was compared
+    reason: str  # how it was found, or why it got its verdict
+    groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed; by kind, those in which the answer is counted
+    extraction: Extraction | None = None  # the answer as it was read out of the response, if that is a step of its own
 
 
 @dataclass(frozen=True)
@@ -90,62 +80,49 @@ class OwnFigures:
 
     `figures`: under each key named figures, cells (see `cell`) or, for what is no count, shares. Each is a row of the
     table, a column of a comparison and a number in the log of a training. None: nothing to count. A text explains them.
-    `notes`: anything else. `lines` and `warnings` are printed below the table. `by`: the rules in words, for its head.
     """
 
     figures: dict[str, dict[str, Cell | float | str | None]] = field(default_factory=dict)
-    notes: dict[str, Any] = field(default_factory=dict)
-    lines: Sequence[str] = ()
+    notes: dict[str, Any] = field(default_factory=dict)  # anything else
+    lines: Sequence[str] = ()  # below the table, as the warnings
     warnings: Sequence[str] = ()
-    by: str | None = None
+    by: str | None = None  # the rules in words, for its head
 
 
 @dataclass(frozen=True)
 class Published:
-    """Figures that others have published, in percent, by row and then by column. They are quoted, not measured here.
-
-    `source`: where they stand. `caution(score)`: why a score of ours is not comparable with them, or None.
-    """
+    """Figures that others have published, in percent, by row and then by column. They are quoted, not measured here."""
 
     source: str
     rows: Mapping[str, Mapping[str, float]]
-    caution: Callable[[Mapping[str, Any]], str | None] | None = None
+    caution: Callable[[Mapping[str, Any]], str | None] | None = None  # why a score of ours is not comparable, or None
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark. `options` is always the command line's namespace.
-
-    - `load(options)`: the problems, and a hash of their data.
-    - `grade(row, options)`: whether the answer in a predictions row is right, and the groups that it counts for. A
-      problem whose image could not be read is counted as failed, whatever this returns.
-    - `rules(options)`: by which rules an answer is right; two scores by different rules are not comparable.
-    - `add_score_options`, `add_data_options`: options of its own for `score` and for `infer`.
-    - `check(row)`: what is wrong with a predictions row, or None.
-    - `fingerprint`: names of its own options on which an answer depends.
-    - `id_column`: the column of the data with the id of a row, which is `pid` in a predictions row.
-    - `prepare(rows, options)`: the rows as `grade` gets them, for work that is done on all of them at once.
-    - `summary(rows, graded, options)`: figures of its own.
-    - `item(row, graded)`: what the score file says about an answer; by default verdict, extracted answer and reason.
-    - `published`: figures of others to compare with.
-    - `file`: the hash of the user's own file that it stands in, which `named` fills in.
-    """
+    """One benchmark. A namespace is that of the command line."""
 
     name: str
     split: str
+    # The problems, and a hash of their data.
     load: Callable[[Namespace], tuple[list[Problem], str]]
+    # Whether the answer in a row is right, and the groups that it counts for; one without a readable image has failed.
     grade: Callable[[Prediction, Namespace], RowGrade]
+    # By which rules an answer is right; two scores by different rules are not comparable.
     rules: Callable[[Namespace], dict[str, Any]]
-    add_score_options: Callable[[ArgumentParser], None] | None = None
-    add_data_options: Callable[[ArgumentParser], None] | None = None
-    check: Callable[[Prediction], str | None] | None = None
-    fingerprint: tuple[str, ...] = ()
-    id_column: str = "pid"
+    add_score_options: Callable[[ArgumentParser], None] | None = None  # of its own, for `score`
+    add_data_options: Callable[[ArgumentParser], None] | None = None  # and for `infer`
+    check: Callable[[Prediction], str | None] | None = None  # what is wrong with a predictions row, or None
+    fingerprint: tuple[str, ...] = ()  # names of its own options on which an answer depends
+    id_column: str = "pid"  # of the data, with the id of a row, which is `pid` in a predictions row
+    # The rows as `grade` gets them, for work that is done on all of them at once.
     prepare: Callable[[Sequence[Prediction], Namespace], Sequence[Prediction]] | None = None
+    # Figures of its own.
     summary: Callable[[Sequence[Prediction], Sequence[Graded], Namespace], OwnFigures] | None = None
+    # What the score file says about an answer, in place of verdict, extracted answer and reason.
     item: Callable[[Prediction, Graded], dict[str, Any]] | None = None
-    published: Published | None = None
-    file: str | None = None
+    published: Published | None = None  # figures of others to compare with
+    file: str | None = None  # the hash of the user's own file that it stands in, which `named` fills in
 
 
 class Scored(NamedTuple):

@@ -1,6 +1,5 @@
 """`python -m eval all`: a row of a table of benchmarks, with one start of the engine."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
@@ -103,4 +102,4 @@ def _figure(run: ScoreFile) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    raise SystemExit(main())

@@ -1,7 +1,6 @@
 """`python -m eval.wemath`: We-Math, with its official prompt, rule and four-way diagnosis, strict and loose."""
 
 import re
-import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -138,4 +137,4 @@ BENCHMARK = Benchmark(
     id_column="question number", summary=_summary,
 )  # fmt: skip
 if __name__ == "__main__":
-    sys.exit(main(BENCHMARK))
+    raise SystemExit(main(BENCHMARK))

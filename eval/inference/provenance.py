@@ -83,10 +83,8 @@ def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A stored fingerprint.
-
-    `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many answers were asked for.
-    `resolved`: settings as the engine had them, where what was given leaves them to the model.
+    """A stored fingerprint. `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many
+    answers. `resolved`: settings as the engine had them, where what was given leaves them to the model.
     """
     try:
         stored = json.loads(path.read_bytes())

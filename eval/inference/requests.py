@@ -46,22 +46,19 @@ class AnswerEngine(Protocol):
 
 @dataclass(frozen=True)
 class AnswerEngineSettings:
-    """The settings from which an engine is built. `temperature` 0 is greedy, and `dtype` `auto` is the model's own.
-
-    `max_images` and `max_text_bytes` are upper bounds for all requests. vLLM's context length is set from them.
-    """
+    """The settings from which an engine is built."""
 
     model: str
     engine: EngineName
     revision: str | None = None
-    dtype: str = "auto"
+    dtype: str = "auto"  # the model's own
     max_tokens: int = 2048
-    temperature: float = 0.0
+    temperature: float = 0.0  # greedy
     seed: int = 0
     min_pixels: int | None = None
     max_pixels: int | None = None
     batch_size: int | None = None
-    max_images: int = 1
+    max_images: int = 1  # of a request at most, as the bytes of text: vLLM's context length is set from them
     max_text_bytes: int = 4096
     endpoint: Endpoint | None = None  # of the engine `openai`
     toolbox: Toolbox | None = None  # what the model may call between its turns

@@ -42,14 +42,12 @@ _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 @dataclass
 class Ranks:
-    """Which of how many processes this is. Several meet at a store that the launcher or rank 0 holds. `run`: a name of
-    its own for each of several runs.
-    """
+    """Which of how many processes this is."""
 
     rank: int = 0
     world: int = 1
-    store: Any = None
-    run: str = ""
+    store: Any = None  # at which several meet; the launcher or rank 0 holds it
+    run: str = ""  # a name of its own for each of several runs
 
     def barrier(self, where: str) -> None:
         """Return when every process has come to `where`."""
@@ -119,10 +117,9 @@ def infer(
 ) -> Summary:  # fmt: skip
     """Ask for every answer that `output` does not have yet. The engine is built only if answers are missing.
 
-    `in_data`: number of problems in the data; `problems` may be only the first ones of them. With several `ranks` each
-    answers a slice into a part of its own, and rank 0 merges the parts in the order of the problems.
-
-    Raises `UserError` if `output` holds predictions made with other settings, or rows of problems not asked for now.
+    `in_data`: number of problems in the data, of which `problems` may be the first. With several `ranks` each answers a
+    slice into a part of its own, and rank 0 merges the parts in the order of the problems. Raises `UserError` if
+    `output` holds predictions made with other settings, or rows of problems not asked for now.
     """
     make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
