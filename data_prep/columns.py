@@ -79,11 +79,9 @@ class Columns:
 
 @dataclass(frozen=True)
 class Preset:
-    """`id`: of a data set on the hub, None for a form of rows. `splits`: our names to its own, {} where both agree."""
-
-    id: str | None
+    id: str | None  # of a data set on the hub, None for a form of rows
     columns: Columns
-    splits: Mapping[str, str] = field(default_factory=dict)
+    splits: Mapping[str, str] = field(default_factory=dict)  # our names to its own, {} where both agree
 
 
 _GEOMETRY3K = Columns(

@@ -23,11 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answered:
-    """What is remembered of a row: its id, its gold, and where it stands in its source."""
-
     row_id: str
     gold: str
-    origin: str
+    origin: str  # where it stands in its source
 
 
 _MANY = 8  # rows that share a picture: more than the versions of one problem

@@ -28,11 +28,9 @@ _TEST_SHARE = 0.25  # of all puzzles, by a hash of their text, so that no split 
 
 
 class Statement(NamedTuple):
-    """What a person says: its words, with `{0}` and `{1}` for people, and the claim about them, as `holds` reads it."""
-
-    words: str
+    words: str  # with `{0}` and `{1}` for people
     people: int
-    claim: Callable[..., tuple[Any, ...]]
+    claim: Callable[..., tuple[Any, ...]]  # about them, as `holds` reads it
 
 
 KNIGHT, KNAVE = "telling-truth", "lying"

@@ -71,11 +71,11 @@ def term_of(text: str) -> Term | None:
 
 @dataclass(frozen=True)
 class Form:
-    """What is annotated of one problem. `points`: where they lie in the picture, in pixels, y downwards."""
+    """What is annotated of one problem."""
 
     lines: tuple[tuple[str, str], ...]
     circles: tuple[str, ...]
-    points: Mapping[str, Point]
+    points: Mapping[str, Point]  # where they lie in the picture, in pixels, y downwards
     facts: tuple[str, ...]
     question: tuple[str, ...]
 

@@ -20,9 +20,8 @@ def complete_or_absent(
 ) -> Iterator[Path]:
     """A folder to write into, hidden beside `output`, that takes the place of `output` when the block ends.
 
-    On any exception it is removed and `output` stays as it was; what a killed process left of it is removed by the next
-    preparation of the same output. Raises `UserError` where `output` holds anything that we did not prepare, without
-    `overwrite` also where it holds another dataset than that of `description`, and where the disk is full.
+    On any exception it is removed and `output` stays as it was. Raises `UserError` where that holds anything that we did
+    not prepare, without `overwrite` also another dataset than that of `description`, and where the disk is full.
     """
     output = output.resolve()
     with written_to("output", output):

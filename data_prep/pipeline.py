@@ -203,10 +203,8 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True)
 class SplitReads:
-    """The rows of one split: `problems` begins to read them, `total` is how many there are, where that is known."""
-
-    problems: Callable[[], Reads]
-    total: int | None
+    problems: Callable[[], Reads]  # begins to read the rows of one split
+    total: int | None  # how many there are, where that is known
 
 
 @dataclass(frozen=True)

@@ -97,11 +97,9 @@ Reads = Iterator[Callable[[], RawProblem]]  # calls that can be pickled, so that
 
 @dataclass(frozen=True)
 class PixelLimits:
-    """The smallest and largest number of pixels of an image. None means no limit. `unit`: the side of a token."""
-
-    low: int | None = None
+    low: int | None = None  # pixels of an image; None means no limit
     high: int | None = None
-    unit: int = UNIT
+    unit: int = UNIT  # the side of a token
 
 
 def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:

@@ -28,12 +28,12 @@ _NAMED = re.compile(rf"({'|'.join(SPLIT_OF)})(?:[-_.].*)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class TablePart:
-    """The records of one file or stream, and where the paths in them lead. `begin` starts to read them, each with its
-    place as the file counts it: `line 14`.
-    """
+    """The records of one file or stream, and where the paths in them lead."""
 
     location: str
-    begin: Callable[[], Iterator[tuple[str, Record | BadRecord]]]
+    begin: Callable[
+        [], Iterator[tuple[str, Record | BadRecord]]
+    ]  # each with its place as the file counts it: `line 14`
     files: FileRoot
     texts_only: bool = False
     file: Path | None = None
@@ -42,12 +42,10 @@ class TablePart:
 
 @dataclass(frozen=True)
 class Opened:
-    """The parts of each split. `kind`: the format. `revision`: of the hub. `totals`: numbers of rows, where known."""
-
-    kind: str
-    parts: dict[str, list[TablePart]]
-    revision: str | None = None
-    totals: dict[str, int] = field(default_factory=dict)
+    kind: str  # the format
+    parts: dict[str, list[TablePart]]  # of each split
+    revision: str | None = None  # of the hub
+    totals: dict[str, int] = field(default_factory=dict)  # of rows, where known
 
 
 def held_out(index: int, share: float, seed: int) -> bool:

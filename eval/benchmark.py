@@ -21,10 +21,7 @@ _OF_SOURCES = {"knights": "knights"}  # the source in the manifest of a prepared
 
 
 def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benchmark:
-    """The benchmark of that name: one of `NAMES`, or `FILE.py:NAME`.
-
-    Raises `UserError`, which begins with `key`. `others`: words that stand beside the names.
-    """
+    """The benchmark of that name. `others`: words beside `NAMES`. Raises `UserError`, which begins with `key`."""
     if name in NAMES:
         found: Benchmark = import_module(f"eval.{name}").BENCHMARK
     elif is_own(name):

@@ -185,10 +185,8 @@ def check_options(options: Namespace) -> AnswerEngineSettings:
 
 
 class AskedProblems(NamedTuple):
-    """The problems of a run as its view shows them, how many the view leaves out, and a hash of the data."""
-
-    problems: Sequence[Problem]
-    left_out: int
+    problems: Sequence[Problem]  # as the view of a run shows them
+    left_out: int  # by the view
     data_hash: str
 
 
@@ -202,10 +200,7 @@ def ask(
     benchmark: Benchmark, options: Namespace, settings: AnswerEngineSettings, asked: AskedProblems, processes: Ranks,
     build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
 ) -> None:  # fmt: skip
-    """Ask the model all questions, and write its answers into the output folder. `build`: in place of `build_engine`.
-
-    Raises `UserError`.
-    """
+    """Ask the model all questions, and write its answers. `build`: in place of `build_engine`. Raises `UserError`."""
     problems, (shown, left_out, data_hash) = asked.problems[: options.limit], asked
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
     hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)  # a server shows no weights

@@ -113,10 +113,7 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 
 def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:
-    """The rows of a prepared split as the runner takes them; images stay encoded until they are needed.
-
-    `made`: the template of the text that is asked.
-    """
+    """The rows of a prepared split, images encoded until they are needed. `made`: the template of what is asked."""
     encoded = dataset.with_format("arrow")  # bytes as they are in the file
     texts = dataset.remove_columns("images")
     counts = [count for chunk in encoded["images"][:].chunks for count in chunk.value_lengths().to_pylist()]

@@ -19,20 +19,15 @@ from data_prep.synthetic.drawing import PLAIN, Canvas, ClutteredError, Point, Sk
 
 @dataclass(frozen=True)
 class SyntheticProblem:
-    """One drawn problem: `image` is RGB, `answer` LaTeX, `goal` what is asked for, `shapes` what is drawn.
-
-    `kind` tells the cases of a family apart that are solved in different ways; empty where it has one.
-    """
-
     family: str
-    image: Image.Image
+    image: Image.Image  # RGB
     question: str
-    answer: str
+    answer: str  # LaTeX
     solution: str
     slip: str
-    goal: str
-    shapes: tuple[str, ...]
-    kind: str = ""
+    goal: str  # what is asked for
+    shapes: tuple[str, ...]  # what is drawn
+    kind: str = ""  # tells the cases of a family apart that are solved in different ways; empty where it has one
 
 
 # Arguments: a generator, pixels, a level from 1 to 3, and a style.

@@ -87,10 +87,7 @@ class ChatProcessor:
         return cls(settings.model, *limits, settings.revision, template=settings.template)
 
     def check_vllm(self, model: str, dtype: str) -> None:
-        """Raise `UserError` for a model that vLLM cannot run, or would compute differently from Transformers.
-
-        `dtype`: the one that the user asked for.
-        """
+        """Raise `UserError` for a model that vLLM cannot run, or computes otherwise. `dtype`: as the user asked for."""
         from adora_vl.utils.launch import find_cpu_build
 
         problem = misplaced_by_vllm(self.config)
@@ -101,10 +98,7 @@ class ChatProcessor:
             raise UserError(f"model: {model!r} is in float32, and {alone}; use --engine transformers")
 
     def render(self, messages: list[Message]) -> str:
-        """The prompt as text, with one placeholder per image.
-
-        Raises `UserError` if there is an image but the model has no vision.
-        """
+        """The prompt as text, a placeholder per image. Raises `UserError` for images where the model has no vision."""
         if self.text_only:
             messages = [{**message, "content": _text_of(message["content"])} for message in messages]
         asked = {"add_generation_prompt": True, "tokenize": False, **self._template}

@@ -21,11 +21,9 @@ ENGINES: tuple[EngineName, ...] = ("vllm", "transformers", "openai")
 
 
 class AnswerRequest(NamedTuple):
-    """Messages with one placeholder per image, the images in the same order, and the seed for sampling this answer."""
-
-    messages: list[Message]
+    messages: list[Message]  # with one placeholder per image, in the order of the images
     images: list[Image.Image]
-    seed: int = 0
+    seed: int = 0  # for sampling this answer
 
 
 class Unanswerable(NamedTuple):

@@ -29,11 +29,9 @@ Kind = Literal["choice", "integer", "float", "list", "text"]
 
 
 class Question(NamedTuple):
-    """A question and its response, as the extraction needs them. `choices` is read for the kind `choice` alone."""
-
     kind: Kind
     text: str
-    choices: Sequence[str]
+    choices: Sequence[str]  # for the kind `choice` alone
     response: str
 
 
