@@ -26,7 +26,7 @@ from data_prep.pipeline import MAX_WORKERS, usable_cores
 from data_prep.quarantine import MAX_SHARE
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
 from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
-from eval.inference.provenance import OF_THE_RUN, settle_prompts, unusual_prompts
+from eval.inference.provenance import OF_THE_RUN, add_asking, settle_prompts, unusual_prompts
 
 MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
@@ -120,7 +120,7 @@ def _synthetic(arguments: argparse.Namespace) -> None:
     print_counts(arguments.output, prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite))
 
 
-MAX_SAMPLES, MAX_TOKENS = 1024, 2**20
+MAX_SAMPLES = 1024
 
 
 def add_filter(commands: Any) -> None:
@@ -137,27 +137,18 @@ def add_filter(commands: Any) -> None:
     add("--keep", type=_rates, default="0.1:0.9", metavar="LOW:HIGH", help="pass rates to keep, default: %(default)s")
     add("--split", type=text, default="train", help="the split to filter, default: %(default)s; others are copied")
     add("--model", type=optional(text), metavar="M", help="a model folder, a hub id, or tiny")
-    add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
+    add_asking(command)
     add("--samples", type=whole(1, MAX_SAMPLES), default=8, metavar="N", help="per problem, default: %(default)s")
     what = "instead of --model: answers that `python -m eval.geometry3k infer --split train --samples N` made"
     add("--predictions", type=optional(path), metavar="FILE.jsonl", help=what)
-    what = "or none; default: that of the model's own training, as its folder says, else the paper's"
-    add("--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT", help=what)
     add(
         "--prompt", type=optional(text), default=OF_THE_RUN, metavar="TEMPLATE",
         help="as adora_prompt of the training that the rows are for, or none; default: that of the model's own "
         "training, else with the choices listed",
     )  # fmt: skip
     add("--temperature", type=number(0.01, 100), default=1.0, metavar="T", help="default: %(default)s")
-    add("--max-tokens", type=whole(1, MAX_TOKENS), default=2048, metavar="N", help="per answer, default: %(default)s")
-    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default: %(default)s")
     add("--rounding", action="store_true", help="accept rounded decimals")
     add("--engine", choices=("vllm", "transformers"), help="default: vllm where it is installed")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
-    pixels = optional(whole(UNIT**2, MAX_PIXELS))
-    add("--min-pixels", type=pixels, metavar="N", help="default: the model's own")
-    add("--max-pixels", type=pixels, metavar="N", help="default: the model's own")
-    add("--batch-size", type=optional(whole(1)), metavar="N", help="default: 256 for vllm, 64 for transformers")
     command.set_defaults(run=_filter)
 
 

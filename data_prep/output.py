@@ -20,8 +20,8 @@ def complete_or_absent(
 ) -> Iterator[Path]:
     """A folder to write into, hidden beside `output`, that takes the place of `output` when the block ends.
 
-    On any exception it is removed and `output` stays as it was. Raises `UserError` where that holds anything that we did
-    not prepare, without `overwrite` also another dataset than that of `description`, and where the disk is full.
+    On any exception it is removed and `output` stays as it was. Raises `UserError` where that holds what we did not
+    prepare, without `overwrite` also another dataset than that of `description`, and where the disk is full.
     """
     output = output.resolve()
     with written_to("output", output):

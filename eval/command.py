@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.models.load import model_hash
-from adora_vl.utils.cli import MAX_SEED, Parser, amount, exit_code_of, number, optional, path, read_mapping, text, whole
+from adora_vl.utils.cli import Parser, amount, exit_code_of, number, optional, path, read_mapping, text, whole
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.files import check_folder, check_json, make_folder, written_to
 from adora_vl.utils.hub import notes_on
@@ -20,7 +19,7 @@ from adora_vl.utils.own_files import look_beside
 from eval.benchmark import loaded
 from eval.inference.engines import build_engine, check_loadable, default_engine, settings_of, tool_options_of
 from eval.inference.predictions import PREDICTIONS, read_predictions, score_path
-from eval.inference.provenance import FILE_NAME, OF_THE_RUN, Fields, read, settle_prompts, versions, write_json
+from eval.inference.provenance import FILE_NAME, Fields, add_asking, read, settle_prompts, versions, write_json
 from eval.inference.requests import ENGINES, AnswerEngine, AnswerEngineSettings
 from eval.inference.runner import Ranks, infer, ranks
 from eval.inference.views import VIEWS, shown_as
@@ -30,7 +29,7 @@ from eval.scoring.table import table
 
 VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
 _NEEDED = {"infer": ("model", "data", "output"), "score": ("predictions", "output"), "run": ("model", "data", "output")}
-MAX_TOKENS, MAX_SAMPLES, MAX_BATCH = 2**20, 1024, 2**16
+MAX_SAMPLES = 1024
 
 
 def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
@@ -78,7 +77,7 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     """The options of `infer` and `run`. `split`: the default split of the benchmark."""
     add = parser.add_argument
     add("--model", type=optional(text), help="a model folder, a hub id, or tiny; with openai its name there")
-    add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
+    add_asking(parser)
     add("--data", type=optional(text), help="a folder or file, or a hub id")
     add("--split", type=text, default=split, help=f"default {split}")
     add("--engine", choices=ENGINES, default=default_engine(), help="default: vllm where it is installed")
@@ -88,18 +87,10 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     seconds = number(0.001, 86400)
     add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help="of a call, with openai; default 600")
     add("--limit", type=optional(whole(1)), metavar="N", help="use only the first N problems")
-    add("--max-tokens", type=whole(1, MAX_TOKENS), default=2048, metavar="N", help="limit per answer; default 2048")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
-    add("--min-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
-    add("--max-pixels", type=optional(whole(UNIT**2, MAX_PIXELS)), metavar="N", help="default: the model's own")
-    what = "or none; default: that of the model's own training, as its folder says, else the paper's"
-    add("--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT", help=what)
     add("--temperature", type=number(0.01, 100, also=0.0), default=0.0, help="0: greedy, the default")
     add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers per problem, for avg@k, pass@k")
-    add("--seed", type=whole(0, MAX_SEED), default=0)
     what = "; ".join(f"{name}: {shown}" for name, shown in VIEWS.items())
     add("--view", choices=VIEWS, default="image", help=f"{what}; eval.compare lays them side by side")
-    add("--batch-size", type=optional(whole(1, MAX_BATCH)), metavar="N", help="default: 256 for vllm, else 64")
     what = "what the model may call between its turns, as in training: zoom, line, ... or FILE.py:FUNCTION"
     add("--tools", nargs="*", type=text, default=[], metavar="TOOL", help=what)
     what = "turns that are answered; default 3"

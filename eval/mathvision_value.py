@@ -35,7 +35,20 @@ _INVERSE: dict[str, Callable[[float], float]] = {
     **{f"arc{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC},
     **{f"ar{name}": getattr(math, f"a{name}") for name in ("sinh", "cosh", "tanh")},
 }
-_FUNCTIONS = {*_TRIGONOMETRIC, *_INVERSE, "log", "ln", "exp", "sqrt", "lfloor"}
+
+
+class _NoValueError(Exception):
+    pass
+
+
+def _exp(exponent: Number) -> Number:
+    if exponent == 1:  # printed as `E`, which `math` does not know
+        raise _NoValueError
+    return math.exp(exponent)
+
+
+_CALLED = {**_TRIGONOMETRIC, **_INVERSE, "log": lambda value: math.log(value, 10), "exp": _exp}
+_FUNCTIONS = {*_CALLED, "ln", "sqrt", "lfloor"}
 _CONSTANTS = {r"\pi": math.pi, r"\tau": math.tau}
 _TIMES, _DIVIDED = ("*", r"\times", r"\cdot"), ("/", ":", r"\div")
 _ENDS = (r"\}", r"\rbrace", r"\rfloor")
@@ -45,10 +58,6 @@ _COMMAND = re.compile(
     "|".join(re.escape(name) for name in sorted((*_KNOWN, *_TIMES[1:], *_DIVIDED[2:]), key=len, reverse=True))
     + r"|\\[a-z]+"
 )
-
-
-class _NoValueError(Exception):
-    """The text is no expression, or has unknowns."""
 
 
 def latex_value(text: str) -> Number | None:
@@ -140,16 +149,9 @@ class _Reader:
         value = self._argument()
         if name == "ln":
             raise _NoValueError
-        if name == "log":
-            value = math.log(value, 10)
-        elif name == "exp":
-            value = _exp(value)
-        elif name in _INVERSE:
-            value = _INVERSE[name](value)
-        elif exponent == -1:
+        if exponent == -1 and name in _TRIGONOMETRIC:
             return _INVERSE[f"arc{name}"](value)
-        else:
-            value = _TRIGONOMETRIC[name](value)
+        value = _CALLED[name](value)
         return value if exponent is None else _power(value, exponent)
 
     def _argument(self) -> Number:
@@ -222,12 +224,6 @@ def _power(base: Number, exponent: Number) -> Number:
         raise _NoValueError
     found: Number = value
     return found
-
-
-def _exp(exponent: Number) -> Number:
-    if exponent == 1:  # printed as `E`, which `math` does not know
-        raise _NoValueError
-    return math.exp(exponent)
 
 
 def _binomial(above: Number, below: Number) -> Number:

@@ -3,13 +3,15 @@
 import json
 import platform
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adora_vl import __version__
+from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
+from adora_vl.utils.cli import MAX_SEED, optional, text, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import read_object, replace_file
 from adora_vl.utils.versions import installed
@@ -17,6 +19,20 @@ from adora_vl.utils.versions import installed
 OF_THE_RUN: Any = object()  # the default of both prompts: that of the run that trained the model
 _MADE_BY = "adora_vl.train"
 _KEYS = {"system_prompt": ("adora_system_prompt", SYSTEM_PROMPT), "prompt": ("adora_prompt", DEFAULT_PROMPT)}
+
+
+def add_asking(parser: ArgumentParser) -> None:
+    """The options of how a model is asked, in an evaluation and to filter problems."""
+    add, pixels = parser.add_argument, optional(whole(UNIT**2, MAX_PIXELS))
+    add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
+    add("--max-tokens", type=whole(1, 2**20), default=2048, metavar="N", help="limit per answer; default 2048")
+    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
+    add("--min-pixels", type=pixels, metavar="N", help="default: the model's own")
+    add("--max-pixels", type=pixels, metavar="N", help="default: the model's own")
+    what = "or none; default: that of the model's own training, as its folder says, else the paper's"
+    add("--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT", help=what)
+    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default 0")
+    add("--batch-size", type=optional(whole(1, 2**16)), metavar="N", help="default: 256 for vllm, else 64")
 
 
 def settle_prompts(options: Namespace) -> None:
