@@ -50,7 +50,6 @@ class Columns:
 
     @property
     def wanted(self) -> list[str]:
-        """Every column that is read, each once."""
         own = (theirs for _, theirs in self.extras)
         one = () if self.id is None else (self.id,)
         return list(dict.fromkeys((self.problem, self.answer, *self.images, *self.choices, *one, *own)))

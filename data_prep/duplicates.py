@@ -70,7 +70,6 @@ class SeenRows:
         self._file.unlink(missing_ok=True)
 
     def is_new(self, row_id: str) -> bool:
-        """Whether no row before has this id."""
         key = hashlib.sha256(row_id.encode()).digest()[:12]
         return self._base.execute("INSERT OR IGNORE INTO ids VALUES (?)", (key,)).rowcount == 1
 

@@ -158,7 +158,6 @@ def sampled(predictions: Path) -> Groups:
 
 
 def _groups(columns: Sequence[Sequence[float]], size: int, above: float) -> Groups:
-    """`columns`: rewards, lengths, and what was truncated."""
     rewards, lengths, truncated = (torch.tensor(column).view(-1, size) for column in columns)
     return Groups(rewards, lengths, truncated, correct_above=above)
 

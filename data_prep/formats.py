@@ -109,7 +109,6 @@ def _stored(path: Path) -> Any:
 
 
 def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
-    """A Parquet or Arrow file, and its features."""
     schema = pq.read_schema(path) if format_of(path) == ".parquet" else _stored(path).data.schema
     features: Mapping[str, Any] = {}
     if b"huggingface" in (schema.metadata or {}):

@@ -30,8 +30,6 @@ Draw = Callable[[str, int], Iterable[Row]]  # the rows of a split, of which so m
 
 @dataclass(frozen=True)
 class Drawn:
-    """A data set that is drawn."""
-
     sizes: dict[str, int]  # of its splits
     draw: Draw
     description: dict[str, Any]  # what determines the rows, the arguments and the revision of the drawing code

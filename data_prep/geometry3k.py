@@ -242,7 +242,6 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
 
 
 def _redrawn(form: Form, split: str, number: str, question: str, answer: str) -> RawProblem:
-    """A problem with its diagram redrawn, which its `source` says."""
     row_id = f"geometry3k/{split}/{number}"
     problem = readable(without_instruction(question.replace(PLACEHOLDER, " ").strip())[0])
     facts = with_facts(facts_in_words(form, problem), row_id)

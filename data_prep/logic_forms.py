@@ -71,8 +71,6 @@ def term_of(text: str) -> Term | None:
 
 @dataclass(frozen=True)
 class Form:
-    """What is annotated of one problem."""
-
     lines: tuple[tuple[str, str], ...]
     circles: tuple[str, ...]
     points: Mapping[str, Point]  # where they lie in the picture, in pixels, y downwards

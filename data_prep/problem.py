@@ -83,7 +83,6 @@ class RawProblem:
 
     @property
     def originals(self) -> tuple[bytes, ...]:
-        """All bytes that the source has of the row."""
         return (*self.other_files, *self.images)
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:

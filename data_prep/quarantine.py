@@ -32,7 +32,6 @@ class Quarantine:
         self.kinds: Counter[str] = Counter()
 
     def add(self, split: str, error: RowError) -> None:
-        """Keep one row's id, reason, texts and original bytes."""
         line = {
             "id": error.row_id,
             "split": split,
@@ -135,7 +134,6 @@ _SHOWN = 100  # characters of an example
 
 
 def note_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """A line for each note of a manifest."""
     lines = []
     for name, found in (manifest.get("noted") or {}).items():
         example = shown(found["example"], _SHOWN) if name == "instruction" else found["example"]

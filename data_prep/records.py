@@ -29,8 +29,6 @@ class BadRecord:
 
 @dataclass(frozen=True)
 class Context:
-    """What the records of one table have in common."""
-
     name: str  # of the data set
     split: str
     location: str  # as people know the table
@@ -133,7 +131,6 @@ def asked_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
 
 
 def pictures_beside(record: Record, columns: Columns, *, texts_only: bool) -> list[Any]:
-    """The pictures in a record's own columns."""
     if len(columns.images) > 1:  # one picture a column; those without one are empty
         return [value for name in columns.images if (value := record.get(name)) not in _EMPTY_PICTURES]
     value = listed(record.get(columns.images[0]), texts_only) if columns.images else None

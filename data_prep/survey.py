@@ -224,14 +224,12 @@ def _table(found: Survey) -> list[str]:
 
 
 def print_prompt(output: Path, manifest: Manifest) -> None:
-    """Show one whole prompt of what was written to `output`."""
     row = example_row(output, [split for split in SPLITS if split in manifest["counts"]])
     if row is not None:
         print("\n".join(whole_prompt(row)))
 
 
 def print_counts(output: Path, manifest: Manifest) -> None:
-    """Say what was written to `output`, and what was left out."""
     counts = manifest["counts"]
     rows = ", ".join(f"{split} {amount(counts[split], 'row')}" for split in SPLITS if split in counts)
     print(f"{output}: {rows}; look at it with `python -m data_prep inspect {shlex.quote(str(output))}`")

@@ -68,7 +68,6 @@ class DrawnTests:
         self._held: list[bool] = []  # of each row that was taken
 
     def takes(self, number: int, record: Record | BadRecord, part: TablePart) -> bool:
-        """Whether the row `number` is one of the test."""
         if number == len(self._held):
             key = hashlib.sha256(self._asked(number, record, part)).digest()[:16]
             question = self._questions.setdefault(key, len(self._questions))

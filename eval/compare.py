@@ -68,7 +68,6 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
 
 
 def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
-    """Raise `UserError` if the runs are of different benchmarks."""
     first, name = runs[0], runs[0].score["benchmark"]
     other = next((run for run in runs if run.score["benchmark"] != name), None)
     if other is not None:
@@ -98,7 +97,6 @@ class Difference:
 
 
 def common_problems(runs: Sequence[ScoreFile]) -> list[str]:
-    """The ids of the problems that all runs answered."""
     return [pid for pid in runs[0].shares if all(pid in run.shares for run in runs)]
 
 
@@ -256,7 +254,6 @@ def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> 
 
 
 def shortened(value: str) -> str:
-    """The beginning and the end of a long text."""
     return value if len(value) <= _SHOWN else f"{value[: _SHOWN // 2]}...{value[-_SHOWN // 2 :]}"
 
 

@@ -136,7 +136,6 @@ def _fields(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored(encoded: Dataset, index: int) -> list[bytes]:
-    """The images of one row, read when they are asked for."""
     images = encoded[index]["images"][0].as_py() or []
     return [image["bytes"] or Path(image["path"]).read_bytes() for image in images]
 

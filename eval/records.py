@@ -42,8 +42,6 @@ class Extraction(NamedTuple):
 
 
 class RowGrade(NamedTuple):
-    """A benchmark's verdict on one answer."""
-
     verdict: str
     extracted: str | None  # the answer that was compared
     reason: str  # how it was found, or why it got its verdict

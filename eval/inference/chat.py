@@ -128,7 +128,6 @@ class ChatProcessor:
         return made
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of completion tokens, without the special ones."""
         text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 

@@ -63,7 +63,6 @@ class _Rows:
 
 
 def add_revision_option(parser: ArgumentParser) -> None:
-    """The option for a `revision` of the data."""
     parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
 
 

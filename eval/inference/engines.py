@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 
 def default_engine() -> EngineName:
-    """vLLM if it is installed, otherwise Transformers."""
     return "vllm" if importlib.util.find_spec("vllm") else "transformers"
 
 

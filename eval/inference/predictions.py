@@ -112,7 +112,6 @@ def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
 
 
 def _parsed(line: bytes, id_column: str) -> Prediction | str:
-    """The row, or what is wrong with its line."""
     try:
         row = read_json(line)
     except (ValueError, RecursionError) as error:

@@ -44,8 +44,6 @@ class AnswerEngine(Protocol):
 
 @dataclass(frozen=True)
 class AnswerEngineSettings:
-    """The settings from which an engine is built."""
-
     model: str
     engine: EngineName
     revision: str | None = None
@@ -75,5 +73,4 @@ class AnswerEngineSettings:
         return found | ({"chat_template_kwargs": dict(self.template)} if self.template else {})
 
     def told(self, system_prompt: str | None) -> str | None:
-        """The system prompt with what the tools are."""
         return with_tools(system_prompt, self.toolbox.schemas) if self.toolbox else system_prompt

@@ -86,21 +86,16 @@ def take_gpu(local_rank: int) -> None:
 
 
 class Ask(NamedTuple):
-    """One answer to get: the problem, and which of its samples."""
-
     problem: Problem
     sample: int
 
     @property
     def key(self) -> tuple[str, int]:
-        """The key of the row that the answer becomes."""
         return self.problem.pid, self.sample
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What one `infer` did, counted in answers."""
-
     total: int
     resumed: int  # of earlier runs
     asked: int  # now
