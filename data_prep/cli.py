@@ -9,7 +9,7 @@ from typing import Any
 from adora_vl.data.dataset import SPLITS
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
 from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from data_prep.columns import ANSWER_IS, PRESETS, columns_of_words
 from data_prep.convert import Conversion, convert
 from data_prep.generated import (
@@ -98,8 +98,7 @@ def _knights(arguments: argparse.Namespace) -> None:
     needed, foreign = ("rows", _PARQUET_ONLY) if is_drawn else ("input", _DRAWN_ONLY)
     for name, value in _given(arguments, *foreign).items():
         raise UserError(f"{name}: {value} does not go with --source {arguments.source}; leave one of them out")
-    if getattr(arguments, needed) is None:
-        raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
+    refuse((getattr(arguments, needed) is None, f"{needed}: --source {arguments.source} needs it; give --{needed}"))
     if is_drawn:
         drawn = puzzles(**_given(arguments, *_DRAWN_ONLY))
         manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
@@ -170,8 +169,7 @@ def _filter(arguments: argparse.Namespace) -> None:
         print("\n".join(forecast.of(arguments.attenuation).lines()))
         return
     for name in ("input", "output"):
-        if getattr(arguments, name) is None:
-            raise UserError(f"{name}: give --{name} DIR")
+        refuse((getattr(arguments, name) is None, f"{name}: give --{name} DIR"))
     if (arguments.model is None) == (arguments.predictions is None):
         raise UserError("model: give --model, to sample answers with, or --predictions, answers that are there")
     for name in ("prompt", "system_prompt") if arguments.predictions is not None else ():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.data.dataset import COLUMNS, schema
 from adora_vl.utils.cli import read_json
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.errors import UserError, did_you_mean, refuse
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -136,8 +136,7 @@ def columns_of_words(words: Sequence[str]) -> Columns:
     mapping: dict[str, str] = {}
     for word in words:
         name, sign, theirs = word.partition("=")
-        if not sign or not name:
-            raise UserError(f"--columns: {word!r:.60} is not NAME=COLUMN, such as problem=question")
+        refuse((not sign or not name, f"--columns: {word!r:.60} is not NAME=COLUMN, such as problem=question"))
         if name in mapping:
             raise UserError(f"--columns: {name} is given twice, {mapping[name]!r:.60} and {theirs!r:.60}; give one")
         mapping[name] = theirs

@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from adora_vl.data.dataset import Manifest, read_manifest
 from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import replace_file
 from data_prep import tables
 from data_prep.columns import Columns, columns_from
@@ -75,16 +75,12 @@ def open_own(location: str, columns: Columns, revision: str | None, options: Con
     is_hub = not path.exists() and tables.HUB_ID.fullmatch(location) is not None and not path.parent.is_dir()
     if not is_hub:
         for key, value in (("revision", revision), ("subset", options.subset), ("splits", options.splits)):
-            if value:
-                raise UserError(f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out")
+            refuse((value, f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out"))
         return tables.named_split(open_local(path, columns), options.split_name)
-    if columns.image_dir:
-        raise UserError(f"image_dir: {columns.image_dir!r} is for paths in a table; leave it out with a hub id")
-    if options.split_name:
-        raise UserError(f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits")
+    refuse((columns.image_dir, f"image_dir: {columns.image_dir!r} is for paths in a table; leave it out with a hub id"))
+    refuse((options.split_name, f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits"))
     name, _, at = location.partition("@")
-    if revision and at:
-        raise UserError(f"revision: {revision!r} and {location!r} name one each; give one of them")
+    refuse((revision and at, f"revision: {revision!r} and {location!r} name one each; give one of them"))
     return open_hub(name, columns, revision or at or None, options.subset, options.splits)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, in_one_line, refuse
 from data_prep.filter import asked_for_tags
 from eval.geometry3k import BENCHMARK
 from eval.inference.predictions import PREDICTIONS, read_predictions
@@ -120,8 +120,7 @@ def _ends(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
 def recorded(run: Path) -> Groups:
     """The first groups that a run has recorded (docs/report.md). Raises `UserError` where `run` has no record."""
     files = sorted((run / "rollouts").glob("rollouts-*.parquet"))
-    if not files:
-        raise UserError(f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored answers")
+    refuse((not files, f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored answers"))
     tables, rows, size = [], 0, 1
     for file in files:
         if rows >= FIRST_GROUPS * size:

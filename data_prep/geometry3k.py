@@ -16,7 +16,7 @@ from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.utils.cli import amount, read_json
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from data_prep.chat import text_of_chat, without_instruction
 from data_prep.columns import PRESETS, Columns
 from data_prep.formats import open_table
@@ -274,8 +274,7 @@ def open_source(
     for name, value, of in (("revision", revision, "hub"), ("diagram", diagram, "intergps"), ("texts", texts, FORMS)):
         if value is not None and kind != of:
             raise UserError(f"{name}: {value!r} is for --source {of} alone; leave it out with --source {kind}")
-    if kind != "hub" and not location:
-        raise UserError(f"input: missing; --source {kind} needs the path of the data")
+    refuse((kind != "hub" and not location, f"input: missing; --source {kind} needs the path of the data"))
     if kind == "intergps":
         return problems_of_folders(Path(location or ""), diagram or "plain"), None
     if kind == FORMS:

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from adora_vl.data.dataset import SPLITS, Row
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, in_one_line, refuse
 
 PEOPLE = (2, 8)  # fewest and most
 NAMES = (
@@ -161,8 +161,7 @@ def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
             rows = by_split.setdefault(row["split"], [])
             row["id"] = f"knights/reference/{row['split']}/{len(rows)}"
             rows.append(row)
-    if not by_split:
-        raise UserError(f"input: {str(location)!r} has no rows; give files that have some")
+    refuse((not by_split, f"input: {str(location)!r} has no rows; give files that have some"))
     return {split: by_split[split] for split in SPLITS if split in by_split}
 
 

@@ -23,7 +23,7 @@ from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_ma
 from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
 from adora_vl.rewards.forms import read
 from adora_vl.utils.cli import shown
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from data_prep.duplicates import Answered, SeenRows, leave_out
 from data_prep.leakage import Fingerprint, LeakIndex, fingerprint
 from data_prep.output import complete_or_absent, refuse_foreign, remove_report
@@ -264,8 +264,7 @@ def prepare(
                     counts[split] = write_split(deduplicator.kept(split, bar), folder, split, features)
                 if contradicting := seen.contradicting(split):
                     counts[split] = leave_out(folder, split, features or schema(), contradicting, quarantine)
-        if not deduplicator.read:
-            raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
+        refuse((not deduplicator.read, f"input: {description['input']!r} has no rows; give data that has some"))
         try:
             quarantine.check(deduplicator.read, sum(counts.values()), options.allow_quarantined, report)
         except UserError:

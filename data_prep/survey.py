@@ -19,7 +19,7 @@ from adora_vl.data.prompts import DEFAULT_PROMPT, as_text, conversation_with_ima
 from adora_vl.data.rows import problem_with_prompt, problem_with_row
 from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount, quantile
-from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.errors import UserError, in_one_line, refuse
 from data_prep.quarantine import QUARANTINE_NAME, first_details, note_lines
 from eval.geometry3k import answer_form
 
@@ -61,12 +61,10 @@ def survey(folder: Path, *, gallery: int = 0, model: str | None = None, family: 
     measures the problems; None measures characters. `family`: the model_type that counts image tokens.
     """
     files = split_files(folder)
-    if not files:
-        raise UserError(f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m data_prep`")
+    refuse((not files, f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m data_prep`"))
     measure = len if model is None else _tokenizer(model)
     sizes = {split: row_count(folder, split) for split in files}
-    if not any(sizes.values()):
-        raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
+    refuse((not any(sizes.values()), f"dataset: {str(folder)!r} has no rows; prepare it again, or name another"))
     share = min(1.0, gallery / max(1, sum(sizes.values())))
     splits = {}
     for split, size in sizes.items():
@@ -82,8 +80,7 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, fami
     for index, row in enumerate(stored_rows(folder, split)):
         where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
         fault = problem_with_row(row)
-        if fault:
-            raise UserError(f"{where}: {fault}")
+        refuse((fault, f"{where}: {fault}"))
         meta, counts = row.get("meta"), facts.counts
         meta = meta if isinstance(meta, dict) else {}
         shapes = meta.get("shapes")

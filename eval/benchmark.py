@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.errors import UserError, did_you_mean, refuse
 from adora_vl.utils.own_files import from_file, is_own
 from eval.records import Benchmark, Problem
 
@@ -44,8 +44,7 @@ def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str
     problems, data_hash = benchmark.load(options)
     seen: set[str] = set()
     for problem in problems:
-        if problem.pid in seen:
-            raise UserError(f"data: the id {problem.pid!r} occurs twice; ids have to be unique")
+        refuse((problem.pid in seen, f"data: the id {problem.pid!r} occurs twice; ids have to be unique"))
         if fault := unaskable(problem.prompt, has_image=problem.n_images > 0):
             raise UserError(f"data: the problem {problem.pid!r} {fault}")
         seen.add(problem.pid)

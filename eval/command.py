@@ -12,7 +12,7 @@ from typing import NamedTuple
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import Parser, amount, exit_code_of, number, optional, path, read_mapping, text, whole
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.errors import UserError, did_you_mean, refuse
 from adora_vl.utils.files import check_folder, check_json, make_folder, written_to
 from adora_vl.utils.hub import notes_on
 from adora_vl.utils.own_files import look_beside
@@ -47,8 +47,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
     if getattr(options, "tool_options", None) is not None:
         options.tool_options = tool_options_of(options)
     for name in _NEEDED[options.verb]:
-        if getattr(options, name) is None:
-            raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
+        refuse((getattr(options, name) is None, f"--{name} is missing; see {parser.prog} {options.verb} --help"))
     settle_prompts(options)
     return options
 
@@ -114,8 +113,7 @@ def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]
     for key, value in content.items():
         if key in unused:
             continue
-        if key not in known:
-            raise UserError(f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), known)}")
+        refuse((key not in known, f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), known)}"))
         option = "--" + str(key).replace("_", "-")
         if key == "tools" and isinstance(value, list) and all(isinstance(name, str) for name in value):
             words += [option, *value]

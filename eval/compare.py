@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from adora_vl.utils.cli import Parser, amount, exit_code_of, text
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from eval.benchmark import NAMES, named
 from eval.inference.predictions import SCORE
 from eval.inference.views import VIEWS
@@ -320,8 +320,7 @@ def _cell(cell: Mapping[str, Any] | None) -> str:
 def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
     """For each value of the group `key` a heading and a line per run. Raises `UserError` if no run has that group."""
     known = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
-    if key not in known:
-        raise UserError(f"by: no run has the group {key!r}; they have {', '.join(known)}")
+    refuse((key not in known, f"by: no run has the group {key!r}; they have {', '.join(known)}"))
     groups = [(run.name, run.score["groups"].get(key, {})) for run in runs]
     lines = []
     for value in dict.fromkeys(value for _, group in groups for value in group):

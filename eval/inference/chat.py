@@ -9,7 +9,7 @@ from PIL import Image
 
 from adora_vl.data.prompts import Message
 from adora_vl.models.families import has_linear_attention, known, misplaced_by_vllm, sees_images
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding
@@ -64,8 +64,7 @@ class ChatProcessor:
             )
         self._own_limits = own or {}
         given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        if any(given.values()) and not own:
-            raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
+        refuse((any(given.values()) and not own, "max_pixels: the model sees no images; leave the pixel limits out"))
         asked = any(given.values())
         self.pixel_limits = {name: value or self._own_limits[name] for name, value in given.items()} if asked else {}
         least, most = (({**self._own_limits, **self.pixel_limits}).get(name, 0) for name in given)
@@ -91,8 +90,7 @@ class ChatProcessor:
         from adora_vl.utils.launch import find_cpu_build
 
         problem = misplaced_by_vllm(self.config)
-        if problem:
-            raise UserError(f"model: {model!r} {problem}")
+        refuse((problem, f"model: {model!r} {problem}"))
         if find_cpu_build() and self.dtype(dtype) == "float32" and has_linear_attention(self.config):
             alone = "on a CPU vLLM computes its linear attention in bfloat16 alone"
             raise UserError(f"model: {model!r} is in float32, and {alone}; use --engine transformers")

@@ -18,7 +18,7 @@ from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
 from adora_vl.utils.cli import optional, read_json, text
 from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.hub import no_hub, why_missing
 from eval.inference.predictions import missing_fields, refuse_rows, row_fault
 from eval.inference.requests import HUB_ID
@@ -106,8 +106,7 @@ def load_problems(
         if fault:
             faults.append(f"row {number} {fault}")
     refuse_rows(f"data: {loaded.origin}", faults)
-    if not loaded.rows:
-        raise UserError(f"data: {loaded.origin} has no rows")
+    refuse((not loaded.rows, f"data: {loaded.origin} has no rows"))
     names = kept or [name for name in needed if name != id_column]
     problems = []
     for index, row in enumerate(loaded.rows):

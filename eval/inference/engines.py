@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from eval.inference.chat import ChatProcessor
 from eval.inference.endpoint import EndpointEngine, endpoint_of
 from eval.inference.provenance import trained_with
@@ -59,8 +59,7 @@ def tool_options_of(options: Namespace) -> ToolOptions:
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.config.values import convert
 
-    if not options.tools:
-        raise UserError("tool_options: without --tools it changes nothing; name tools, or leave it out")
+    refuse((not options.tools, "tool_options: without --tools it changes nothing; name tools, or leave it out"))
     limits: ToolOptions = convert("tool_options", options.tool_options, ToolOptions)
     return limits
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from adora_vl.utils.cli import MistakesError, read_json
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import replace_file, unwritable, written_to
 from eval.records import Prediction
 
@@ -40,8 +40,7 @@ def read_predictions(
     `id_column`, and a null response is an empty one. Raises `UserError` with a line for each row (counted from 1) that
     is no JSON object, has a fault (`row_fault`), or has an id that an earlier row has.
     """
-    if not path.is_file():
-        raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
+    refuse((not path.is_file(), f"predictions: no file {str(path)!r}; make it with the `infer` verb"))
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -57,8 +56,7 @@ def read_predictions(
         if fault:
             faults.append(f"row {number} {fault}")
     refuse_rows(f"predictions: {path}", faults)
-    if not rows:
-        raise UserError(f"predictions: {path} has no rows")
+    refuse((not rows, f"predictions: {path} has no rows"))
     return [row for _, row in rows.values()]
 
 

@@ -12,7 +12,7 @@ from adora_vl import __version__
 from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
 from adora_vl.utils.cli import MAX_SEED, optional, text, whole
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import read_object, replace_file
 from adora_vl.utils.versions import installed
 
@@ -83,8 +83,7 @@ def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields
     if not has_predictions:
         write_json(path, {"fields": fields, "versions": versions(), "asked": asked})
         return
-    if not path.is_file():
-        raise UserError(f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output")
+    refuse((not path.is_file(), f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output"))
     whole = read(path)
     stored = whole["fields"]
     for name in [*fields, *(name for name in stored if name not in fields)]:
