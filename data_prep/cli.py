@@ -40,8 +40,7 @@ def add_synthetic(commands: Any) -> None:
     add("--families", type=_names, default=(), metavar="A,B", help="default: the five plain ones")
     add("--level", type=whole(min(LEVELS), max(LEVELS)), default=1, help="difficulty, 1 to 3, default: %(default)s")
     add("--styles", type=_names, default=("plain",), metavar="A,B", help="default: plain")
-    choices = whole(2, MAX_CHOICES)
-    what = "answers to choose from, default: 0, an open question"
+    what, choices = "answers to choose from, default: 0, an open question", whole(2, MAX_CHOICES)
     add("--choices", type=lambda word: 0 if word == "0" else choices(word), default=0, metavar="N", help=what)
 
 
@@ -228,29 +227,28 @@ def parser() -> Parser:
     inspect.add_argument("--html", type=optional(path), metavar="FILE", help="file for the page, default: DIR.html")
     inspect.add_argument("--text-only", action="store_true", help="write no page")
     inspect.add_argument("--model", type=optional(text), metavar="M", help="measure problems with its tokenizer")
-    what = "the model_type that counts image tokens, default: %(default)s"
-    inspect.add_argument("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=what)
+    _add_family(inspect)
     inspect.set_defaults(run=_inspect)
     return top
 
 
+def _add_family(command: argparse.ArgumentParser) -> None:
+    what = "the model_type that counts image tokens, default: %(default)s"
+    command.add_argument("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=what)
+
+
 def _add_geometry3k(commands: Any) -> None:
-    command = commands.add_parser(
-        "geometry3k", help="Geometry3K from the hub, Parquet files, its own folders or redrawn"
-    )
+    command = commands.add_parser("geometry3k", help="Geometry3K from the hub, Parquet, its own folders or redrawn")
     add_output(command)
     add = command.add_argument
     add("--source", choices=SOURCES, required=True)
-    what = f"a dataset id for hub (default: {PRESET.id}), else a path"
-    add("--input", type=optional(text), metavar="ID_OR_PATH", help=what)
-    what = "of the hub's dataset: commit, tag or branch, default: the newest"
-    add("--revision", type=optional(text), metavar="COMMIT", help=what)
+    add("--input", type=optional(text), metavar="ID_OR_PATH", help=f"an id for hub (default: {PRESET.id}), else a path")
+    add("--revision", type=optional(text), metavar="COMMIT", help="of the hub: commit, tag or branch, default: newest")
     add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
     what = "logic-forms: a table with the questions (messages, solution, images), whose diagrams are redrawn"
     add("--texts", type=optional(text), metavar="FILE", help=what)
     _add_cleaning(command)
-    what = "only N rows of every split: the first ones, or with --seed a sample"
-    add("--limit", type=optional(whole(1)), metavar="N", help=what)
+    add("--limit", type=optional(whole(1)), metavar="N", help="only N rows a split: the first, or with --seed a sample")
     add("--seed", type=optional(whole(0, MAX_SEED)), metavar="S", help="seed of the sample")
     command.set_defaults(run=_geometry3k)
 
@@ -260,8 +258,7 @@ def _add_cleaning(command: argparse.ArgumentParser) -> None:
     pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
     add("--max-pixels", type=pixels, metavar="N", help="shrink larger images as the model does, default: keep them")
     add("--min-pixels", type=pixels, metavar="N", help="enlarge smaller ones as the model does, default: keep them")
-    what = "the model_type that the pixel limits are for, default: %(default)s"
-    add("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=what)
+    _add_family(command)
     what = "cleaning processes, default: the cores, here %(default)s"
     add("--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N", help=what)
     add("--keep-leaks", action="store_true", help="keep training rows that also occur in a held-out split")
@@ -273,8 +270,7 @@ def _add_convert(commands: Any) -> None:
     command = commands.add_parser("convert", help="your own data: JSON, CSV, Excel, Parquet, a folder, a hub id")
     add_output(command)
     add = command.add_argument
-    what = "a published data set, or the rows of another trainer, in place of --columns"
-    add("--preset", choices=tuple(PRESETS), help=what)
+    add("--preset", choices=tuple(PRESETS), help="a published data set, or rows of another trainer; for --columns")
     what = "a table, a folder with one, or a hub id; default: that of the preset"
     add("--input", type=optional(text), metavar="PATH_OR_ID", help=what)
     add(
@@ -282,10 +278,8 @@ def _add_convert(commands: Any) -> None:
         help="problem=question answer=label, and images=, choices=, id= where there are such; others are kept as "
         "texts; a dot leads into an object, answer=reward_model.ground_truth",
     )  # fmt: skip
-    what = "52,5 in answers and options is 52.5, and 1.234,5 is 1234.5"
-    add("--decimal-comma", action="store_true", default=None, help=what)
-    what = "what a whole number as the answer is beside choices: one of them, or its place, from 0 or from 1"
-    add("--answer-is", choices=ANSWER_IS, help=what)
+    add("--decimal-comma", action="store_true", default=None, help="52,5 is 52.5, and 1.234,5 is 1234.5")
+    add("--answer-is", choices=ANSWER_IS, help="of a whole number beside choices: one of them, or its place")
     add("--image-dir", type=optional(path), metavar="DIR", help="where paths of images begin, default: by the table")
     add("--name", type=optional(text), metavar="WORD", help="of the data set, for its rows' ids; default: the input's")
     add("--split-name", choices=SPLITS, help="of a single table, in place of what the name of its file says")

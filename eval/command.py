@@ -80,11 +80,9 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--data", type=optional(text), help="a folder or file, or a hub id")
     add("--split", type=text, default=split, help=f"default {split}")
     add("--engine", choices=ENGINES, default=default_engine(), help="default: vllm where it is installed")
-    what = "of the server for --engine openai; --model is its name there"
-    add("--base-url", type=optional(text), metavar="URL", help=what)
+    add("--base-url", type=optional(text), metavar="URL", help="of the server for openai; --model is its name there")
     add("--concurrency", type=whole(1, 1024), default=16, metavar="N", help="calls at once, with openai; default 16")
-    seconds = number(0.001, 86400)
-    add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help="of a call, with openai; default 600")
+    add("--timeout", type=number(0.001, 86400), default=600.0, metavar="SECONDS", help="of a call; default 600")
     add("--limit", type=optional(whole(1)), metavar="N", help="use only the first N problems")
     add("--temperature", type=number(0.01, 100, also=0.0), default=0.0, help="0: greedy, the default")
     add("--samples", type=whole(1, MAX_SAMPLES), default=1, metavar="K", help="answers per problem, for avg@k, pass@k")
@@ -92,8 +90,7 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
     add("--view", choices=VIEWS, default="image", help=f"{what}; eval.compare lays them side by side")
     what = "what the model may call between its turns, as in training: zoom, line, ... or FILE.py:FUNCTION"
     add("--tools", nargs="*", type=text, default=[], metavar="TOOL", help=what)
-    what = "turns that are answered; default 3"
-    add("--max-tool-calling-iterations", type=whole(1), default=3, metavar="N", help=what)
+    add("--max-tool-calling-iterations", type=whole(1), default=3, metavar="N", help="turns answered; default 3")
     what = "as adora_tool_options, such as '{images: 4}'; --max-tokens bounds a conversation with what tools say"
     add("--tool-options", type=optional(text), metavar="MAPPING", help=what)
 

@@ -237,7 +237,7 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 def _data_options(parser: ArgumentParser) -> None:
     add_revision_option(parser)
     parser.add_argument(
-        "--query", choices=("cot", "wo"), default="cot", help="ask for reasoning (cot), or for the answer alone (wo)"
+        "--query", choices=("cot", "wo"), default="cot", help="for reasoning (cot), or the answer alone"
     )
 
 

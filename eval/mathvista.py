@@ -236,10 +236,9 @@ load = partial(
 
 def _score_options(parser: ArgumentParser) -> None:
     add_extraction_options(parser)
-    add = parser.add_argument
-    add("--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold")
+    parser.add_argument("--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold")
     what = "an empty extraction is wrong, not the nearest choice"
-    add("--ignore-empty-extractions", action=BooleanOptionalAction, default=False, help=what)
+    parser.add_argument("--ignore-empty-extractions", action=BooleanOptionalAction, default=False, help=what)
 
 
 _PUBLISHED = Published(

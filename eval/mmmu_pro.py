@@ -93,8 +93,9 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 def _data_options(parser: ArgumentParser) -> None:
     add_revision_option(parser)
-    what = "ask for reasoning (cot), or for the letter alone (direct)"
-    parser.add_argument("--query", choices=tuple(QUERIES), default="cot", help=what)
+    parser.add_argument(
+        "--query", choices=tuple(QUERIES), default="cot", help="for reasoning (cot), or the letter alone"
+    )
 
 
 def _score_options(parser: ArgumentParser) -> None:

@@ -97,11 +97,9 @@ def add_extraction_options(parser: ArgumentParser) -> None:
     add("--judge-model", type=optional(text), help="its name there")
     add("--judge-cache", type=optional(path), metavar="FILE.jsonl", help="default: beside the score")
     add("--judge-timeout", type=number(0.001, 86400), default=60.0, metavar="SECONDS", help="of one call; default 60")
-    budget = "calls at most, attempts counted; default: any number"
-    add("--judge-budget", type=optional(whole(0)), metavar="N", help=budget)
+    add("--judge-budget", type=optional(whole(0)), metavar="N", help="calls at most, attempts counted; default: any")
     add("--judge-attempts", type=whole(1, 100), default=4, metavar="N", help="before a row counts as failed; default 4")
-    wait = "before the second attempt; doubles"
-    add("--judge-wait", type=number(0.001, 3600), default=1.0, metavar="SECONDS", help=wait)
+    add("--judge-wait", type=number(0.001, 3600), default=1.0, metavar="SECONDS", help="before a second try; doubles")
 
 
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
