@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
+from pyarrow.dataset import dataset
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
@@ -121,19 +121,14 @@ def recorded(run: Path) -> Groups:
     """The first groups that a run has recorded (docs/report.md). Raises `UserError` where `run` has no record."""
     files = sorted((run / "rollouts").glob("rollouts-*.parquet"))
     refuse((not files, f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored answers"))
-    tables, rows, size = [], 0, 1
-    for file in files:
-        if rows >= FIRST_GROUPS * size:
-            break
-        try:
-            tables.append(pq.read_table(file, columns=["reward", "length", "truncated"]))
-            settings = json.loads(tables[0].schema.metadata[b"adora_vl"])
-            size = int(settings["num_generations"])
-        except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
-            why = in_one_line(error)
-            raise UserError(f"attenuation: {str(file)!r} is no file of a run's record ({why})") from error
-        rows += len(tables[-1])
-    columns = pa.concat_tables(tables).slice(0, FIRST_GROUPS * size).to_pydict()
+    try:
+        held = dataset(files)
+        settings = json.loads(held.schema.metadata[b"adora_vl"])
+        size = int(settings["num_generations"])
+        columns = held.head(FIRST_GROUPS * size, columns=["reward", "length", "truncated"]).to_pydict()
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
+        why = f"is no file of a run's record ({in_one_line(error)})"
+        raise UserError(f"attenuation: a file in {str(run / 'rollouts')!r} {why}") from error
     rewards = [math.nan if reward is None else reward for reward in columns["reward"]]
     above = float(settings.get("adora_correct_above", 0.5))
     return _groups([rewards, columns["length"], columns["truncated"]], size, above)

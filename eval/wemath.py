@@ -94,20 +94,13 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     warnings = [lacking] if missing else []
     if not whole:
         return OwnFigures({"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings)
-    # The answers to the steps, and the one to the whole.
-    told = [
-        (
-            [right[key] for key in right if not key.endswith("multi")],
-            right[next(k for k in right if k.endswith("multi"))],
-        )
-        for right in whole.values()
-    ]
+    told = [[right[key] for key in sorted(right)] for right in whole.values()]  # the steps, and at last the whole
     each = max(map(len, by_problem(graded).values()))
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
     lines = []
     for name in ("strict", "loose"):
-        found = [diagnosis(steps, at_once, strict=name == "strict") for steps, at_once in told]
+        found = [diagnosis(steps, at_once, strict=name == "strict") for *steps, at_once in told]
         counts = Counter(found)
         if name == "strict":  # the loose counts of these two are the same
             cells = {kind: counted(counts[kind], len(found), each) for kind in ("IK", "IG")}
