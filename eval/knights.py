@@ -15,15 +15,12 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     """The verdict on a row, in the groups of its number of people."""
     verdict, extracted = knights_verdict(row["response"], row["answer"])
     reason = {"correct": "everyone_right", "wrong": "someone_wrong"}.get(verdict, "no_whole_answer")
-    return RowGrade(verdict, extracted, reason, _by_people(str((row.get("metadata") or {}).get("family") or "")))
-
-
-def _by_people(family: str) -> dict[str, list[str]]:
-    """The groups of `3 people`: their number, and in (ID, the published model was trained on at most 5) or OOD."""
+    family, groups = str((row.get("metadata") or {}).get("family") or ""), {}
     number, _, word = family.partition(" ")
-    if word != "people" or not number.isdecimal():
-        return {}
-    return {"people": [family], "half": ["2 to 5 people (ID)" if int(number) <= 5 else "6 to 8 people (OOD)"]}
+    if word == "people" and number.isdecimal():  # ID, OOD: the published model was trained on at most 5 people
+        half = "2 to 5 people (ID)" if int(number) <= 5 else "6 to 8 people (OOD)"
+        groups = {"people": [family], "half": [half]}
+    return RowGrade(verdict, extracted, reason, groups)
 
 
 def _check(row: Prediction) -> str | None:

@@ -100,7 +100,9 @@ def load_problems(
     seen = bool(image_columns) and not blind
     faults: list[str] = []
     for number, row in enumerate(loaded.rows, start=1):
-        as_answered = {**row, "pid": _pid(row, id_column), "response": ""}
+        found = row.get(id_column)
+        pid = str(found) if isinstance(found, int) and not isinstance(found, bool) else found
+        as_answered = {**row, "pid": pid, "response": ""}
         fault = missing_fields(row, needed) or row_fault(as_answered) or check(as_answered)
         fault = fault or unaskable(prompt(row), has_image=seen) or _leads_out(row, image_columns, loaded.folder)
         if fault:
@@ -143,12 +145,6 @@ def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> s
             except UnreadableImageError as error:
                 return f"has {column}: {error}; put the picture into it"
     return None
-
-
-def _pid(row: Row, id_column: str) -> Any:
-    """The id of a row, as text if it is a number."""
-    found = row.get(id_column)
-    return str(found) if isinstance(found, int) and not isinstance(found, bool) else found
 
 
 def unaskable(prompt: Any, *, has_image: bool = True) -> str | None:

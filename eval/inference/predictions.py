@@ -135,17 +135,15 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_size(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
-
-
 _COUNT: Kind = (_is_count, "a whole number from 0 on")
 _OPTIONAL = {  # fields that a row may lack
     "choices": or_null((TEXTS[0], "a list of strings")),
     "metadata": or_null((lambda value: isinstance(value, dict), "an object")),
     "sample": _COUNT, "n_tokens": or_null(_COUNT), "finish_reason": or_null(TEXT), "error": or_null(TEXT),
     "calls": or_null((lambda value: isinstance(value, list), "a list")),
-    "image_size": or_null((_is_size, "width and height")),
+    "image_size": or_null(
+        (lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_count, value)), "width and height")
+    ),
 }  # fmt: skip
 
 

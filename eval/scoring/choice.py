@@ -117,11 +117,6 @@ class _Reader:
         found = [index for index, choice in worded if grade(held, choice).verdict == "correct"]
         return found[0] if len(found) == 1 else None
 
-    def other_value(self, box: str) -> str:
-        """The value in a box where all choices are values and none is this one; else an empty text."""
-        valued = _has_value(box) and all(_has_value(key) and not _WORD.search(key) for key in self.keys)
-        return plain(box).strip() if valued and self.resolve(box) is None else ""
-
     def described(self, text: str) -> int | None:
         """The choice with which a text begins whose first word `A` is an article, also the choice's own."""
         if not text.startswith("A "):
@@ -180,7 +175,10 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
         return Extraction("", "empty")
     reader = _Reader(choices)
     text = plain(response).strip()
-    other = reader.other_value(last_boxed(response) or "")
+    # The value in a box where all choices are values and none is this one.
+    box = last_boxed(response) or ""
+    valued = _has_value(box) and all(_has_value(key) and not _WORD.search(key) for key in reader.keys)
+    other = plain(box).strip() if valued and reader.resolve(box) is None else ""
     for how, rule in _STATED_RULES if other else _RULES:
         found = rule(reader, response if how == "box" else text)
         if found is not None:

@@ -37,7 +37,10 @@ def made_with(score: Score, own: OwnFigures) -> str:
     """One line: benchmark, model, engine, sampling, and by which rules the answers became right or wrong."""
     rules = score["rules"]
     by = own.by or f"rules {rules['rules']}" + (f", extraction {rules['extraction']}" if "extraction" in rules else "")
-    name, fields = _data_name(score), (score.get("fingerprint") or {}).get("fields")
+    # Where Geometry3K's grader scored a data set of the user's own, the name of that one.
+    named = {str(item["pid"]).partition("/")[0] for item in score["items"] if "/" in str(item["pid"])}
+    name = named.pop() if score["benchmark"] == "geometry3k" and len(named) == 1 else str(score["benchmark"])
+    fields = (score.get("fingerprint") or {}).get("fields")
     if not fields:
         return f"{name}: {by} (no fingerprint beside the predictions)"
     sampling = f"temperature {fields['temperature']}" if fields.get("temperature") else "greedy"
@@ -47,12 +50,6 @@ def made_with(score: Score, own: OwnFigures) -> str:
     if fields.get("left_out"):
         shown += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
     return f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{shown}, {by}"
-
-
-def _data_name(score: Score) -> str:
-    """The benchmark, or where Geometry3K's grader scored a data set of the user's own, that one's name."""
-    named = {str(item["pid"]).partition("/")[0] for item in score["items"] if "/" in str(item["pid"])}
-    return named.pop() if score["benchmark"] == "geometry3k" and len(named) == 1 else str(score["benchmark"])
 
 
 def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:
