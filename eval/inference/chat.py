@@ -20,12 +20,10 @@ _TEMPLATE_TOKENS = 256  # more than any chat template and the rounding of image 
 
 
 class ChatProcessor:
-    """The model's own processor and configuration, with the user's pixel limits.
+    """The model's own processor and configuration, with the user's pixel limits. Raises `UserError`.
 
-    `pixel_limits` is empty if the user gave none, and otherwise holds both. Qwen's image processor silently ignores a
-    `min_pixels` or `max_pixels` that is given alone, while vLLM counts image tokens with it. `text_only` says that the
-    model is a language model without vision. Raises `UserError` if the model has no configuration or processor, or if
-    the limits contradict each other.
+    `pixel_limits` is empty if the user gave none, and otherwise holds both: Qwen's image processor silently ignores a
+    `min_pixels` or `max_pixels` that is given alone, while vLLM counts image tokens with it.
     """
 
     def __init__(
@@ -62,17 +60,13 @@ class ChatProcessor:
                 f"model: {model!r} has model_type {self.config.model_type}, whose image processor has no limits in "
                 f"pixels; serve it and use --engine openai, or name a model of the families {known()}"
             )
-        self._own_limits = own or {}
-        given = {"min_pixels": min_pixels, "max_pixels": max_pixels}
-        refuse((any(given.values()) and not own, "max_pixels: the model sees no images; leave the pixel limits out"))
-        asked = any(given.values())
-        self.pixel_limits = {name: value or self._own_limits[name] for name, value in given.items()} if asked else {}
-        least, most = (({**self._own_limits, **self.pixel_limits}).get(name, 0) for name in given)
-        if asked and least > most:
-            raise UserError(
-                f"min_pixels: {least} is over max_pixels, {most} (what is not given comes from the model's processor); "
-                "give both"
-            )
+        given = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value}
+        refuse((given and not own, "max_pixels: the model sees no images; leave the pixel limits out"))
+        self._limits: dict[str, int] = {**(own or {}), **given}
+        self.pixel_limits = self._limits if given else {}
+        least, most = (self._limits.get(name, 0) for name in ("min_pixels", "max_pixels"))
+        over = f"min_pixels: {least} is over max_pixels, {most} (what is not given comes from the model's processor)"
+        refuse((given and least > most, f"{over}; give both"))
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         self._tokenizer.padding_side = "left"
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
@@ -141,7 +135,7 @@ class ChatProcessor:
 
     def resolved(self, dtype: str) -> dict[str, Any]:
         """The dtype and the pixel limits that are used, with the model's own values where the user gave none."""
-        return {"dtype": self.dtype(dtype), **self._own_limits, **self.pixel_limits}
+        return {"dtype": self.dtype(dtype), **self._limits}
 
     def overlong(self, ids: Sequence[int], context: int) -> str | None:
         """Why a prompt leaves no room for an answer in a context of so many tokens; None where it does."""
@@ -159,7 +153,7 @@ class ChatProcessor:
         most = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
         if not self.text_only:
             unit = self._image_processor.patch_size * self._image_processor.merge_size  # pixels, of a token's side
-            most += max_images * -(-({**self._own_limits, **self.pixel_limits}["max_pixels"]) // unit**2)
+            most += max_images * -(-self._limits["max_pixels"] // unit**2)
         return min(self.context, int(most))
 
 
