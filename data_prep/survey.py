@@ -89,11 +89,12 @@ def _facts(folder: Path, split: str, picked: set[int], measure: TextTokens, fami
         counts["goal"][str(meta.get("goal") or _UNKNOWN)] += 1
         counts["shape"].update([str(shape) for shape in shapes] if shapes and isinstance(shapes, list) else [_UNKNOWN])
         counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
+        sizes: list[tuple[int, int]] = []
         try:
-            sizes = [image_size(image["bytes"]) for image in row["images"]]
+            sizes.extend(image_size(image["bytes"]) for image in row["images"])
         except Exception as error:  # Pillow raises nearly anything on broken bytes
-            why = f"has an image that is not a stored picture ({in_one_line(error)})"
-            raise UserError(f"{where} {why}; prepare the dataset again") from error
+            why = f"image {len(sizes)} is not a stored picture ({in_one_line(error)})"
+            raise UserError(f"{where}: {why}; prepare the dataset again") from error
         classes = ((f"up to {side} px" for side in _LONGEST_SIDES if max(size) <= side) for size in sizes)
         counts["image size"].update(next(names, f"over {_LONGEST_SIDES[-1]} px") for names in classes)
         facts.tokens.append(sum(image_tokens(size, *pixels, row["id"]) for size in sizes))
