@@ -14,6 +14,7 @@ settings.load_profile("patient")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may reach for a network
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")  # vLLM compiles one sum of its sampler at every start: 2 to 5 s
 # DeepSpeed's operators are compiled once for each Python environment, so that a green run proves that they compile.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 

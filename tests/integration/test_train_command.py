@@ -35,8 +35,8 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     data, out = tmp_path / "data", tmp_path / "out"
     assert data_prep(["geometry3k", "--source", "intergps", "--input", str(geometry3k_raw), "--output", str(data)]) == 0
     done = launch(
-        "cpu", *SMOKE, *SMALL, "--dataset_name", str(data), "--output_dir", str(out), "--max_steps", "2",
-        "--max_completion_length", "24", "--vllm_max_model_length", "1024",
+        "cpu", "--num_processes", "1", *SMOKE, *SMALL, "--dataset_name", str(data), "--output_dir", str(out),
+        "--max_steps", "2", "--max_completion_length", "24", "--vllm_max_model_length", "1024",
     )  # fmt: skip
     assert "6 training problems; 2 prompts per generation (8 rollouts)" in done.stdout
     assert "Self-check: engine and trainer differ by" in done.stdout
