@@ -42,9 +42,9 @@ def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
 
 def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
     """Run the training command in a session of its own. Returns 0, or -9 where it was killed."""
-    config = "cpu" if options.processes == 1 else "cpu_zero3"
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", f"configs/accelerate/{config}.yaml"]
-    command += ["-m", "benchmarks.kill_and_resume", CHILD, *settings(folder, options.steps, options.extra)]
+    zero3 = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu_zero3.yaml"]
+    command = [sys.executable, *(zero3 if options.processes == 2 else []), "-m", "benchmarks.kill_and_resume", CHILD]
+    command += settings(folder, options.steps, options.extra)
     environment = {**os.environ, KILL: kill, "TOKENIZERS_PARALLELISM": "false"}
     log = folder.with_suffix(".log")
     with log.open("a") as stream:

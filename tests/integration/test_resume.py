@@ -63,19 +63,30 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     "where", [pytest.param("whole", marks=pytest.mark.core), pytest.param("zero3"), pytest.param("server")]
 )
 def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(tmp_path, where):
-    """A server gets the adapter alone, so there it has no head. The three starts ask one and the same server."""
+    """With answers that go on in the next generation, and problems that come again.
+
+    A server gets the adapter alone, so there it has no head. The three starts ask one and the same server.
+    """
+    processes = 2 if where == "zero3" else 1
     with vllm_server(tmp_path) if where == "server" else nullcontext() as server:
         adapter = sft_adapter(tmp_path / "sft", modules_to_save=None if server else ["lm_head"])
         words = ["--model_name_or_path", str(adapter), "--beta", "0.1", "--learning_rate", "1e-3"]
+        if where != "server":
+            words += ["--adora_rollouts.budget", "9"]
+        if where == "whole":
+            words += ["--adora_rollouts.replay", "4"]
         if server:
             words += ["--vllm_mode", "server", "--vllm_server_base_url", server.url, "--adora_weight_transfer", "file"]
-        options = ["--kills", "rollout:5", "--processes", "2" if where == "zero3" else "1", "--output", str(tmp_path)]
+        options = ["--kills", "rollout:5", "--processes", str(processes), "--output", str(tmp_path)]
         done = run([*KILLS, *options, "--", *words])
         if server:  # it holds the dead run's adapter too, under another name
             with urllib.request.urlopen(f"{server.url}/v1/models") as reply:  # noqa: S310  # loopback
                 assert len([one for one in json.load(reply)["data"] if "adora-weights" in one["id"]]) == 3
     assert "checkpoint-3" in done.stdout
     assert "6 steps, 6 tables of rollouts, weights: all equal" in done.stdout
+    if where != "server":
+        assert len(list(tmp_path.glob("*/killed/checkpoint-3/pool-*.pt"))) == processes
+        assert pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))["segments"].max() > 1
 
 
 @pytest.fixture(scope="module")
