@@ -41,15 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 folder = resolve_model(options.find)
             print(folder)
             return
-        if options.start == "perimeter":
-            print(json.dumps(build_perimeter_model(options.output), indent=2))
-            return
-        if options.start == "zoom":
-            print(json.dumps(build_zoom_model(options.output), indent=2))
-            return
-        short = min(defaults.short_prompt_steps, options.steps // 2)
-        plan = WarmStart(options.steps, short, seed=options.seed)
-        print(json.dumps(build_tiny_model(options.output, plan, options.family), indent=2))
+        if options.start == "drawn":
+            short = min(defaults.short_prompt_steps, options.steps // 2)
+            facts = build_tiny_model(options.output, WarmStart(options.steps, short, seed=options.seed), options.family)
+        else:
+            facts = (build_zoom_model if options.start == "zoom" else build_perimeter_model)(options.output)
+        print(json.dumps(facts, indent=2))
 
     return exit_code_of(command, "nothing was written, and what was there before is unchanged")
 

@@ -15,7 +15,8 @@ from adora_vl.builtin.tiny_vl import build_tiny_model
 from adora_vl.builtin.tiny_zoom import ZoomStart, build_zoom_model
 from adora_vl.config import AdoraScriptArguments
 from adora_vl.data.dataset import read_manifest
-from adora_vl.models.load import SHIPPED, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, TINY_ZOOM_MODEL, local_model
+from adora_vl.models import load
+from adora_vl.models.load import SHIPPED, local_model
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder
 from data_prep.convert import ensure_converted
@@ -24,30 +25,25 @@ from data_prep.generated import ensure_drawn, puzzles, synthetic
 SYNTHETIC_DATA, KNIGHTS_DATA = "synthetic", "knights"
 SYNTHETIC_TEST_ROWS, SYNTHETIC_SIZE, SYNTHETIC_SEED = 512, 56, 0
 KNIGHTS_PEOPLE = TextStart.people  # what the tiny model was taught a little of
+BUILDERS: dict[str, tuple[Callable[[Path], object], Any]] = {  # each with the plan that it goes by
+    load.TINY_MODEL: (build_tiny_model, WarmStart()),
+    load.TINY_PERIMETER_MODEL: (build_perimeter_model, PerimeterStart()),
+    load.TINY_TEXT_MODEL: (build_tiny_text_model, TextStart()),
+    load.TINY_ZOOM_MODEL: (build_zoom_model, ZoomStart()),
+}
 
 
 def resolve_model(name: str) -> str:
-    """As `local_model`, but the tiny models are built in this process where they are missing."""
-    if name == TINY_TEXT_MODEL:
-        return _built(TINY_TEXT_MODEL, build_tiny_text_model, asdict(TextStart()))
-    if name not in SHIPPED or (SHIPPED[name] / "model.safetensors").is_file():
-        return local_model(name)
-    if name == TINY_ZOOM_MODEL:
-        return _built(name, build_zoom_model, asdict(ZoomStart()))
-    if name == TINY_PERIMETER_MODEL:
-        return _built(name, build_perimeter_model, asdict(PerimeterStart()))
-    return _built(name, build_tiny_model, asdict(WarmStart()))
-
-
-def _built(name: str, build: Callable[[Path], object], plan: Mapping[str, object]) -> str:
-    """The folder of a model that is built where it is missing, or was built by another `plan` than this version's.
-    Machines that share the folder build it once.
+    """As `local_model`, but the tiny models are built in this process where they are missing, or were built by another
+    plan than this version's. Machines that share the folder build it once.
     """
-    folder = cache_folder() / name
-    if not is_built(folder, plan):
+    if name not in BUILDERS or (name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file()):
+        return local_model(name)
+    folder, (build, plan) = cache_folder() / name, BUILDERS[name]
+    if not is_built(folder, asdict(plan)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if not is_built(folder, plan):
+            if not is_built(folder, asdict(plan)):
                 build(folder)
     return str(folder)
 
@@ -58,13 +54,13 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = No
     """
     if name == KNIGHTS_DATA:
         drawn = puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
-        return str(ensure_drawn(cache_folder() / f"knights-{rows}", drawn))
-    if name != SYNTHETIC_DATA:
-        if columns is None or _is_prepared(name):
-            return name
+    elif name == SYNTHETIC_DATA:
+        drawn = synthetic(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE)
+    elif columns is None or _is_prepared(name):
+        return name
+    else:
         return str(ensure_converted(name, columns, cache_folder()))
-    drawn = synthetic(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE)
-    return str(ensure_drawn(cache_folder() / f"synthetic-{rows}", drawn))
+    return str(ensure_drawn(cache_folder() / f"{name}-{rows}", drawn))
 
 
 def _is_prepared(name: str) -> bool:

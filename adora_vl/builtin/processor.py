@@ -23,26 +23,20 @@ MAX_PIXELS = 448 * 448
 CHAT_TEMPLATE = (PRETRAINED / "chat_template.jinja").read_text(encoding="utf-8")
 
 
-def _train_tokenizer(texts: Iterable[str]) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    # Single digits: a model this small adds and halves numbers only if their digits are its tokens.
-    digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
-
-
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     """A tokenizer with Qwen's special tokens whose at most `VOCABULARY` entries are learnt from `texts`."""
+    made = Tokenizer(models.BPE())
+    # Single digits: a model this small adds and halves numbers only if their digits are its tokens.
+    digits, rest = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=list(SPECIAL_TOKENS), show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    made.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=_train_tokenizer(texts), eos_token=END_OF_TURN, pad_token=END_OF_TEXT,
+        tokenizer_object=made, eos_token=END_OF_TURN, pad_token=END_OF_TEXT,
         additional_special_tokens=list(SPECIAL_TOKENS), padding_side="left",
     )  # fmt: skip
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -66,7 +60,5 @@ def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
         processor, video = transformers.Qwen3VLProcessor, transformers.Qwen3VLVideoProcessor
     return processor(
         image_processor=transformers.Qwen2VLImageProcessor(min_pixels=vision.unit**2, max_pixels=MAX_PIXELS, **own),
-        tokenizer=tokenizer,
-        video_processor=video(),
-        chat_template=CHAT_TEMPLATE,
-    )
+        tokenizer=tokenizer, video_processor=video(), chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip

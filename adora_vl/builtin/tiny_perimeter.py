@@ -44,21 +44,6 @@ def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) ->
     return guess(rng) if rng.random() < plan.guesses else working(rng, sides, slip_share=plan.slips)
 
 
-def _stage(
-    model: Any, processor: Any, rows: list[Row], plan: PerimeterStart, tell: Callable[[tuple[int, ...]], str]
-) -> Callable[[Encoded], Tensor]:
-    """The loss of a batch of `rows` that `tell` answers."""
-    sides = [sides_of(row["problem"], row["meta"]["solution"]) for row in rows]
-    rng = random.Random(plan.seed)
-
-    def loss(data: Encoded) -> Tensor:
-        picks = rng.sample(range(len(rows)), plan.batch_size)
-        answers = {i: torch.tensor(processor.tokenizer(tell(sides[i]) + END_OF_TURN)["input_ids"]) for i in picks}
-        return answer_loss(model, data, answers, picks)
-
-    return loss
-
-
 def build_perimeter_model(
     folder: Path, plan: PerimeterStart | None = None, rows: list[Row] | None = None
 ) -> dict[str, object]:
@@ -73,13 +58,22 @@ def build_perimeter_model(
     model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
     rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))
     short, full = (encode(processor, rows, prompt) for prompt in ("Answer.", SYSTEM_PROMPT))
-    rng = random.Random(plan.seed)
-    right = _stage(model, processor, rows, plan, lambda sides: working(rng, sides))
-    taught = _stage(model, processor, rows, plan, lambda sides: teacher(rng, sides, plan))
+    sides = [sides_of(row["problem"], row["meta"]["solution"]) for row in rows]
+    rng, first, second = (random.Random(plan.seed) for _ in range(3))
+
+    def told(data: Encoded, drawn: random.Random, tell: Callable[[tuple[int, ...]], str]) -> Tensor:
+        picks = drawn.sample(range(len(rows)), plan.batch_size)
+        answers = {i: torch.tensor(processor.tokenizer(tell(sides[i]) + END_OF_TURN)["input_ids"]) for i in picks}
+        return answer_loss(model, data, answers, picks)
+
+    def right(step: int) -> Tensor:
+        return told(short if step < plan.short_prompt_steps else full, first, lambda one: working(rng, one))
+
+    def taught(_: int) -> Tensor:
+        return told(full, second, lambda one: teacher(rng, one, plan))
+
     losses = [
-        fit(
-            model, lambda step: right(short if step < plan.short_prompt_steps else full), plan.steps, plan.learning_rate
-        ),
-        fit(model, lambda _: taught(full), plan.teacher_steps, plan.learning_rate * 2 / 3),
+        fit(model, right, plan.steps, plan.learning_rate),
+        fit(model, taught, plan.teacher_steps, plan.learning_rate * 2 / 3),
     ]
     return save_built(folder, model, processor, plan, final_losses=[round(loss, 4) for loss in losses])

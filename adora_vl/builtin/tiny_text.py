@@ -8,11 +8,10 @@ import random
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import check_place, fit, fresh_model, save_built
@@ -35,28 +34,6 @@ class TextStart:
     seed: int = 1
 
 
-def build_text_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2Config:
-    """As small as the language of the tiny vision-language model."""
-    return Qwen2Config(**language_settings(tokenizer))
-
-
-def _warm_start(model: Any, tokenizer: PreTrainedTokenizerFast, plan: TextStart) -> float:
-    """Train in place on a teacher's answers. Returns the mean loss of the last 50 steps."""
-    rng = random.Random(plan.seed)
-    prompts: list[Tensor] = []
-    answers: list[Tensor] = []
-    for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
-        asked = conversation(row["problem"], None)
-        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-        for ids, text in ((prompts, prompt), (answers, row["meta"]["solution"] + END_OF_TURN)):
-            ids.append(torch.tensor(tokenizer(text)["input_ids"]))
-
-    def loss_of(step: int) -> Tensor:
-        return answer_loss(model, Encoded(prompts), answers, rng.sample(range(len(prompts)), plan.batch_size))
-
-    return fit(model, loss_of, plan.steps, plan.learning_rate)
-
-
 def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[str, object]:
     """Build, warm-start and save the model with its tokenizer. Returns and saves (`build.json`) how it was made.
 
@@ -67,6 +44,17 @@ def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[s
     texts = [f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
              for row in generate(500, seed=_DATA_SEED)]  # fmt: skip
     tokenizer = build_tokenizer(texts)
-    model = fresh_model(partial(Qwen2ForCausalLM, build_text_config(tokenizer)), tokenizer, plan.seed)
-    loss = _warm_start(model, tokenizer, plan)
+    config = Qwen2Config(**language_settings(tokenizer))
+    model = fresh_model(partial(Qwen2ForCausalLM, config), tokenizer, plan.seed)
+    rng, prompts, answers = random.Random(plan.seed), list[Tensor](), list[Tensor]()
+    for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
+        asked = conversation(row["problem"], None)
+        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        for ids, text in ((prompts, prompt), (answers, row["meta"]["solution"] + END_OF_TURN)):
+            ids.append(torch.tensor(tokenizer(text)["input_ids"]))
+
+    def loss_of(_: int) -> Tensor:
+        return answer_loss(model, Encoded(prompts), answers, rng.sample(range(len(prompts)), plan.batch_size))
+
+    loss = fit(model, loss_of, plan.steps, plan.learning_rate)
     return save_built(folder, model, tokenizer, plan, final_loss=round(loss, 4))

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import fit, fresh_model, is_built, save_built
-from adora_vl.builtin.tiny_text import build_text_config
+from adora_vl.builtin.tiny_vl import language_settings
 from benchmarks.attenuation.task import ChainProblem, Regime, Teaching, Trial, draw, teacher
 
 HEADS = 4
@@ -35,7 +35,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _config(tokenizer: PreTrainedTokenizerFast, start: Teaching) -> Qwen2Config:
-    config = build_text_config(tokenizer)
+    config = Qwen2Config(**language_settings(tokenizer))
     config.num_hidden_layers, config.layer_types = start.layers, config.layer_types[:1] * start.layers
     config.hidden_size, config.intermediate_size, config.head_dim = start.width, 4 * start.width, start.width // HEADS
     config.num_attention_heads = config.num_key_value_heads = HEADS
