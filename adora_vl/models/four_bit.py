@@ -4,7 +4,6 @@ read, so that both compute with the same weights.
 
 import hashlib
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,24 +89,20 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
     key = hashlib.sha256(str(parts).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{model.bnb_4bit_quant_type}-{key}"
     folder.parent.mkdir(parents=True, exist_ok=True)
+    quantised = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=model.bnb_4bit_quant_type, bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=nested, llm_int8_skip_modules=list(WHOLE),
+    )  # fmt: skip
+    init = {"revision": revision, "device_map": None, "trust_remote_code": False, "dtype": torch.bfloat16}
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not (folder / "config.json").is_file():
             print(f"{name} is turned into 4 bits, once, for trainer and engine: {folder}", file=sys.stderr, flush=True)
             with replacing_folder(folder) as staged:
-                _write(name, revision, model, staged)
+                load_model(name, {**init, "quantization_config": quantised}).save_pretrained(staged)
+                load_processor(name, revision).save_pretrained(staged)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
     return str(folder)
-
-
-def _write(name: str, revision: str | None, model: ModelConfig, folder: Path) -> None:
-    quantised = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=model.bnb_4bit_quant_type, bnb_4bit_compute_dtype=torch.bfloat16,
-        bnb_4bit_use_double_quant=model.use_bnb_nested_quant, llm_int8_skip_modules=list(WHOLE),
-    )  # fmt: skip
-    init = {"revision": revision, "device_map": None, "trust_remote_code": False, "dtype": torch.bfloat16}
-    load_model(name, {**init, "quantization_config": quantised}).save_pretrained(folder)
-    load_processor(name, revision).save_pretrained(folder)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def keep_gradients(model: Any) -> None:

@@ -136,28 +136,20 @@ def check_weights(key: str, name: str) -> None:
         return
     if not files:
         raise UserError(f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model")
-    _check_parts(key, folder)
-    for file in files:
-        try:
+    file = folder / "model.safetensors.index.json"  # of a model in several files
+    try:
+        named = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()) if file.is_file() else ()
+        missing = next((part for part in sorted(named) if not (folder / part).is_file()), None)
+        if missing is not None:
+            raise UserError(f"{key}: {name!r} has no {missing}, which its index names; copy or download it again")
+        for file in files:
             with safe_open(file, framework="pt"):
                 pass
-        except (SafetensorError, OSError) as error:
-            why = in_one_line(error)
-            raise UserError(f"{key}: {str(file)!r} is damaged ({why}); copy or download it again") from error
-
-
-def _check_parts(key: str, folder: Path) -> None:
-    """Of a model in several files: whether all that its index names are there."""
-    index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return
-    try:
-        parts = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        missing = next((part for part in parts if not (folder / part).is_file()), None)
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise UserError(f"{key}: {str(index)!r} is damaged ({in_one_line(error)}); copy it again") from error
-    if missing is not None:
-        raise UserError(f"{key}: {str(folder)!r} has no {missing}, which its index names; copy or download it again")
+    except UserError:
+        raise
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        why = in_one_line(error)
+        raise UserError(f"{key}: {str(file)!r} is damaged ({why}); copy or download it again") from error
 
 
 def restore_weights(model: Any, folder: Path) -> None:

@@ -6,6 +6,7 @@ Under ZeRO-3 DeepSpeed's `zero.Init` gives every float tensor that a constructor
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -33,7 +34,7 @@ def restore_buffers(model: nn.Module) -> list[str]:
     """
     restored = []
     for name, buffer, right in _computed_buffers(model):
-        if right is not None and not _same(buffer, right):
+        if right is not None and not (buffer.dtype == right.dtype and torch.equal(buffer.cpu(), right)):
             buffer.data = right.to(buffer.device)
             restored.append(name)
     return restored
@@ -48,7 +49,7 @@ def wrong_buffers(model: nn.Module) -> list[str]:
         wanted = torch.float32 if right is None else right.dtype
         if buffer.dtype != wanted and (right is not None or ROTARY in name):
             lines.append(f"{name} is {dtype_name(buffer.dtype)}, not {dtype_name(wanted)}")
-        elif right is not None and not _same(buffer, right):
+        elif right is not None and not torch.equal(buffer.cpu(), right):
             lines.append(f"{name} has other values than its config gives")
     return lines
 
@@ -61,22 +62,18 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
         self._has_updated = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """DeepSpeed or accelerate has prepared both models by now."""
-        self._refuse()
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Once more before the first update: FSDP casts in its first forward, TRL for continuous batching."""
-        if not self._has_updated:
-            self._refuse()
-        self._has_updated = True
-
-    def _refuse(self) -> None:
-        """Raises `RunError` on all ranks alike."""
+        """DeepSpeed or accelerate has prepared both models by now. Raises `RunError` on all ranks alike."""
         found = gather_object(wrong_in(self.trainer))
         if found:
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             why = "The model would learn under other constants than it is used with."
             raise RunError(f"before the first step: {found[0]}{more}. {why} {REMEDY}")
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Once more before the first update: FSDP casts in its first forward, TRL for continuous batching."""
+        if not self._has_updated:
+            self.on_train_begin(args, state, control)
+        self._has_updated = True
 
 
 REMEDY = (
@@ -99,28 +96,14 @@ def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | 
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.is_floating_point() and name in module._non_persistent_buffers_set
         }
-        right = _built_anew(module) if computed else {}
+        right: dict[str, Tensor] = {}
+        config = getattr(module, "config", None)
+        # A module with parameters would be a part of the model, or all of it; others may need more than a config.
+        if computed and config is not None and next(module.parameters(), None) is None:
+            with torch.device("cpu"), suppress(TypeError):
+                right = dict(type(module)(config).named_buffers(recurse=False))
         for name, buffer in computed.items():
             yield f"{prefix}.{name}" if prefix else name, buffer, right.get(name)
-
-
-def _built_anew(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a second module from the same config, on the CPU; none where a config is not enough to build it.
-
-    Only modules without parameters: one with parameters would be a part of the model, or all of it.
-    """
-    config = getattr(module, "config", None)
-    if config is None or next(module.parameters(), None) is not None:
-        return {}
-    with torch.device("cpu"):
-        try:
-            return dict(type(module)(config).named_buffers(recurse=False))
-        except TypeError:  # its constructor has other arguments
-            return {}
-
-
-def _same(buffer: Tensor, right: Tensor) -> bool:
-    return buffer.dtype == right.dtype and torch.equal(buffer.cpu(), right)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -45,7 +45,6 @@ class ModelShape:
     parameters: dict[str, int]
     trainable: dict[str, int]
     text: Tower
-    vision: Tower | None
     vocabulary: int
     tied: bool
     weight_bytes: int  # per parameter, in the model's own dtype
@@ -55,6 +54,7 @@ class ModelShape:
     adapted: int = 0  # values per token that the adapted projections of a decoder layer read
     four_bit: int = 0  # parameters of frozen layers in 4 bits
     four_bit_bytes: float = 0.0  # of such a parameter, with its share of the scales
+    vision: Tower | None = None
     patch: int = 14  # pixels of a patch's side
     merge: int = 2  # patches of an image token's side
     deepstack: int = 0  # layers of the language model behind which vision features enter once more
@@ -121,12 +121,11 @@ def describe(
     head = model.get_output_embeddings().weight
     first = (module for name, module in model.named_modules() if ".layers.0." in name and "visual" not in name)
     family = family_of(config)
-    vision = getattr(config, "vision_config", None) if family is not None else None  # else its fields are not known
+    vision = getattr(config, "vision_config", None)  # whose fields are known where the family is
     return ModelShape(
         parameters=counts,
         trainable=trained,
         text=_text_tower(config.get_text_config(), family),
-        vision=None if vision is None else _vision_tower(vision, family),
         vocabulary=config.get_text_config().vocab_size,
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         weight_bytes=_dtype(dtype, config).itemsize,
@@ -136,7 +135,7 @@ def describe(
         four_bit=four_bit,
         four_bit_bytes=four_bit_bytes,
         adapted=sum(one.in_features for one in first if hasattr(one, "lora_A")),
-        **_patches(vision),
+        **({} if family is None or vision is None else _seen(vision, family)),
     )
 
 
@@ -195,23 +194,18 @@ def _text_tower(config: Any, family: Family | None) -> Tower:
     )  # fmt: skip
 
 
-def _vision_tower(config: Any, family: Family | None) -> Tower:
-    """In Qwen2-VL `hidden_size` is what leaves the tower, and `embed_dim` its own width."""
+def _seen(config: Any, family: Family) -> dict[str, Any]:
+    """The fields of a shape that are of the vision tower. In Qwen2-VL `hidden_size` is what leaves the tower, and
+    `embed_dim` its own width.
+    """
     width = getattr(config, "embed_dim", None) or config.hidden_size
-    return Tower(
+    tower = Tower(
         config.depth, width, config.num_heads, config.num_heads, width // config.num_heads,
         getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
-        swiglu=family is None or family.vision is None or family.vision.swiglu,
+        swiglu=family.vision is None or family.vision.swiglu,
     )  # fmt: skip
-
-
-def _patches(config: Any) -> dict[str, int]:
-    if config is None:
-        return {}
-    channels = getattr(config, "in_channels", 3)
     return {
-        "patch": config.patch_size,
-        "merge": config.spatial_merge_size,
+        "vision": tower, "patch": config.patch_size, "merge": config.spatial_merge_size,
         "deepstack": len(getattr(config, "deepstack_visual_indexes", ())),
-        "patch_values": channels * config.temporal_patch_size * config.patch_size**2,
-    }
+        "patch_values": getattr(config, "in_channels", 3) * config.temporal_patch_size * config.patch_size**2,
+    }  # fmt: skip

@@ -271,7 +271,7 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
 @given(st.integers(2, 16), st.integers(1, 20), st.integers(1, 4))
 def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, groups, parts):
     """A group of G in a batch of B rollouts is computed in G / gcd(B, G) parts; 7 of 8 would be eight of them."""
-    shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), None, 1, False, 2, 1, True)
+    shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True)
     setup = Setup(shape, Sharding(), MicroBatch(1, 1, 1), group * groups, generations=group)
     sizes = batch_sizes(setup)
     assert {1, group, group * groups} <= set(sizes)
