@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from PIL import Image
@@ -72,8 +72,8 @@ class DistinctRows(Dataset[dict[str, Any]]):
         """What torch's loader calls with the indices of a whole batch."""
         if not self.share:
             return [self._with_number(dict(self._rows[index]), index) for index in indices]
-        before, wanted = self._last, dict.fromkeys(indices)
-        self._last = {index: before[index] if index in before else self._taken(index) for index in wanted}
+        before, ahead, wanted = self._last, self._ahead, dict.fromkeys(indices)
+        self._last = {index: before.get(index) or ahead.pop(index, None) or self._read(index) for index in wanted}
         return [dict(self._last[index]) for index in indices]
 
     @property
@@ -88,7 +88,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
             row = self._ahead[index] = self._read(index)
         return row
 
-    def rows_after(self, numbers: Sequence[int], order: Order, generations: int = 1) -> list[Any]:
+    def rows_after(self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1) -> list[Any]:
         """The rows that take the places of these so many generations later, read now. Empty where that is not known."""
         distinct = list(dict.fromkeys(numbers))
         after = dict(zip(distinct, order.following(distinct, order.epoch, generations), strict=False))
@@ -98,10 +98,6 @@ class DistinctRows(Dataset[dict[str, Any]]):
     def forget_ahead(self, but: Collection[int] = ()) -> None:
         """Let go of rows that were read ahead and that no batch has asked for, `but` of those that may still be."""
         self._ahead = {index: row for index, row in self._ahead.items() if index in but}
-
-    def _taken(self, index: int) -> dict[str, Any]:
-        ahead = self._ahead.pop(index, None)
-        return self._read(index) if ahead is None else ahead
 
     def _read(self, index: int) -> dict[str, Any]:
         row = dict(self._rows[index])
@@ -114,14 +110,6 @@ class DistinctRows(Dataset[dict[str, Any]]):
 
 
 Process = Callable[[dict[str, Any]], int]  # puts the images of a row into the cache, and returns their bytes there
-
-
-class Order(Protocol):
-    """The sampler, which knows what comes next."""
-
-    epoch: int
-
-    def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]: ...
 
 
 class NoPrefetch:
@@ -142,7 +130,7 @@ class ImagePrefetch(NoPrefetch):
     processed is skipped here: the loader reads it again, and the error is raised there.
     """
 
-    def __init__(self, rows: DistinctRows, order: Order, process: Process, limit_bytes: int) -> None:
+    def __init__(self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int) -> None:
         """It stops after `limit_bytes` of processed images: with more, the cache would drop some before their use."""
         self._rows, self._order, self._process, self._limit_bytes = rows, order, process, limit_bytes
         self._thread: threading.Thread | None = None

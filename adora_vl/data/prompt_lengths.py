@@ -227,9 +227,8 @@ class OverlongPrompts:
         check = LengthCheck(self.limit, found, of)
         self.checks.append(check)
         kept = check.kept(self._policy)
-        if self._speaks:
-            for line in check.notes():
-                print(line, flush=True)
+        for line in check.notes() if self._speaks else ():
+            print(line, flush=True)
         return found, kept
 
 
@@ -241,17 +240,15 @@ def context_limit(config: Any, model_config: Any, served: int | None = None) -> 
     stand. Without them, and without vLLM, it is the number of positions that the model was made for.
     """
     most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    completion = config.max_completion_length
+    tokens, name, raised = most, "the model's max_position_embeddings", ""
     if config.use_vllm and served is not None:
-        name = f"the vLLM server's --max-model-len: {served}"
-        return ContextLimit(served, completion, name, "start the server with", most)
-    if config.use_vllm and config.vllm_max_model_length is not None:
-        name = f"vllm_max_model_length: {config.vllm_max_model_length}"
-        return ContextLimit(config.vllm_max_model_length, completion, name, "set it to", most)
-    if most is None:
+        tokens, name, raised = served, "the vLLM server's --max-model-len", "start the server with"
+    elif config.use_vllm and config.vllm_max_model_length is not None:
+        tokens, name, raised = config.vllm_max_model_length, "vllm_max_model_length", "set it to"
+    if tokens is None:
         return None
-    name = f"the model's max_position_embeddings: {most}"
-    return ContextLimit(most, completion, name, "", most, cuts=config.use_vllm)
+    completion, named = config.max_completion_length, f"{name}: {tokens}"
+    return ContextLimit(tokens, completion, named, raised, most, cuts=config.use_vllm)
 
 
 def uncountable(model_config: Any) -> str:
@@ -363,28 +360,18 @@ def measured(rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *,
     return found
 
 
-def _size(source: Any) -> Size | None:
-    try:
-        with open_picture(source) as opened:
-            return opened.size
-    except Exception:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
-        return None
-
-
 def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
     """For each row of a table of the schema the sizes of its images, read from the bytes where they lie."""
     for chunk in table["images"].chunks:
-        values = chunk.flatten()
-        sizes = iter(_sizes(values))
+        values = iter(chunk.flatten())
         for count in chunk.value_lengths().to_pylist():
-            yield [next(sizes) for _ in range(count or 0)]
+            yield [_size(stored) for stored in islice(values, count or 0)]
 
 
-def _sizes(values: pa.Array) -> Iterator[Size | None]:
-    if not pa.types.is_struct(values.type):  # no image in any row
-        yield from (None for _ in values)
-        return
-    contents, paths = values.field("bytes"), values.field("path")
-    for number in range(len(values)):
-        content = contents[number]
-        yield _size(io.BytesIO(content.as_buffer()) if content.is_valid else paths[number].as_py())
+def _size(stored: Any) -> Size | None:
+    try:
+        content = stored["bytes"]
+        with open_picture(io.BytesIO(content.as_buffer()) if content.is_valid else stored["path"].as_py()) as opened:
+            return opened.size
+    except Exception:  # Pillow raises what its formats raise, and a null that stands for an image has no fields
+        return None

@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,10 +49,11 @@ class Processed(list[int]):
         return self.size
 
 
-class InOrder:
+class InOrder(EpochRepeatSampler):
     """Generations of two rows, one after the other."""
 
-    epoch = 0
+    def __init__(self) -> None:
+        super().__init__([0], 1)
 
     def following(self, rows: Any, epoch: int, generations: int = 1) -> list[int]:
         return [row + 2 * generations for row in rows]
@@ -203,7 +204,7 @@ def test_where_it_runs(subtests):
             args = SimpleNamespace(device=torch.device(device), **given)
             facts = {"cache": given["cache"], "shown": given["shown"], "process": len}
             images: Any = SimpleNamespace(**facts, _config=args, _device=args.device)
-            made = DistinctImages.prefetch(images, DistinctRows([]), cast("Any", InOrder()), given["dataset"])
+            made = DistinctImages.prefetch(images, DistinctRows([]), InOrder(), given["dataset"])
             assert isinstance(made, ImagePrefetch) == expected and isinstance(made, NoPrefetch)
 
 
