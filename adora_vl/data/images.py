@@ -64,13 +64,13 @@ def size_within(
     `ValueError` where the rule has no size within the limits: a side is never under `unit` pixels.
     """
     rounded = round(width / unit) * round(height / unit) * unit**2
-    if not (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
-        low, high = min_pixels or unit**2, max_pixels or sys.maxsize
-        new_width, new_height = model_size(width, height, unit, low, high)
-        if not low <= new_width * new_height <= high:
-            raise ValueError(f"no size of its shape is within {low} to {high} pixels")
-        return new_width, new_height
-    return width, height
+    if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
+        return width, height
+    low, high = min_pixels or unit**2, max_pixels or sys.maxsize
+    new_width, new_height = model_size(width, height, unit, low, high)
+    if not low <= new_width * new_height <= high:
+        raise ValueError(f"no size of its shape is within {low} to {high} pixels")
+    return new_width, new_height
 
 
 class UnreadableImageError(ValueError):
@@ -242,7 +242,13 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
         try:
             _register_heif(encoded)
             with open_picture(io.BytesIO(encoded)) as image:
-                _refuse_undecoded(image, first_frame)
+                if image.width * image.height > MAX_DECODED_PIXELS:
+                    why = f"{image.width} x {image.height} pixels are over the limit of {MAX_DECODED_PIXELS}"
+                    raise UnreadableImageError("image_too_large", why)
+                # a phone's second one is no motion
+                frames = 1 if first_frame or image.format in _JPEGS else getattr(image, "n_frames", 1)
+                if frames > 1:
+                    raise UnreadableImageError("image_animated", f"it has {frames} frames")
                 if image.format == "PNG":  # the only one that shows a lost end: each chunk has a checksum
                     image.verify()
             with open_picture(io.BytesIO(encoded)) as image:
@@ -265,15 +271,6 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
             if _HEIF.match(encoded):
                 kind, why = "image_heic", f"a photograph in HEIC that cannot be read ({why}); save it as JPEG"
             raise UnreadableImageError(kind, why) from error
-
-
-def _refuse_undecoded(image: Image.Image, first_frame: bool) -> None:
-    if image.width * image.height > MAX_DECODED_PIXELS:
-        size = f"{image.width} x {image.height}"
-        raise UnreadableImageError("image_too_large", f"{size} pixels are over the limit of {MAX_DECODED_PIXELS}")
-    frames = 1 if image.format in _JPEGS else getattr(image, "n_frames", 1)  # a phone's second one is no motion
-    if frames > 1 and not first_frame:
-        raise UnreadableImageError("image_animated", f"it has {frames} frames")
 
 
 def _refuse_degenerate(image: Image.Image) -> None:

@@ -28,25 +28,21 @@ class UnreadableImage:
     reason: str
 
 
-class DecodedRows:
+def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """The transform of a data set that decodes its images, and does nothing else."""
+    if "images" not in rows:
+        return rows
+    return {**rows, "images": [[_decoded(stored) for stored in images or []] for images in rows["images"]]}
 
-    def __init__(self) -> None:
-        self._decoder = Image()
 
-    def __call__(self, rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        if "images" not in rows:
-            return rows
-        return {**rows, "images": [[self._decoded(stored) for stored in images or []] for images in rows["images"]]}
-
-    def _decoded(self, stored: dict[str, Any]) -> Any:
-        try:
-            source = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
-            if isinstance(source, BytesIO) or Path(source or "").is_file():
-                open_picture(source).close()  # `datasets` would open a file of any format
-            return self._decoder.decode_example(stored)
-        except Exception as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
-            return UnreadableImage(in_one_line(error))
+def _decoded(stored: dict[str, Any]) -> Any:
+    try:
+        source = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
+        if isinstance(source, BytesIO) or Path(source or "").is_file():
+            open_picture(source).close()  # `datasets` would open a file of any format
+        return Image().decode_example(stored)
+    except Exception as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
+        return UnreadableImage(in_one_line(error))
 
 
 def only_decodes(dataset: Any) -> bool:
@@ -56,7 +52,7 @@ def only_decodes(dataset: Any) -> bool:
     if not isinstance(dataset, Dataset):
         return False
     transform = dataset.format["format_kwargs"].get("transform")
-    return dataset.format["type"] != "custom" or isinstance(transform, DecodedRows)
+    return dataset.format["type"] != "custom" or transform is decoded_rows
 
 
 def mark_unreadable(dataset: Dataset) -> Dataset:
@@ -70,7 +66,7 @@ def mark_unreadable(dataset: Dataset) -> Dataset:
     assert dataset._indices is None, "the table has to be in the order of the rows"
     # cast_column would write all images to the disk once more; what is stored is the same with and without decoding
     info = DatasetInfo(features=Features({**dataset.features, "images": List(Image(decode=False))}))
-    return Dataset(dataset.data, info, dataset.split).with_transform(DecodedRows())
+    return Dataset(dataset.data, info, dataset.split).with_transform(decoded_rows)
 
 
 def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -174,10 +170,7 @@ def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> 
         double = next((row for row in ids if row in seen), None)
         names = f"{Path(seen.get(double, '')).name} and {Path(folder).name}"
         refuse(
-            (
-                twice is not None,
-                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row an id of its own",
-            ),
+            (twice is not None, f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id"),
             (double is not None, f"dataset_name: {names} both have a row {double!r}; convert one with another --name"),
         )
         seen.update(dict.fromkeys(ids, folder))

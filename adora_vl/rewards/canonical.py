@@ -74,6 +74,9 @@ NAME_OF_VALUE = re.compile(
 # A value with its name; `|x|` is none, since two numbers have it.
 NAMED_VALUE = re.compile(rf"(?!\|[a-z]\|)({NAME_OF_VALUE.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)")
 _BARE_COMMAND = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
+# Fractions, roots and pi in one spelling: `\frac{1}{2}` for `\dfrac12`, `\sqrt{3}` for `sqrt3` and `√3`. An argument
+# without braces has to be one digit, one letter or `\pi`: TeX sets `\sqrt12` as a root of 1 beside a 2, which nobody
+# means, so it is not read. After the Unicode sign all digits belong to the root.
 _ONE = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
 _LAST = rf"{_ONE}(?!\d|\.\d)"
 _COMMANDS = [
@@ -185,8 +188,14 @@ def _spelled(text: str) -> str:
         text = _SPACING.sub(" ", upright(text))
         if "\\SI" in text or "\\qty" in text:
             text = _MEASURED.sub(r" \1 \2 ", text)
-        text = _UNBRACED.sub(" ", _unwrapped(_EMPTY_GROUP.sub("", text)))
-    text = _undecorated(_plain_commands(text))
+        text, wrapped = _EMPTY_GROUP.sub("", text), 1
+        while wrapped:  # the innermost ones first: `\textbf{5\text{ cm}}`
+            text, wrapped = _TEXT.subn(r" \1\2 ", text)
+        text = _UNBRACED.sub(" ", text)
+    text = _BARE_COMMAND.sub(r"\\\1", text)
+    for pattern, replacement in _COMMANDS if "\\" in text else ():
+        text = pattern.sub(replacement, text)
+    text = _undecorated(text)
     if "$" in text and len(_DOLLAR.findall(text)) == 2 and "\n" not in text:
         text = _undecorated(_DOLLAR.sub(" ", text))
     return text
@@ -208,17 +217,6 @@ def _grouped(number: re.Match[str]) -> str:
     return re.sub(r"\D", "", number.group())
 
 
-def _unwrapped(text: str) -> str:
-    r"""Replace `\text{...}` and `\mathrm{...}` by their content: `5\text{ cm}` becomes `5  cm `.
-
-    The innermost ones are replaced first. Each round makes the text shorter, so the loop ends.
-    """
-    count = 1
-    while count:
-        text, count = _TEXT.subn(r" \1\2 ", text)
-    return text
-
-
 def _undecorated(text: str) -> str:
     """Remove outer spaces, surrounding dollar signs, and a full stop at the end: `$5$.` becomes `5`.
 
@@ -233,21 +231,6 @@ def _undecorated(text: str) -> str:
         text = text[1:-1].strip()
     if text.endswith(".") and not text.endswith(".."):
         text = text[:-1].rstrip()
-    return text
-
-
-def _plain_commands(text: str) -> str:
-    r"""Bring fractions, roots and pi to one spelling.
-
-    `\dfrac12` becomes `\frac{1}{2}`, `sqrt3` and `√3` become `\sqrt{3}`, and `\sin^2 30` becomes `\sin^{2} 30`. An
-    argument without braces has to be one digit, one letter or `\pi`. TeX sets `\sqrt12` as a root of 1 beside a 2,
-    which nobody means, so such text is left alone and not read later. After the Unicode sign all digits belong to the
-    root.
-    """
-    text = _BARE_COMMAND.sub(r"\\\1", text)
-    if "\\" in text:
-        for pattern, replacement in _COMMANDS:
-            text = pattern.sub(replacement, text)
     return text
 
 

@@ -21,7 +21,6 @@ from adora_vl.rewards.forms import as_form, canonical_gold, read
 from adora_vl.rewards.grammar import unknowns
 
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
-_Outcome = tuple[Verdict, str]  # the verdict and the rule that decided
 _SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
 
 _LETTER = re.compile(r"([A-Z])|\(([A-Z])\)")
@@ -79,15 +78,14 @@ def grade(
     """
     began = time.perf_counter()
     given = last_answer(response) if answer_tags else last_boxed(response)
-    outcome: _Outcome = ("unparseable", "no_box")
+    found = Compared("unparseable", "no_box")
     if given is not None:
         reference = read(gold)
         answer = answer_to(reference, response, given, answer_tags)
-        outcome = _decided(answer, reference, without_letters(choices or ()), rounding)
+        found = _decided(answer, reference, without_letters(choices or ()), rounding)
         if len(given) > _SHOWN_CHARS:
             given = given[:_SHOWN_CHARS] + "…"
-    verdict, reason = outcome
-    return Grade(verdict, given, reason, 1000 * (time.perf_counter() - began))
+    return Grade(found.verdict, given, found.reason, 1000 * (time.perf_counter() - began))
 
 
 def grade_batch(
@@ -114,66 +112,62 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     return None if canonical_gold(stored) == stored else "unstable"
 
 
-def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> _Outcome:
-    """The verdict and its reason, with the letters of a multiple-choice item resolved. Source: points 3, 5 and 6."""
+def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
+    """The verdict, with the letters of a multiple-choice item resolved. Source: points 3, 5 and 6."""
     named, right = _named(answer, choices), _named(reference, choices)
     if not choices:
         if named and right:
-            return ("correct", "letter") if named.letter == right.letter else ("wrong", "different_letter")
+            same = named.letter == right.letter
+            return Compared("correct", "letter") if same else Compared("wrong", "different_letter")
         if named:
-            return "wrong", "letter_without_choice"
+            return Compared("wrong", "letter_without_choice")
         text = reference.text
         if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
-            return "wrong", "gold_other_digits"
+            return Compared("wrong", "gold_other_digits")
         unmeetable = next((reason for reason, pattern, _ in _UNMEETABLE if pattern.fullmatch(text)), None)
-        return ("wrong", f"gold_{unmeetable}") if unmeetable else _outcome(answer, reference, rounding)
+        return Compared("wrong", f"gold_{unmeetable}") if unmeetable else compare(answer, reference, rounding)
     if right:
         value = _choice(right.letter, choices)
         if value is None:
-            return "wrong", "gold_letter_without_choice"
+            return Compared("wrong", "gold_letter_without_choice")
         if not _is_beside(right, value):
-            return "wrong", "gold_letter_with_another_value"
+            return Compared("wrong", "gold_letter_with_another_value")
         reference, rounding = value, False  # the policy asks for exactly that choice's value
     if named is None:
         return _by_value(answer, reference, right, choices, rounding)
     found = _by_letter(named, right, reference, choices)
     sure = _LETTER.fullmatch(answer.text) and _choice(named.letter, choices)  # `c` may also be a value, as may `(c)5`
-    if found[0] != "correct" and not sure:
+    if found.verdict != "correct" and not sure:
         as_value = _by_value(answer, reference, right, choices, rounding)
-        found = as_value if as_value[0] == "correct" else found
+        found = as_value if as_value.verdict == "correct" else found
     return found
 
 
 def _by_value(
     answer: Answer, reference: Answer, right: _Named | None, choices: Sequence[str], rounding: bool
-) -> _Outcome:
+) -> Compared:
     """The verdict on a value. Where a further choice has that of the right one, as `2, 1` has that of `1, 2`, the
     answer has to have the text of the right one. With a letter as the reference answer (`right`), that text is enough.
     """
-    found = _outcome(answer, reference, rounding)
+    found = compare(answer, reference, rounding)
     if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(reference.whole.replace(", ", ",")):
-        return ("correct", "same_text") if right and found[0] != "correct" else found
-    rivals = map(plain, choices) if found[0] == "correct" else ()
+        return Compared("correct", "same_text") if right and found.verdict != "correct" else found
+    rivals = map(plain, choices) if found.verdict == "correct" else ()
     for rival in rivals:
-        if rival.text != reference.text and _outcome(rival, reference)[0] == "correct":
-            return "wrong", "another_choice"
+        if rival.text != reference.text and compare(rival, reference).verdict == "correct":
+            return Compared("wrong", "another_choice")
     return found
 
 
-def _by_letter(named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]) -> _Outcome:
+def _by_letter(named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]) -> Compared:
     """The verdict on an answer that names a choice. `right`: the choice that the reference answer names, if it does."""
     value = _choice(named.letter, choices)
     if value is None:
-        return "wrong", "different_letter" if right else "letter_without_choice"
+        return Compared("wrong", "different_letter" if right else "letter_without_choice")
     if not _is_beside(named, value):
-        return "wrong", "letter_with_another_value"
-    same = named.letter == right.letter if right else _outcome(plain(value.raw), reference)[0] == "correct"
-    return ("correct", "letter") if same else ("wrong", "different_letter")
-
-
-def _outcome(answer: Answer, reference: Answer, rounding: bool = False) -> _Outcome:
-    found = compare(answer, reference, rounding)
-    return found.verdict, found.reason
+        return Compared("wrong", "letter_with_another_value")
+    same = named.letter == right.letter if right else compare(plain(value.raw), reference).verdict == "correct"
+    return Compared("correct", "letter") if same else Compared("wrong", "different_letter")
 
 
 def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -> Answer:
@@ -225,7 +219,7 @@ def _is_beside(named: _Named, value: Answer) -> bool:
     """Whether nothing stands beside the letter but the value of its choice, which may have the letter in it too."""
     if not named.beside or named.text == value.text:
         return True
-    return _outcome(plain(named.beside), value)[0] == "correct"
+    return compare(plain(named.beside), value).verdict == "correct"
 
 
 def _choice(letter: str, choices: Sequence[str]) -> Answer | None:

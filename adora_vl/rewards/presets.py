@@ -73,15 +73,14 @@ class _Grader:
     """Grades a batch, and remembers the last one for the functions that ask for the same batch next."""
 
     def __init__(self, rounding: bool, answer_tags: bool) -> None:
-        self._rounding, self._answer_tags = rounding, answer_tags
+        self._accepted = {"rounding": rounding, "answer_tags": answer_tags}
         self._last: tuple[list[str], _References] = ([], [])
         self._grades: list[Grade] = []
 
     def __call__(self, texts: list[str], references: _References) -> list[Grade]:
         if (texts, references) != self._last:
-            accepted = {"rounding": self._rounding, "answer_tags": self._answer_tags}
             answers, choices = [gold for gold, _ in references], [options for _, options in references]
-            self._grades = grade_batch(texts, answers, choices=choices, **accepted)
+            self._grades = grade_batch(texts, answers, choices=choices, **self._accepted)
             self._last = (texts, references)
         return self._grades
 
@@ -94,27 +93,23 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         log_metric: Callable[[str, float], None] | None = None, **columns: Any,
     ) -> list[float]:  # fmt: skip
         references = _references(answer, choices, len(completions))
-        grades = grader([completion_text(completion) for completion in completions], references)
+        texts = [completion_text(completion) for completion in completions]
+        grades = grader(texts, references)
         if logs and log_extra:
             log_extra("verdict", [one.verdict for one in grades])
             log_extra("extracted", [one.extracted for one in grades])
             log_extra("reason", [one.reason for one in grades])
         if logs and log_metric and grades:
-            for name, value in grading_metrics(grades).items():
-                log_metric(f"grading/{name}", value)
-            worked = sum(shows_working(completion_text(completion)) for completion in completions)
-            log_metric("grading/worked", worked / len(grades))
+            verdicts, times_ms = [one.verdict for one in grades], [one.ms for one in grades]
+            for verdict in VERDICTS:
+                log_metric(f"grading/{verdict}", verdicts.count(verdict) / len(grades))
+            log_metric("grading/ms_median", quantile(times_ms, 0.5))
+            log_metric("grading/ms_p99", quantile(times_ms, 0.99))
+            log_metric("grading/worked", sum(map(shows_working, texts)) / len(grades))
         return [reward(one, preset) for one in grades]
 
     function.__name__ = function.__qualname__ = f"{preset}_reward"
     return function
-
-
-def grading_metrics(grades: Sequence[Grade]) -> dict[str, float]:
-    """The share of each verdict, and the median and 99th percentile of the milliseconds."""
-    verdicts, times_ms = [one.verdict for one in grades], [one.ms for one in grades]
-    shares = {f"{verdict}": verdicts.count(verdict) / len(grades) for verdict in VERDICTS}
-    return {**shares, "ms_median": quantile(times_ms, 0.5), "ms_p99": quantile(times_ms, 0.99)}
 
 
 def _references(answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int) -> _References:

@@ -16,7 +16,7 @@ from PIL.PngImagePlugin import PngInfo
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
 from adora_vl.data.images import UnreadableImageError, clean_image, image_tokens, png_bytes, stored_bytes
-from adora_vl.data.loading import DecodedRows, UnreadableImage
+from adora_vl.data.loading import UnreadableImage, decoded_rows
 from adora_vl.data.prompt_lengths import sizes_in
 
 
@@ -101,7 +101,7 @@ def test_no_program_is_started_for_a_picture(tmp_path: Path, monkeypatch: pytest
     assert list(sizes_in(stored)) == [[None]]
     (tmp_path / "a.png").write_bytes(EPS)
     stored = [{"bytes": EPS, "path": None}, {"bytes": None, "path": str(tmp_path / "a.png")}]
-    found = DecodedRows()({"images": [stored]})["images"][0]
+    found = decoded_rows({"images": [stored]})["images"][0]
     assert all(isinstance(image, UnreadableImage) for image in found) and not started.exists()
 
 
