@@ -37,8 +37,6 @@ class AdoraWeighting:
 
 @dataclass(frozen=True)
 class Adora(Method):
-    """Raises `ValueError` for an unknown name, or a factor on the wrong side of 1."""
-
     source = "arXiv 2602.10019"
 
     mode: str = option(
@@ -74,13 +72,13 @@ class Adora(Method):
         super().__post_init__()
         if not self.criteria:
             raise ValueError("criteria: [] is empty; name one or both of length, difficulty")
-        low, high = min(scheduled(self.factor).values), max(scheduled(self.factor).values)
+        low, high = sorted(scheduled(self.factor).values)
         if self.mode == "attenuation" and not 0 < low <= high <= 1:
             wrong = high if high > 1 else low
             raise ValueError(f"factor: {wrong:g} must be above 0 and at most 1 with mode: attenuation")
         if self.mode == "amplification" and low < 1:
             raise ValueError(f"factor: {low:g} must be at least 1 with mode: amplification")
-        least, most = min(scheduled(self.tau).values), max(scheduled(self.tau).values)
+        least, most = sorted(scheduled(self.tau).values)
         if not 0 < least <= most <= 1:
             raise ValueError(f"tau: {least} to {most} must be above 0 and at most 1")
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
@@ -95,13 +93,10 @@ class Adora(Method):
         return self.mode == "off" or set(scheduled(self.factor).values) == {1.0}
 
     def assigned(self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int) -> AdoraWeighting:
-        """The weighting with the weights of `assign`; what the criteria say stays. Where ADORA is off, all are 1.
-
-        `criterion` leaves the weights where they are. `random` shuffles them among the groups that carry signal
-        (`signal_P`, bool, of all ranks), so that as many are attenuated as the criteria attenuate in this step; seed
-        and step alone decide the shuffle, so all ranks make the same one. `reversed` gives the factor to the other
-        side: to TAS groups under attenuation, to TDS groups under amplification. `rate` gives every group the weight 1,
-        and `rate` is the mean of the weights that the criteria give to groups with signal.
+        """The weighting with the weights of `assign`; what the criteria say stays. `random` shuffles the weights among
+        the groups that carry signal (`signal_P`, bool, of all ranks), by seed and step alone, so all ranks do the same.
+        `reversed` gives the factor to the other side. `rate` gives every group the weight 1, and the mean of the
+        weights of groups with signal as `rate`.
         """
         weights_P = weighting.weights_P
         if self.assign == "criterion" or not self.is_on(step):
@@ -144,17 +139,8 @@ class Adora(Method):
 def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
     """The weight that multiplies the group-normalised advantages of each prompt, and why.
 
-    Args:
-        groups: whole groups. A rollout is correct if its reward is above `groups.correct_above`; NaN marks one that was
-            not scored.
-        options: None is the reference's attenuation by length.
-        step: optimizer steps made, for options that change during training.
-
-    Returns:
-        Weights and reasons, each (P,), float32 and bool.
-
-    Raises:
-        ValueError: shapes that differ.
+    `options`: None is the reference's attenuation by length. `step`: optimizer steps made. Raises `ValueError` for
+    shapes that differ.
     """
     options = Adora() if options is None else options
     rewards_PG, lengths_PG = groups.rewards_PG, groups.lengths_PG

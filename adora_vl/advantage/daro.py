@@ -81,7 +81,7 @@ class DaroWeights:
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """The state as plain numbers, for the JSON of a checkpoint. `load` restores it exactly."""
+        """The state as plain numbers, for the JSON of a checkpoint."""
         moments = [self.optimizer.state.get(log, {}) for log in self.logs]
         return {
             "log_weights": [log.item() for log in self.logs],
@@ -123,16 +123,9 @@ class Daro(Method):
     def weighed(
         self, advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, weights_M: Tensor, scored_PG: Tensor
     ) -> Tensor:
-        """Advantages, (P, G), with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum w_mu L_mu`.
-
-        TRL's loss divides the sum over all tokens by their number T. With A multiplied by `w_mu T / T_mu`, the part of
-        a bin is divided by its own number T_mu, of rollouts that have not left their group. With weights of 1 and both
-        options off this is GRPO. Without `drop_outside` prompts without a right rollout would have a signal if rewards
-        are 0.0, 0.1 and 1.0.
-
-        Args:
-            advantages_PG: normalised by group. With rewards of 0 and 1 the weights absorb any scale per group.
-            tokens_PG: number of tokens that the loss counts.
+        """Advantages, (P, G), with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum w_mu L_mu`: TRL divides
+        by all T tokens of the loss (`tokens_PG`), and `w_mu T / T_mu` by those of the bin's rollouts that have not left
+        their group. Without `drop_outside` a prompt without a right rollout has a signal if rewards are 0.0 and 0.1.
         """
         factors_M = weights_M
         if self.by_bin_tokens:

@@ -1,7 +1,4 @@
-"""Further methods that make advantages, each written from its paper. We have reproduced the results of none.
-
-The options of each say what they may be, and are checked when they are made. Constant groups get exactly 0.
-"""
+"""Further methods that make advantages, each written from its paper. We have reproduced the results of none."""
 
 from __future__ import annotations
 
@@ -21,16 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class McGrpo(Method):
-    """Median-centred advantages of groups with an odd number of rollouts; of an even number of scored ones the lower of
-    the two middle ones is the median. `mean` with `std`, and the pivot kept, is GRPO.
+    """Median-centred advantages; of an even number of scored rollouts the lower of the two middle ones is the median.
 
-    With rewards of 0 and 1 the median absolute deviation is 0 in every group in which one value has the majority, so
-    the division would multiply by 1/eps. There we divide by the standard deviation about the centre instead. This
-    exception is ours: the repository uses an eps of 1e-3.
-
-    The pivot has an advantage of 0, and the others are multiplied by (G + 1) / G, where G + 1 are the scored rollouts.
-    A mean over all rows is then the mean over the G rows that count. This is exact for losses that divide by sequences.
-    Losses that divide by tokens still count the tokens of the pivot.
+    Where one value has the majority the median absolute deviation is 0, and we divide by the standard deviation about
+    the centre instead (the repository uses an eps of 1e-3). The pivot has an advantage of 0, and the G others are
+    multiplied by (G + 1) / G, for losses that divide by sequences; those that divide by tokens still count its own.
     """
 
     remakes = True
@@ -46,9 +38,8 @@ class McGrpo(Method):
         share = torch.where(count_P1 > 1, count_P1 / (count_P1 - 1), 1.0) if self.exclude_pivot else 1.0
         if (self.centre, self.spread) == ("mean", "std"):
             return group_advantages(rewards) * share
-        middle_P1 = torch.nanmean(rewards, dim=1, keepdim=True)
-        if self.centre == "median":
-            middle_P1 = torch.nanmedian(rewards, dim=1, keepdim=True).values
+        mean, median = torch.nanmean(rewards, dim=1, keepdim=True), torch.nanmedian(rewards, dim=1, keepdim=True)
+        middle_P1 = mean if self.centre == "mean" else median.values
         centred_PG, spread_P1 = rewards - middle_P1, deviation(rewards, middle_P1)
         if self.spread == "mad":
             mad_P1 = torch.nanmedian(centred_PG.abs(), dim=1, keepdim=True).values
@@ -57,10 +48,9 @@ class McGrpo(Method):
         return torch.where(is_constant(rewards)[:, None], 0.0, made_PG)
 
     def check(self, keys: RunKeys) -> None:
-        count = keys.num_generations
-        if count % 2 == 0:
-            one_more = f"adora_method: mc_grpo samples one more, the median: {count + 1}"
-            raise ValueError(f"num_generations: {count} is even; {one_more}")
+        if (count := keys.num_generations) % 2 == 0:
+            more = f"adora_method: mc_grpo samples one more, the median: {count + 1}"
+            raise ValueError(f"num_generations: {count} is even; {more}")
 
     def costs(self, keys: RunKeys) -> str:
         return f"of {keys.num_generations} rollouts per prompt, the median is not learned from"
@@ -68,10 +58,7 @@ class McGrpo(Method):
 
 @dataclass(frozen=True)
 class Ngrpo(Method):
-    """GRPO's advantages, computed with `virtual` additional rewards of `max_reward`, which are then removed again: 0 of
-    them is GRPO. If all rollouts of a group are wrong, all get negative advantages. If all have the reward
-    `max_reward`, all get 0.
-    """
+    """GRPO's advantages, computed with `virtual` additional rewards of `max_reward`, which are then removed again."""
 
     remakes = True
     settings: ClassVar[Settings] = {"epsilon": 0.16, "epsilon_high": 0.24}
@@ -92,13 +79,10 @@ class Ngrpo(Method):
 
 @dataclass(frozen=True)
 class AGrae(Method):
-    """Two factors of p, the pass rate of a prompt, and of R, the mean of p over the batch, which measures how far
-    training has come. Without both this is GRPO.
+    """Two factors of p, the pass rate of a prompt, and of R, the mean of p over the batch.
 
-    - Curriculum: all advantages x [(1 - R) 0.5 / (1 - sqrt p) + R 0.5 / sqrt p]. It is omitted where p is 0 or 1,
-      because it has no finite value there. With rewards of 0 and 1 such groups have advantages of 0 anyway.
-    - Suppression: positive advantages x min(1, R / alpha). The repository uses an alpha of 1 for mathematics and 0.5
-      for Geometry3K.
+    Curriculum: all advantages x [(1 - R) 0.5 / (1 - sqrt p) + R 0.5 / sqrt p], omitted where p is 0 or 1. Suppression:
+    positive advantages x min(1, R / alpha). The repository's alpha is 1 for mathematics and 0.5 for Geometry3K.
     """
 
     source = "arXiv 2602.05548"
@@ -131,12 +115,9 @@ class AGrae(Method):
 
 
 def upper_half(measure: Tensor) -> Tensor:
-    """The share to which each rollout belongs to the upper half of its group by `measure`. (P, G), float32. NaN marks a
-    rollout that has left its group; its share is 0.
-
-    It is 1 or 0, except for rollouts that tie at the cut. These share the places that are left, as a random order among
-    them would give on average. The authors' repository takes them in the order of the batch, so that a permutation of
-    the rollouts would change the result.
+    """The share to which each rollout belongs to the upper half of its group by `measure`, (P, G), float32; 0 for NaN,
+    a rollout that has left its group. Rollouts that tie at the cut share the places that are left, where the authors'
+    repository takes them in the order of the batch.
     """
     count = (~torch.isnan(measure)).sum(dim=1, keepdim=True)
     above_PG = (measure[:, :, None] < measure[:, None, :]).sum(dim=2)
@@ -198,11 +179,8 @@ class Canon(Method):
 
 
 def most_varied(values: Tensor, keep: int) -> Tensor:
-    """The `keep` values of each row whose variance is largest, as shares between 0 and 1. (P, N).
-
-    Such a subset always consists of some of the smallest and some of the largest values, so only `keep + 1` candidates
-    have to be compared. Values that tie at the edge of the subset share its places, as a random choice would give on
-    average.
+    """The `keep` values of each row whose variance is largest, as shares between 0 and 1, (P, N): some of the smallest
+    and some of the largest, so there are `keep + 1` candidates. Values that tie at the edge share its places.
     """
     count = values.shape[1]
     if keep >= count:
@@ -286,14 +264,9 @@ class Ssb(Method):
 
 @dataclass(frozen=True)
 class Rrb(Method):
-    """`range`: `A (range / full_range)^range_power`, where the range is the largest reward of the group minus its
-    smallest. GRPO divides by the standard deviation, so a group with the rewards 0.0 and 0.1 (no box, a box with a
-    wrong answer) gets advantages as large as one with the rewards 0 and 1. This takes the size of the difference back
-    in. It is the rule of published notes on the paper.
-
-    `all_low`: `A low_factor` for a group all of whose rewards are below `low`, and A for every other one, as in the
-    repository of DIVA-GRPO. A group with the rewards 0.1 and 1 keeps its advantages, of which `range` leaves nine
-    tenths.
+    """`range`, the rule of published notes on the paper: `A (range / full_range)^range_power`, where the range is the
+    largest reward of the group minus its smallest. `all_low`, as in the repository of DIVA-GRPO: `A low_factor` for a
+    group all of whose rewards are below `low`, and A for every other one.
     """
 
     source = "arXiv 2603.01106"

@@ -27,7 +27,6 @@ class Schedule:
     steps: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` if the fields contradict each other."""
         if self.shape not in SHAPES:
             raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):
@@ -130,14 +129,9 @@ class Groups:
 def lacking_scores(rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int) -> Tensor:
     """Which scores a rollout lacks, bool, (B, F): of functions with a weight that apply to its problem.
 
-    A function does not apply where it returned None for a whole group and none of its calls failed: by TRL's convention
-    for several tasks such a function is left out of the sum.
-
-    Args:
-        rewards_BF: the scores of F reward functions, group by group; NaN where a function returned None.
-        failed_BF: bool; true where the call failed.
-        weights_F: TRL's `reward_weights`.
-        generations: G.
+    `rewards_BF` is NaN where a function returned None, `failed_BF` true where the call failed; `weights_F`: TRL's
+    `reward_weights`; `generations`: G. A function does not apply where it returned None for a whole group without a
+    failure: TRL leaves it out of the sum.
     """
     none_BF = torch.isnan(rewards_BF)
     applies_PGF = (~none_BF | failed_BF).view(-1, generations, len(weights_F))

@@ -36,20 +36,12 @@ def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
-    """`(r - mean of its group) / (std + eps)`.
+    """`(r - mean of its group) / (std + eps)`, (P, G), of rewards (P, G), NaN for a rollout that no function scored.
 
-    Args:
-        rewards: (P, G), NaN for a rollout that no reward function scored.
-        scale: `"group"` divides by the standard deviation of the group, `"batch"` by that of all rewards, and `"none"`
-            does not divide (Dr. GRPO, arXiv 2503.20783). The names are those of TRL's `scale_rewards`.
-        eps: added to the standard deviation. TRL uses 1e-4, the reference 1e-9.
-
-    Returns:
-        (P, G). An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of seven
-        times 0.1 is not 0.1, and dividing that rounding error by a tiny `eps` would invent advantages near 1.
-
-    Raises:
-        ValueError: `scale` is not one of the three.
+    `scale`, as TRL's `scale_rewards`: the deviation is that of the group or the batch, or `none` divides. `eps`: TRL
+    uses 1e-4, the reference 1e-9. An unscored rollout gets 0, and so does a group of equal rewards, exactly: in float32
+    the mean of seven times 0.1 is not 0.1, and a tiny `eps` would turn that into advantages near 1. Raises `ValueError`
+    for another scale.
     """
     if scale not in SCALES:
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")

@@ -26,23 +26,15 @@ class AdvantagePipeline:
         self, chosen: Mapping[str, Method], *, scale: str = "group", max_length: int = 0, sums_rewards: bool = True,
         seed: int = 0,
     ) -> None:  # fmt: skip
-        """Set up a run.
-
-        Args:
-            chosen: the methods by name, in order.
-            scale: TRL's `scale_rewards`.
-            max_length: TRL's `max_completion_length`.
-            sums_rewards: whether the advantages come from the sum of the rewards, so that a group of equal sums gets 0.
-            seed: that of the run, for methods that draw at random.
+        """`chosen`: the methods by name, in order. `scale`: TRL's `scale_rewards`. `max_length`: its
+        `max_completion_length`. `sums_rewards`: whether the advantages come from the sum of the rewards, so that a
+        group of equal sums gets 0. `seed`: that of the run.
         """
         self.chosen = dict(chosen)
         adora = self.chosen.get("adora")
         # What its criteria say is logged even where it is not among the methods.
         self.judged_by = adora if isinstance(adora, Adora) else Adora(mode="off")
-        self.scale = scale
-        self.max_length = max_length
-        self.sums_rewards = sums_rewards
-        self.seed = seed
+        self.scale, self.max_length, self.sums_rewards, self.seed = scale, max_length, sums_rewards, seed
         self.rate = 1.0  # by which the learning rate of the present generation's optimizer steps is multiplied
         self.figures: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None  # of the last batch
@@ -56,9 +48,8 @@ class AdvantagePipeline:
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
         """ADORA's weights and their reasons. The weights are 1 if ADORA is not among the methods."""
-        options, step = self.judged_by, groups.step
-        weighting = weigh_groups(groups, options, step)
-        return options.assigned(weighting, self.signal(groups), seed=self.seed, step=step)
+        weighting = weigh_groups(groups, self.judged_by, groups.step)
+        return self.judged_by.assigned(weighting, self.signal(groups), seed=self.seed, step=groups.step)
 
     def signal(self, groups: Groups) -> Tensor:
         """Which groups have something to teach, bool, (P,). Each is judged alone, whatever else is in the batch, so

@@ -47,10 +47,7 @@ ROW_NUMBER = "adora_row"  # the column with the number of a row in the data set,
 class DistinctRows(Dataset[dict[str, Any]]):
     """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its images.
 
-    TRL's sampler repeats the rows of a generation for each of its micro-batches. So the rows of the last batch are
-    kept, and returned again if the next batch asks for them. With `dataloader_num_workers` each worker process has a
-    copy of this object, and decodes for itself.
-
+    TRL's sampler repeats the rows of a generation for each of its micro-batches, so those of the last batch are kept.
     `read_ahead` is called on another thread (by `ImagePrefetch`), everything else on the loader's.
     """
 
@@ -123,11 +120,9 @@ class NoPrefetch:
 
 
 class ImagePrefetch(NoPrefetch):
-    """Reads and processes the next generation's images on a thread, while the policy learns from the present one.
-
-    It fills two stores, which the next generation looks into first: decoded rows, and the cache of processed images.
-    It draws no random number and moves no loader, so a run with it takes the same steps. A row that cannot be read or
-    processed is skipped here: the loader reads it again, and the error is raised there.
+    """Reads and processes the next generation's images on a thread, while the policy learns from the present one. It
+    draws no random number and moves no loader, so a run with it takes the same steps; a row that cannot be read or
+    processed is skipped, and the error raised where the loader reads it.
     """
 
     def __init__(self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int) -> None:
@@ -137,10 +132,7 @@ class ImagePrefetch(NoPrefetch):
         self._ending = threading.Event()
 
     def start(self) -> None:
-        """Process the loader's last batch, then read and process the one after it.
-
-        The loader may be a batch ahead of the generation. Then the images of its last batch are still to be processed.
-        """
+        """Process the loader's last batch, which may be ahead of the generation, then read and process the next one."""
         self.finish()
         latest = self._rows.latest
         coming = dict.fromkeys([*latest, *self._order.following(latest, self._order.epoch)])
@@ -167,9 +159,8 @@ class ImagePrefetch(NoPrefetch):
 
 
 class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped to mypy
-    """Stock TRL draws each epoch's order from one generator, so a resumed run repeats the first epoch's order.
-
-    Here the generator is seeded for each epoch from (seed, epoch). Epoch 0 has the same order as in TRL.
+    """Seeds the generator for each epoch from (seed, epoch); epoch 0 has the same order as in TRL. Stock TRL draws all
+    orders from one generator, so a resumed run repeats the first epoch's.
     """
 
     epoch = 0
@@ -191,10 +182,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
-        """The rows that take the places of `rows` so many generations later, which may be in another epoch.
-
-        `rows`: one process's distinct rows of a generation of this epoch. No random state is used or changed, and no
-        position of a loader. Empty where the rows are not of one generation of this epoch.
+        """The rows that take the places of `rows`, one process's distinct ones of a generation of this epoch, so many
+        generations later; empty where they are not of one. No random state is used or changed.
         """
         order, size = self._order(epoch), self.batch_size
         try:

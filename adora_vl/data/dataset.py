@@ -66,10 +66,8 @@ def schema() -> Features:
 
 
 def write_split(rows: Iterable[Row], folder: Path, split: str, features: Features | None = None) -> int:
-    """Write one split into `folder` (a folder still being made), a batch at a time. Returns the number of rows.
-
-    An image is a Pillow image, stored as PNG, or already `{"bytes": ..., "path": ...}`. `features`: the schema, with
-    columns of the user's own behind it.
+    """Write one split into `folder`, a batch at a time. Returns the number of rows. An image is a Pillow image, stored
+    as PNG, or already `{"bytes": ..., "path": ...}`. `features`: the schema, with the user's columns behind it.
     """
     features = features or schema()
     (folder / "data").mkdir(parents=True, exist_ok=True)
@@ -108,9 +106,8 @@ def write_manifest(
     quarantined: Mapping[str, Any] | None = None, leaks: Mapping[str, Any] | None = None,
     noted: Mapping[str, Any] | None = None,
 ) -> Manifest:  # fmt: skip
-    """Write and return the manifest of `folder`, whose other files are complete. It names no time and no machine.
-
-    `description`: source, input, revision and arguments.
+    """Write and return the manifest of `folder`, whose other files are complete. `description`: source, input, revision
+    and arguments. It names no time and no machine.
     """
     manifest = {
         **description, "made_by": MADE_BY, "counts": dict(counts),
@@ -151,9 +148,8 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def stored_rows(folder: Path, split: str) -> Iterator[Row]:
-    """The rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`, a batch in memory at a time.
-
-    Raises `UserError` as `load_split` does, without a copy in the cache of `datasets`.
+    """The rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`, a batch in memory at a time,
+    without a copy in the cache of `datasets`. Raises `UserError` as `load_split` does.
     """
     for path in _files_of(folder, split):
         with _parquet(path) as file:
@@ -163,9 +159,8 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
 
 
 def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
-    """A row to show, with its images as they are stored: the first with choices, else the first. None without any row.
-
-    No image of another row is read. Raises `UserError` as `stored_rows` does.
+    """A row to show, with its images as they are stored: the first with choices, else the first; None without any row.
+    No image of another row is read. Raises `UserError`.
     """
     first: tuple[Path, int, int] | None = None
     for path in (path for split in splits for path in _files_of(folder, split)):
@@ -203,10 +198,8 @@ def features_of(folder: Path, split: str) -> Features:
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:
-    """One split of a prepared folder, images decoded on access.
-
-    Raises `UserError` where the folder, the split, its rows or a required column are missing, a file is damaged, or the
-    disk is full.
+    """One split of a prepared folder, images decoded on access. Raises `UserError` where the folder, the split, its
+    rows or a required column are missing, a file is damaged, or the disk is full.
     """
     from datasets import config, disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetGenerationError

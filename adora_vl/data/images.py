@@ -58,10 +58,8 @@ def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: obj
 def size_within(
     width: int, height: int, min_pixels: int | None, max_pixels: int | None, unit: int = VISIONS[DEFAULT_FAMILY].unit
 ) -> tuple[int, int]:
-    """The size to store: unchanged where a processor with these limits would only round it to multiples of `unit`.
-
-    Outside of the limits it is the size that the processor would choose, so it has nothing left to do. Raises
-    `ValueError` where the rule has no size within the limits: a side is never under `unit` pixels.
+    """The size to store: unchanged where a processor with these limits would only round it to multiples of `unit`, else
+    the size that it would choose. Raises `ValueError` where its rule has none within the limits.
     """
     rounded = round(width / unit) * round(height / unit) * unit**2
     if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
@@ -110,11 +108,9 @@ _TURNS = range(2, 9)  # EXIF's orientations but the upright one
 
 
 def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
-    """What to store for `image`, which `clean_image` made of `encoded`.
-
-    The file itself, without a camera's data, texts and profiles, where it is a PNG or JPEG with these pixels: encoding
-    it anew takes as long as all other work on a row, and a photograph as PNG is many times larger. Of a JPEG that lies
-    on its side the tag that says so stays. Else a new PNG.
+    """What to store for `image`, which `clean_image` made of `encoded`: the file itself, without a camera's data, texts
+    and profiles, where it is a PNG or JPEG with these pixels, since encoding takes as long as all other work on a row;
+    else a new PNG. Of a JPEG that lies on its side the tag that says so stays.
     """
     with open_picture(io.BytesIO(encoded)) as original:
         if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
@@ -232,10 +228,8 @@ def _register_heif(encoded: bytes) -> None:
 
 
 def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
-    """The picture upright, flattened on white, in mode RGB. The header alone decides whether it is decoded at all.
-
-    `first_frame`: of a picture with several frames take the first. Raises `UnreadableImageError`: not a picture,
-    truncated, too large to decode, or with several frames.
+    """The picture upright, flattened on white, in mode RGB; of several frames the first, where `first_frame` is asked
+    for. Raises `UnreadableImageError`: not a picture, truncated, too large to decode, or with several frames.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's own pixel limit is higher, and only a warning; so are broken tags

@@ -56,9 +56,8 @@ def only_decodes(dataset: Any) -> bool:
 
 
 def mark_unreadable(dataset: Dataset) -> Dataset:
-    """`dataset` with its images decoded on access, and an `UnreadableImage` where that fails.
-
-    The error would otherwise be raised in the data loader of one rank, without the row's id, while the others wait.
+    """`dataset` with its images decoded on access, and an `UnreadableImage` where that fails: an error would be raised
+    in the data loader of one rank, without the row's id, while the others wait.
     """
     feature = dataset.features.get("images")
     if not isinstance(feature, List) or not isinstance(feature.feature, Image):
@@ -84,10 +83,8 @@ Fitting = Callable[[Dataset, Sequence[str]], Sequence[int]]
 
 
 def load_rows(script: Any, folders: Sequence[str], seed: int, fitting: Fitting | None = None) -> Dataset:
-    """The rows with a conversational `prompt` column; images are decoded when a row is read. Raises `UserError`.
-
-    `script`: the keys of the data. `fitting`: says which rows to train on, before data sets are mixed by their shares;
-    None: on all.
+    """The rows with a conversational `prompt` column; images are decoded when a row is read. `script`: the keys of the
+    data. `fitting`: says which rows to train on, before data sets are mixed by their shares. Raises `UserError`.
     """
     split, made = script.dataset_train_split, template(script.adora_prompt) if script.adora_prompt else None
     parts, prompts = [], []
@@ -118,10 +115,8 @@ def load_rows(script: Any, folders: Sequence[str], seed: int, fitting: Fitting |
 
 
 def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[str]:
-    """The text of each row's message: its problem, or what the template makes of its columns.
-
-    Raises `UserError` for a column that is not there, and for a row whose text has a token of the model, or `<image>`
-    another number of times than the row has images.
+    """The text of each row's message: its problem, or what the template makes of its columns. Raises `UserError` for a
+    column that is not there, and for a row whose text has a fault.
     """
     if made is None:
         return list(dataset["problem"])
@@ -148,14 +143,11 @@ def as_asked(script: Any, table: pa.Table) -> Any:
 
 
 def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list[int]:
-    """Row numbers of data sets that stand one after the other, drawn by `shares` until each row has come once.
-
-    Rows of a data set that is too small for its share are repeated.
+    """Row numbers of data sets that stand one after the other, drawn by `shares` until each row has come once. Rows of
+    a data set that is too small for its share are repeated.
     """
-    first, numbers = 0, []
-    for size in sizes:
-        numbers.append(Dataset.from_dict({"row": list(range(first, first + size))}))
-        first += size
+    ends = pairwise([0, *accumulate(sizes)])
+    numbers = [Dataset.from_dict({"row": list(range(first, end))}) for first, end in ends]
     parts = [share / sum(shares) for share in shares]
     drawn = interleave_datasets(numbers, probabilities=parts, seed=seed, stopping_strategy="all_exhausted")
     return list(drawn["row"])

@@ -1,7 +1,5 @@
-"""How long the prompts of a run are, and which of them leave no room for an answer: known before a weight is loaded.
-
-A prompt's text is counted by the model's own tokenizer. Its image tokens follow from the sizes of its images, which
-their headers say, so nothing is decoded: 3,000 rows take about a second.
+"""How long the prompts of a run are, and which of them leave no room for an answer: known before a weight is loaded,
+and without decoding an image.
 """
 
 from __future__ import annotations
@@ -78,11 +76,9 @@ class Measured:
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """How many tokens a prompt and its completion may have together.
-
-    `name`: what sets the limit, as messages name it. `raised`: the words before a larger number in a message, such as
-    `set it to`; empty for the model's own limit, which nothing raises. `most`: the model's own limit, None if it is not
-    known. `cuts`: whether the engine ends an answer at the limit.
+    """How many tokens a prompt and its completion may have together. `name`: what sets the limit. `raised`: the words
+    before a larger number, such as `set it to`; empty for the model's own limit. `most`: that limit, where it is known.
+    `cuts`: whether the engine ends an answer at the limit.
     """
 
     tokens: int
@@ -117,10 +113,8 @@ class LengthCheck:
         return [number for number, length in enumerate(self.measured.prompt) if least < length < self.limit.tokens]
 
     def kept(self, policy: str | None) -> list[int]:
-        """The numbers of the prompts that are used. `policy`: the value of `adora_overlong_prompts`; None where Python
-        gave the rows.
-
-        Raises `UserError` for prompts that are too long where it is not `drop`, and where no prompt is left.
+        """The numbers of the prompts that are used. `policy`: the value of `adora_overlong_prompts`, None where Python
+        gave the rows. Raises `UserError` for prompts that are too long unless it is `drop`, and where none is left.
         """
         refused = set(self.refused)
         if refused and policy != "drop":
@@ -186,9 +180,8 @@ class OverlongPrompts:
         self, limit: ContextLimit | None, text_tokens: TextTokens, pixels: Limits, policy: str | None, *, speaks: bool,
         paper: bool = False, most: int | None = None,
     ) -> None:  # fmt: skip
-        """`limit`: None where nothing is to be checked. `policy`: as in `LengthCheck.kept`. `speaks`: whether this
-        process says what is found. `paper`: for a dry run, which wants the lengths without a limit too; `most`: of so
-        many rows.
+        """`limit`: None where nothing is to be checked. `policy`: as in `LengthCheck.kept`. `speaks`: whether to say
+        what is found. `paper`: for a dry run, which wants the lengths without a limit too; `most`: of so many rows.
         """
         self.left_out: list[str] = []  # ids of rows
         self.checks: list[LengthCheck] = []
@@ -233,11 +226,8 @@ class OverlongPrompts:
 
 
 def context_limit(config: Any, model_config: Any, served: int | None = None) -> ContextLimit | None:
-    """The limit of a run; None where neither a key nor the model says one. `model_config`: the model's Transformers
-    config. `served`: what a server was started with, where it says so.
-
-    With a colocated engine `vllm_max_model_length` counts. A server has a limit of its own, for which the same key may
-    stand. Without them, and without vLLM, it is the number of positions that the model was made for.
+    """The limit of a run: that of its server (`served`, where it says so), `vllm_max_model_length`, or without them,
+    and without vLLM, the number of positions of the model. None where that is not known.
     """
     most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     tokens, name, raised = most, "the model's max_position_embeddings", ""
@@ -275,9 +265,8 @@ def served_length(config: Any) -> int | None:
 
 
 def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
-    """The pixel limits that images will be resized to: the config's, else the processor's own, else the published.
-
-    `model`: its Transformers config, whose family says what was published.
+    """The pixel limits that images will be resized to: the config's, else the processor's own, else those published for
+    the family of `model`, a Transformers config.
     """
     family = family_of(model)
     published = (family.vision if family is not None else None) or VISIONS[DEFAULT_FAMILY]
@@ -345,10 +334,9 @@ def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
 
 
 def measured(rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *, show: bool = True) -> Measured:
-    """The lengths of rows, each given by its id, its text and the sizes of its images.
-
-    An image whose size cannot be read counts nothing: what becomes of its row is decided elsewhere. `show`: a progress
-    bar, on a terminal and where it takes longer. Raises `UserError` for an image that the model's processor refuses.
+    """The lengths of rows, each given by its id, its text and the sizes of its images, which count nothing where they
+    cannot be read. `show`: a progress bar, on a terminal and where it takes longer. Raises `UserError` for an image
+    that the model's processor refuses.
     """
     found, off = Measured([], [], []), None if show else True  # None: unless it is a terminal
     for name, text, sizes in tqdm(rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=off):

@@ -86,10 +86,7 @@ class Template:
                 raise UserError(f"adora_prompt: {name!r} is no column of {where}{close}; it has {', '.join(known)}")
 
     def asks_the_problem_alone(self, *, with_choices: bool) -> bool:
-        """Whether the text of every row is its problem and nothing else, as without a template.
-
-        `with_choices`: whether some row of the data set has choices.
-        """
+        """Whether the text of every row is its problem alone. `with_choices`: whether some row has choices."""
         others = dict.fromkeys(self.columns, "another column")
         return self({**others, "problem": "?", _CHOICES: ["!"] if with_choices else None}) == "?"
 
@@ -187,10 +184,7 @@ def tool_response(parts: Sequence[Any]) -> list[Any]:
 
 
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
-    """Messages without images; TRL puts the row's images before the text of the first user message.
-
-    For a problem without `<image>`: where it has some, `conversation_with_images` says where each image stands.
-    """
+    """Messages for a problem without `<image>`; TRL puts the row's images before the text of the first user message."""
     messages: list[Message] = [{"role": "user", "content": problem}]
     if system_prompt:
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -198,19 +192,15 @@ def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> lis
 
 
 def conversation_with_images(problem: str, n_images: int, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
-    """The same conversation with one placeholder an image, as a processor's chat template expects it.
-
-    Each `<image>` of the problem becomes one; in a problem without any, they stand before the text.
-    """
+    """The same with one placeholder an image, as a chat template expects it: at each `<image>`, or before the text."""
     messages = conversation(problem, system_prompt)
     messages[-1] = {"role": "user", "content": _parts(problem, n_images)}
     return messages
 
 
 def conversations(problems: list[str], n_images: list[int], system_prompt: str | None) -> list[list[Message]]:
-    """The conversations of a whole data set, in one form, since a column of a table has one type.
-
-    They are plain texts, unless an image has its place inside a problem.
+    """The conversations of a whole data set, in one form, since a column of a table has one type: plain texts, unless
+    an image has its place inside a problem.
     """
     if not any(PLACEHOLDER in problem for problem in problems):
         return [conversation(problem, system_prompt) for problem in problems]

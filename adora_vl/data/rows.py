@@ -17,10 +17,8 @@ Row = Mapping[str, Any]
 
 
 def problem_with_row(row: Row) -> str | None:
-    """What makes `row` unusable, as `column: value; remedy` in one line without the row's id; None for a sound row.
-
-    Looked at are the columns `id`, `problem`, `answer`, `images` and `choices` of the schema. The images are counted
-    and not decoded: each may be bytes, a Pillow image, or anything else that is not null.
+    """What makes `row` unusable, as `column: value; remedy` in one line without the row's id; None for a sound row. Its
+    images are counted and not decoded: each may be anything that is not null.
     """
     for column in _TEXTS:
         text = row.get(column)
@@ -76,9 +74,8 @@ def require_sound_rows(rows: Iterable[Row], where: str) -> None:
 
 
 def rows_without_pixels(table: pa.Table) -> Iterator[dict[str, Any]]:
-    """The rows of a table of the schema for `problem_with_row`: an image is True, or None where it has no bytes.
-
-    Neither is an image decoded nor its bytes copied, so thousands of rows take a fraction of a second.
+    """The rows of a table of the schema for `problem_with_row`: an image is True, or None where it has no bytes, of
+    which none is copied.
     """
     names = [name for name in (*_TEXTS, "choices") if name in table.column_names]
     columns = {name: table[name].to_pylist() for name in names}

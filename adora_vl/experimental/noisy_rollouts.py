@@ -27,19 +27,16 @@ _DIFFUSION_STEPS = 1000
 
 
 def sigmoid_annealing(progress: float, *, middle: float, steepness: float) -> float:
-    """`1 - sigmoid(steepness (progress - middle))`: near 1 at first, 1/2 at `middle`, near 0 at the end.
-
-    `progress` and `middle` are shares of the run. The repository counts generations from 1: 40 of 60 with steepness
-    30. Here the first is at 0, so the same strength needs a `middle` of 39 / 60.
+    """`1 - sigmoid(steepness (progress - middle))`, of shares of the run. The repository counts generations from 1, so
+    its middle of 40 of 60 with steepness 30 is a `middle` of 39 / 60 here.
     """
     exponent = min(steepness * (progress - middle), 700.0)  # math.exp overflows above 709
     return 1.0 / (1.0 + math.exp(exponent))
 
 
 def signal_share(step: int) -> float:
-    """The factor of the pixels after `step` diffusion steps (0 to 999), between 0 and 1.
-
-    The variance added in a step rises along a sigmoid from 1e-5 to 5e-3.
+    """The factor of the pixels after `step` diffusion steps (0 to 999), between 0 and 1. The variance added in a step
+    rises along a sigmoid from 1e-5 to 5e-3.
     """
     rise = 1.0 / (1.0 + np.exp(-np.linspace(-6.0, 6.0, _DIFFUSION_STEPS)))
     return float(np.sqrt(np.prod(1.0 - (1e-5 + (5e-3 - 1e-5) * rise[: step + 1]))))

@@ -46,11 +46,9 @@ def most_dependent(dependency_BC: Tensor, mask_BC: Tensor, share: float) -> Tens
 
 
 def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
-    """The factor of each rollout's advantage, (B,), from `smallest` up, with a mean of 1 over all N rollouts.
-
-    `own_B` and `all_N`: mean dependency per token of this rank's rollouts and of all ranks', NaN for a rollout that is
-    not to be compared, whose factor is 1. The dependency is first brought to 0 to 1, from the smallest of all rollouts
-    to the largest. No factor is above `smallest + 16 (1 - smallest)`; where one would be, the mean is below 1.
+    """The factor of each rollout's advantage, (B,), from `smallest` up, with a mean of 1 over all N rollouts, or below
+    where one would be above `smallest + 16 (1 - smallest)`. `own_B` and `all_N`: mean dependency per token of this
+    rank's rollouts and of all ranks', NaN for a rollout that is not to be compared, whose factor is 1.
     """
     known_N = all_N[~all_N.isnan()]
     if known_N.numel() < 2 or known_N.max() - known_N.min() <= _EVEN:
@@ -80,10 +78,8 @@ def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
 
 @contextmanager
 def half_black(banks: ImageBanks, image_processor: Any, batch: Batch, place: str) -> Iterator[Tensor | None]:
-    """Yields the `pixel_values` of the batch with about half of every image black; None where it has no such column.
-
-    `place` seeds what is black, together with the image: all rollouts of a group see the same half. Inside the block
-    the bank of the training batch is that of these images.
+    """Yields the `pixel_values` of the batch with about half of every image black, the same half for all rollouts of a
+    group (`place` seeds it); None without the column. Inside the block the training batch's bank is of these images.
     """
     pixels, grids = batch.get("pixel_values"), batch.get("image_grid_thw")
     with banks.another() as bank:
@@ -98,10 +94,11 @@ def half_black(banks: ImageBanks, image_processor: Any, batch: Batch, place: str
 
 def _of_pixels(pixels: Tensor, grids: Tensor, image_processor: Any, place: str) -> Tensor:
     """Without a bank an image is known by its content alone."""
-    black_D = black_patch(image_processor, pixels.size(1))
-    images = torch.split(pixels, grids.prod(dim=-1).tolist())
-    keys = [hashlib.blake2b(image.float().cpu().numpy().tobytes(), digest_size=16).hexdigest() for image in images]
-    return torch.cat([blackened(image, black_D, f"{place}/{key}") for image, key in zip(images, keys, strict=True)])
+    black_D, found = black_patch(image_processor, pixels.size(1)), []
+    for image in torch.split(pixels, grids.prod(dim=-1).tolist()):
+        key = hashlib.blake2b(image.float().cpu().numpy().tobytes(), digest_size=16).hexdigest()
+        found.append(blackened(image, black_D, f"{place}/{key}"))
+    return torch.cat(found)
 
 
 def _of_references(
@@ -138,12 +135,8 @@ class VisualDependency(Extension):
         self.weigh(generation.batch, live_B, f"{self.config.seed}/{generation.key}/{generation.attempt}")
 
     def weigh(self, batch: Batch, live_B: Tensor, place: str) -> None:
-        """Turn the advantages of a batch, (B,), into those of its tokens, (B, C).
-
-        Args:
-            batch: the generation.
-            live_B: which rollouts are of groups with signal. Only these are compared with one another.
-            place: where the run is, so that a resumed run blackens the same patches.
+        """Turn the advantages of a generation, (B,), into those of its tokens, (B, C). `live_B`: the rollouts of groups
+        with signal, which alone are compared with one another. `place`: where the run is, which seeds what is black.
         """
         mask_BC = loss_mask(batch)
         # those of an earlier group are of another policy
@@ -153,7 +146,8 @@ class VisualDependency(Extension):
         with half_black(self.images.banks, self.images.image_processor, batch, place) as pixels:
             blind_BC = self.policy_logps(batch, pixels)
         dependency_BC = visual_dependency(seen_BC, blind_BC, mask_BC)
-        tokens_B, shown_B = mask_BC.sum(dim=1), self._shown(batch)
+        images = batch.get("num_images") or [int("pixel_values" in batch)] * len(mask_BC)
+        tokens_B, shown_B = mask_BC.sum(dim=1), torch.tensor(images, device=mask_BC.device) > 0
         own_B = torch.where(shown_B & (tokens_B > 0), dependency_BC.sum(dim=1) / tokens_B, torch.nan)
         learned_BC = most_dependent(dependency_BC, mask_BC, self.options.share) | ~shown_B[:, None]
         compared_B = own_B.masked_fill(~live_B.to(own_B.device), torch.nan)
@@ -161,12 +155,6 @@ class VisualDependency(Extension):
         batch["advantages"] = batch["advantages"][:, None] * (learned_BC * mask_BC * scale_B[:, None])
         batch["visual_dependency"], batch["visual_scale"] = own_B, scale_B
         self._log(own_B, (learned_BC * mask_BC).sum(dim=1), tokens_B)
-
-    def _shown(self, batch: Batch) -> Tensor:
-        """Which rollouts have an image, bool, (B,)."""
-        count = len(batch["prompt_ids"])
-        images = batch.get("num_images") or [int("pixel_values" in batch)] * count
-        return torch.tensor([number > 0 for number in images], device=batch["prompt_ids"].device)
 
     def _log(self, own_B: Tensor, learned_B: Tensor, tokens_B: Tensor) -> None:
         sums_B4 = torch.stack([torch.nan_to_num(own_B), (~own_B.isnan()).float(), learned_B, tokens_B], dim=1)

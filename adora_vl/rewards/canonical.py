@@ -218,10 +218,7 @@ def _grouped(number: re.Match[str]) -> str:
 
 
 def _undecorated(text: str) -> str:
-    """Remove outer spaces, surrounding dollar signs, and a full stop at the end: `$5$.` becomes `5`.
-
-    Two full stops stay, because `1..` is not the number 1.
-    """
+    """Remove outer spaces, surrounding dollar signs, and a full stop at the end, but not two: `1..` is no number."""
     text = text.strip()
     if text[:1] in {"*", "`"} and (emphasis := _EMPHASIS.fullmatch(text)):
         text = emphasis[2].strip()

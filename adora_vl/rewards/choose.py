@@ -123,11 +123,9 @@ def _asked(asked: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
 def choose_rewards(
     asked: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
 ) -> ChosenRewards:
-    """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
-
-    `answer_tags`: what the presets accept, see `grade`. `output_dir`: where the judge keeps its answers.
-
-    Raises `UserError` for an entry that does not exist, a name given twice, and options that an entry does not take.
+    """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`. `answer_tags`: as in `grade`.
+    `output_dir`: where the judge keeps its answers. Raises `UserError` for an entry that does not exist, a name given
+    twice, and options that an entry does not take.
     """
     pairs = _asked(asked)
     entries = [name for name, _ in pairs]
@@ -162,11 +160,8 @@ def choose_rewards(
 def try_rewards(
     chosen: ChosenRewards, rows: Sequence[Mapping[str, Any]], timeout: float | None, state: Any, *, asks: bool = True
 ) -> None:
-    """Call each of the user's functions once before the run, as TRL would, and the judge with a question of ours if
-    `asks`.
-
-    `rows` have a `prompt`; each gets a short answer. The rewards are thrown away. Raises `UserError` for a function
-    that fails or returns nonsense.
+    """Call each of the user's functions once before the run, as TRL would, with a short answer to each of `rows`, and
+    the judge with a question of ours if `asks`. Raises `UserError` for a function that fails or returns nonsense.
     """
     for function in chosen.functions:
         if asks and isinstance(function, judge.JudgeReward):

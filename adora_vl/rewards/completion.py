@@ -17,30 +17,30 @@ ANSWER_TAGS = ("<answer>", "</answer>")
 
 
 class _Box(NamedTuple):
-    r"""One complete box, as positions in the response: of the `\` of its command, and of the start and the end of its
-    content. In `so \boxed{5}` they are 3, 10 and 11.
-    """
+    """One complete box, as positions in the response."""
 
-    start: int
+    start: int  # of the `\\` of its command
     content: int
-    end: int
+    end: int  # of its content
 
 
 def last_boxed(response: str) -> str | None:
     r"""The content of the last complete box, without outer spaces, or None if there is no complete box.
 
-    `\boxed{4}, no: \boxed{ 5 }` gives `5`. Of nested boxes the outermost complete one counts, because what stands
-    beside an inner box is part of the answer: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`. A box that holds nothing
-    but another box is peeled: `\boxed{\boxed{5}}` gives `5`.
-
-    The response is read once with a stack, so the time is linear in its length, however deep or many the boxes are. Of
-    a response over `MAX_CHARS` only the end is read. Source: the grading policy, point 1.
+    Of nested boxes the outermost complete one counts: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`, but
+    `\boxed{\boxed{5}}` gives `5`. The time is linear in the response, of which the last `MAX_CHARS` are read. Source:
+    the grading policy, point 1.
     """
     response = response[-MAX_CHARS:]
     complete = _complete(response)
     if not complete:
         return None
-    box = _peel(response, complete)
+    box = complete.pop()
+    for inner in reversed(complete):  # a directly nested box closes just before the one around it
+        around = ((box.content, inner.start), (inner.end + 1, box.end))
+        if inner.start < box.content or any(response[start:stop].strip() for start, stop in around):
+            break
+        box = inner
     return response[box.content : box.end].strip(_SPACES)
 
 
@@ -93,11 +93,8 @@ def boxes_in_a_row(response: str, answer_tags: bool) -> list[str]:
 
 
 def last_answer(response: str) -> str | None:
-    r"""As `last_boxed`, where the prompt asked for `<answer> </answer>`: the last complete block or box counts.
-
-    `<answer>5</answer>` gives `5`, and so does `<answer>\boxed{5}</answer>`: a box in the block, or behind it, is what
-    the model gives as its answer. A box before the block, as in `<think>\boxed{4}? no</think><answer>5</answer>`, is
-    not.
+    """As `last_boxed`, where the prompt asked for `<answer> </answer>`: the last complete block counts, or a box in it
+    or behind it. A box before the block does not.
     """
     block = answer_block(response)
     boxed = last_boxed(response if block is None else block)
@@ -113,20 +110,6 @@ def answer_block(response: str) -> str | None:
         return None
     block = response[begin + len(opening) :]
     return block if last_boxed(block) is not None else block[: block.find(closing)].strip(_SPACES)
-
-
-def _peel(response: str, complete: list[_Box]) -> _Box:
-    """Start with the last box, and go inwards as long as a box holds nothing but one other box. Returns the innermost.
-
-    `complete` is in the order in which the boxes close, so a directly nested box comes just before the one around it.
-    """
-    box = complete[-1]
-    for inner in reversed(complete[:-1]):
-        around = ((box.content, inner.start), (inner.end + 1, box.end))
-        if inner.start < box.content or any(response[start:stop].strip() for start, stop in around):
-            break
-        box = inner
-    return box
 
 
 def completion_text(completion: Any) -> str:

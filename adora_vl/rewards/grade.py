@@ -61,20 +61,16 @@ Choices = Sequence[str] | None  # the values of A, B, C, ...
 def grade(
     response: str, gold: str, *, choices: Choices = None, rounding: bool = False, answer_tags: bool = False
 ) -> Grade:
-    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. Never raises.
+    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. Never raises, in any thread.
 
     Args:
         response: the whole completion.
-        gold: the reference answer: a number, a closed form, a text, or with `choices` also a letter.
+        gold: the reference answer. One that cannot be used gives `wrong`, with a reason that starts with `gold_`;
+            `verify_gold` finds such reference answers beforehand.
         choices: the values of A, B, C, ...
         rounding: also accept a decimal with at least one decimal place that is the reference answer (a value, not a
             letter) rounded to that many places.
-        answer_tags: the prompt asks for `<answer> </answer>`. What stands there then counts as a box does;
-            `last_answer` says which of several is the answer.
-
-    Returns:
-        The verdict. For a reference answer that cannot be used it is `wrong`, with a reason that starts with `gold_`;
-        `verify_gold` finds such reference answers beforehand. Safe in any thread. Source: the grading policy.
+        answer_tags: the prompt asks for `<answer> </answer>`, and what stands there counts too (`last_answer`).
     """
     began = time.perf_counter()
     given = last_answer(response) if answer_tags else last_boxed(response)
@@ -195,9 +191,8 @@ class _Named(NamedTuple):
 
 
 def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
-    """The choice that an answer names. Text wrappers and a full stop are gone in the canonical form already.
-
-    Without choices only `C` and `(C)` can be a letter. A small letter is none where a choice has it as an unknown.
+    """The choice that an answer names. Without choices only `C` and `(C)` can be a letter, and a small letter is none
+    where a choice has it as an unknown.
     """
     match = _LETTER.fullmatch(answer.text)
     if match:

@@ -40,11 +40,8 @@ _INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 
 
 class NotReadError(ValueError):
-    """A text or tree says nothing here. `reason` names the rule:
-
-    `not_read`: it is not one of the forms above; `too_large`: it is over one of the caps; `undefined`: it has no value,
-    such as 1/0; `beyond`: it was read, but has no value of its own, such as `x+3`; and those of `canonical`, `answer`
-    and `forms`.
+    """A text or tree says nothing here. `reason`: `not_read`; `too_large`, over one of the caps; `undefined`, such as
+    1/0; `beyond`, read, but without a value of its own, such as `x+3`; and those of `canonical`, `answer` and `forms`.
     """
 
     def __init__(self, reason: str = "not_read") -> None:

@@ -1,8 +1,4 @@
-"""The reward `judge`: a language model behind an OpenAI-compatible endpoint says how good an answer is, from 0 to 1.
-
-A call that fails gives no score. Its error is returned in the place of the score, and the log counts it as
-`judge/failed`.
-"""
+"""The reward `judge`: a language model behind an OpenAI-compatible endpoint says how good an answer is, from 0 to 1."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -37,14 +33,13 @@ class JudgeReward:
     def __init__(self, options: Mapping[str, Any], folder: Path) -> None:
         """Raises `UserError` for an option that is missing, unknown or of the wrong kind."""
         given = _checked(options)
-        url = check_url("adora_reward.judge.base_url", given["base_url"])
-        ours = {"timeout_s": "timeout", "attempts": "attempts", "wait_s": "wait", "workers": "concurrency"}
-        body = {"temperature": 0, "max_tokens": given["max_tokens"]}
-        patience = {name: given[option] for name, option in ours.items()}
-        endpoint = Endpoint(url, given["model"], KEY_VARIABLE, **patience, body=body)
-        budget = None if given["budget"] < 0 else given["budget"]
-        self._endpoint, self._budget, self._cache = endpoint, budget, folder / Path(given["cache"]).expanduser()
-        self._instruction = given["instruction"]
+        self._endpoint = Endpoint(
+            check_url("adora_reward.judge.base_url", given["base_url"]), given["model"], KEY_VARIABLE,
+            timeout_s=given["timeout"], attempts=given["attempts"], wait_s=given["wait"], workers=given["concurrency"],
+            body={"temperature": 0, "max_tokens": given["max_tokens"]},
+        )  # fmt: skip
+        self._budget = None if given["budget"] < 0 else given["budget"]
+        self._cache, self._instruction = folder / Path(given["cache"]).expanduser(), given["instruction"]
         self._client: ChatClient | None = None
         self._warned = False
         self._refused: EndpointError | None = None
@@ -60,10 +55,8 @@ class JudgeReward:
         self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] = (),
         log_metric: Callable[[str, float], None] | None = None, **columns: Any,
     ) -> list[float | EndpointError]:  # fmt: skip
-        """One score per completion, or the error of its call. Logs `judge/failed` and `judge/cached`, shares.
-
-        Of the `columns` it reads `problem` and `answer`. Raises `UserError` where the endpoint refuses the key: it
-        would answer no later call.
+        """One score per completion, or the error of its call. Of the `columns` it reads `problem` and `answer`. Logs
+        `judge/failed` and `judge/cached`, shares. Raises `UserError` where the endpoint refuses the key.
         """
         said = columns.get("problem") or [completion_text(prompt) for prompt in prompts or [""] * len(completions)]
         references = columns.get("answer") or [None] * len(completions)

@@ -26,9 +26,8 @@ def roles_in(text: str) -> dict[str, str] | None:
 
 
 def logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
-    """Who is what as the reference reads it: `Ada is a knight`, in capitals or not, for each of `names`.
-
-    None where someone is missing, or where knights and knaves are not mentioned as often as there are people.
+    """Who is what as the reference reads it. None where someone is missing, or where knights and knaves are not
+    mentioned as often as there are people.
     """
     found: dict[str, str] = {}
     for name in names:
@@ -47,15 +46,14 @@ def has_logic_rl_form(text: str) -> bool:
 
 
 def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
-    """`correct`, `wrong` or `unparseable`, and the answer as it was read (`last_answer`).
-
-    An answer is wrong if it names exactly the people of the reference answer, each with one kind. One that names
-    others, leaves someone out or contradicts itself is unparseable. Raises `UserError` for a reference answer without
-    roles.
+    """`correct`, `wrong` or `unparseable`, and the answer as it was read (`last_answer`). One that names other people,
+    leaves someone out or contradicts itself is unparseable. Raises `UserError` for a reference answer without roles.
     """
-    expected = _expected(reference)
-    given = last_answer(response)
-    roles = roles_in(given) if given is not None else None
+    expected, given = _expected(reference), last_answer(response) or ""
+    return _verdict(given, roles_in(given), expected)
+
+
+def _verdict(given: str, roles: dict[str, str] | None, expected: dict[str, str]) -> tuple[str, str | None]:
     if roles is None or roles.keys() != expected.keys():
         return "unparseable", None
     return ("correct" if roles == expected else "wrong"), given
@@ -65,10 +63,7 @@ def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
     """As `knights_verdict`, by the reference's rules: no box, and `logic_rl_roles` reads the last `<answer>` block."""
     expected = _expected(reference)
     given = (answer_block(response) or "").partition(ANSWER_TAGS[1])[0].strip()
-    roles = logic_rl_roles(given, expected)
-    if roles is None:
-        return "unparseable", None
-    return ("correct" if roles == expected else "wrong"), given
+    return _verdict(given, logic_rl_roles(given, expected), expected)
 
 
 def _expected(reference: str) -> dict[str, str]:

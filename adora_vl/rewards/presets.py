@@ -42,15 +42,12 @@ def reward_function(preset: str, rounding: bool = False, answer_tags: bool = Fal
 def reward_functions(
     presets: Sequence[str], rounded: Collection[str] = (), answer_tags: bool = False
 ) -> list[RewardFunction]:
-    """The TRL reward functions of some presets, named `<preset>_reward`; TRL's `reward_weights` weigh their sum.
+    """The TRL reward functions of some presets, named `<preset>_reward`.
 
-    Each takes TRL's keyword arguments and returns one float per completion. It reads the columns `answer` of the data
-    set (the canonical reference answer) and, where there is one, `choices` (a list of strings or None). The first adds
-    `verdict`, `extracted` and `reason` to TRL's completions table. It logs, for its batch, the shares
-    `grading/<verdict>` and the milliseconds per completion `grading/ms_median` and `grading/ms_p99`.
-
-    `rounded`: the presets with `rounding`. That and `answer_tags` are those of `grade`; with the latter, an `<answer>`
-    block is as good as a box.
+    Each reads the columns `answer` (the canonical reference answer) and, where there is one, `choices` (a list of
+    strings or None), and returns one float per completion. The first adds `verdict`, `extracted` and `reason` to TRL's
+    completions table, and logs the shares of the verdicts and milliseconds per completion. `rounded`: the presets with
+    `rounding`, which is that of `grade`, as is `answer_tags`.
 
     Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
     reference answer, since a reward of zero for every answer to a problem would never be noticed.

@@ -1,7 +1,5 @@
-"""Calls a reward function that may fail, hang or return nonsense, and keeps the failure.
-
-The call itself raises nothing: one rank that raises would leave the others waiting in a collective call. The ranks look
-at the failures together and stop together (`RewardGuard`).
+"""Calls a reward function that may fail, hang or return nonsense, and keeps the failure: one rank that raises would
+leave the others waiting in a collective call. The ranks stop together (`RewardGuard`).
 """
 
 import asyncio
@@ -70,11 +68,9 @@ def safe_call(
     function: Callable[..., Any], name: str, timeout: float | None, failures: list[RewardFailure],
     unscored: dict[int, str] | None = None,
 ) -> Callable[..., Any]:  # fmt: skip
-    """`function` as TRL calls it, sync or async as it is; what goes wrong is added to `failures`.
-
-    A call that failed returns zeros, which must not be used. `timeout`: seconds; None is no deadline. Where the
-    function returns an exception in the place of a reward, TRL gets None, and `unscored` gets the completion's number
-    with the reason.
+    """`function` as TRL calls it, sync or async as it is. What goes wrong is added to `failures`, and the call returns
+    zeros, which must not be used. `timeout`: seconds. Where the function returns an exception in the place of a reward,
+    TRL gets None, and `unscored` the completion's number with the reason.
     """
     folder = Path.cwd()
 
