@@ -76,9 +76,7 @@ class HostRows:
     def of(
         cls, prompt_ids: Tensor, prompt_mask: Tensor, completion_mask: Tensor, columns: Mapping[str, Any]
     ) -> HostRows:
-        """Copied from rows and from their `columns` of images and tools. Pixels that are not references stay where they
-        are.
-        """
+        """Copied from rows and from their `columns` of images and tools. Pixels that are no references stay there."""
         types, grids, counts = (columns.get(name) for name in ("mm_token_type_ids", "image_grid_thw", "num_images"))
         pixels, images = columns.get("pixel_values"), list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
         own, width = columns.get("tool_mask"), prompt_ids.size(1)

@@ -35,9 +35,8 @@ def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, see
 
 
 def fit(model: Any, loss_of: Callable[[int], Tensor], steps: int, learning_rate: float) -> float:
-    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate; then evaluation mode.
-
-    Returns the mean loss of the last 50 steps.
+    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate; then evaluation mode. Returns
+    the mean loss of the last 50 steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)

@@ -47,11 +47,7 @@ def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) ->
 def build_perimeter_model(
     folder: Path, plan: PerimeterStart | None = None, rows: list[Row] | None = None
 ) -> dict[str, object]:
-    """Teach the shipped tiny model, and save it with its processor. Returns and saves (`build.json`) how it was made.
-
-    `folder` appears complete or not at all. The same versions and number of threads give the same weights. Raises
-    `UserError` where `folder` holds anything else than such a model.
-    """
+    """As `build_tiny_model`, going on from the shipped tiny model."""
     check_place(folder)
     plan = plan or PerimeterStart()
     processor = load_processor(str(PRETRAINED))

@@ -35,10 +35,7 @@ class TextStart:
 
 
 def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[str, object]:
-    """Build, warm-start and save the model with its tokenizer. Returns and saves (`build.json`) how it was made.
-
-    `folder` appears complete or not at all. Raises `UserError` where it holds anything else than such a model.
-    """
+    """As `build_tiny_model`, of the text-only model and its tokenizer."""
     check_place(folder)
     plan = plan or TextStart()
     texts = [f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"

@@ -101,10 +101,7 @@ SLIPS = {"isosceles": 0.7, "polygon": 0.35, "right_triangle": 0.7, "crossing": 0
 
 @dataclass(frozen=True)
 class Encoded:
-    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids (rows, 3).
-
-    Of texts alone there are no pixels.
-    """
+    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids (rows, 3)."""
 
     prompts: list[Tensor]
     pixels: Tensor | None = None
@@ -171,10 +168,8 @@ _DATA_SEED = 1000  # other problems than any training run draws by default
 
 def build_tiny_model(folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY) -> dict[str, object]:
     """Build, warm-start and save the tiny model and its processor. Returns and saves (`build.json`) how it was made.
-
-    Without steps in the `plan` the weights are random. Other families than the first have its tokenizer. `folder`
-    appears complete or not at all. The same versions and number of threads give the same weights. Raises `UserError`
-    where `folder` holds anything else than such a model.
+    Other families than the first have its tokenizer. `folder` appears complete or not at all. The same versions and
+    number of threads give the same weights. Raises `UserError` where `folder` holds anything else.
     """
     check_place(folder)
     plan = plan or WarmStart()

@@ -141,11 +141,7 @@ def _begun(processor: Any, seed: int) -> Any:
 
 
 def build_zoom_model(folder: Path, plan: ZoomStart | None = None) -> dict[str, object]:
-    """Teach the shipped tiny model, and save it with its processor. Returns and saves (`build.json`) how it was made.
-
-    `folder` appears complete or not at all. The same versions and number of threads give the same weights. Raises
-    `UserError` where `folder` holds anything else than such a model.
-    """
+    """As `build_tiny_model`, going on from the shipped tiny model."""
     check_place(folder)
     plan = plan or ZoomStart()
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))

@@ -29,10 +29,9 @@ LOST_UPDATES = (
 
 
 def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list[str]:
-    """What a user should know of this model's family before the run: at most one line. `run`: its config.
-
-    Raises `UserError` for a model with images whose family is not in `adora_vl.models.families`, unless all of
-    `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give other positions than Transformers.
+    """What a user should know of this model's family before the run: at most one line. `run`: its config. Raises
+    `UserError` for a model with images of an unknown family, unless all of `NEEDS_FAMILY` is as in stock TRL, and for
+    one to which vLLM would give other positions than Transformers.
     """
     name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
     if family is not None:

@@ -155,10 +155,8 @@ def _marks() -> tuple[frozenset[str], frozenset[str]]:
 
 
 def component_of(parameter_name: str) -> str:
-    """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not matter).
-
-    The names are those of `FAMILIES`: no family uses another one's mark for another part. A text-only model is
-    all language model.
+    """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not matter): no family uses
+    another one's mark for another part.
     """
     tower, projector = _marks()
     if any(mark in parameter_name for mark in projector):
@@ -167,9 +165,8 @@ def component_of(parameter_name: str) -> str:
 
 
 def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
-    """Set `requires_grad=False` on every parameter of `components`. Returns the number of parameters of each.
-
-    Raises `UserError` where a component names no parameter of this model, instead of silently freezing nothing.
+    """Set `requires_grad=False` on every parameter of `components`. Returns the number of parameters of each. Raises
+    `UserError` where a component names no parameter of this model.
     """
     frozen: dict[str, int] = {}
     for component in components:

@@ -32,10 +32,8 @@ def is_four_bit(config: PretrainedConfig) -> bool:
 def check_four_bit(
     model: ModelConfig, run: Any, config: PretrainedConfig, peft_config: Any, *, stage: int | None, here: bool
 ) -> bool:
-    """Whether the base is in 4 bits. `run`: its config; `stage`: DeepSpeed's, None without it; `here`: this machine
-    will run it.
-
-    Raises `UserError` for another quantisation, and for what does not go with 4 bits.
+    """Whether the base is in 4 bits. `run`: its config; `stage`: DeepSpeed's; `here`: this machine will run it. Raises
+    `UserError` for another quantisation, and for what does not go with 4 bits.
     """
     saved = is_four_bit(config)
     refuse(

@@ -37,13 +37,9 @@ ADAPTER, MERGED = "adapter_config.json", "merged"
 
 
 def local_model(name: str) -> str:
-    """The folder, or hub id, of the model that a user calls `name`.
-
-    `tiny`, `tiny_perimeter`, `tiny_text` and `tiny_zoom` are folders, built by another process if they are missing
-    (some minutes). For the output_dir of a run with LoRA it is the merged model inside. Any other name is returned as
-    it is.
-
-    Raises `UserError` if a small model cannot be built, and for a LoRA adapter without a merged model.
+    """The folder, or hub id, of the model that a user calls `name`: that of a tiny model, built by another process if
+    it is missing (some minutes); for the output_dir of a run with LoRA the merged model inside; any other name as it
+    is. Raises `UserError` if a small model cannot be built, and for a LoRA adapter without a merged model.
     """
     if name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file():
         return str(SHIPPED[name])
@@ -67,10 +63,8 @@ def local_model(name: str) -> str:
 
 
 def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
-    """The config of a model folder or hub id. Code that comes with a model is never run.
-
-    Raises `UserError`, which begins with `key`, for a kind that Transformers does not have; what Transformers raises
-    where there is no config.
+    """The config of a model folder or hub id. Raises `UserError`, which begins with `key`, for a kind that Transformers
+    does not have, since code that comes with a model is never run; what Transformers raises where there is none.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
@@ -153,17 +147,14 @@ def check_weights(key: str, name: str) -> None:
 
 
 def restore_weights(model: Any, folder: Path) -> None:
-    """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same class.
-
-    Transformers saves Qwen2.5-VL under other names (`visual.blocks`) than the module has (`model.visual.blocks`);
-    `from_pretrained` knows how to turn them back. Of a `PeftModel` every adapter is read, the one named `default` from
-    `folder` and each other one from the folder of its name in it. Raises `RunError` where a tensor is missing, or has
-    no place in the model.
+    """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same class. Of a `PeftModel`
+    every adapter is read, the one named `default` from `folder` and each other one from the folder of its name in it.
+    Raises `RunError` where a tensor is missing, or has no place in the model.
     """
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
-        saved = type(model).from_pretrained(folder, dtype="auto")
+        saved = type(model).from_pretrained(folder, dtype="auto")  # which turns back names that differ in the files
         model.load_state_dict(saved.state_dict())
         return
     for name in model.peft_config:
@@ -198,10 +189,7 @@ def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:
-    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it.
-
-    Raises `UserError` where the model has none that Transformers can load.
-    """
+    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it. Raises `UserError`."""
     from transformers import AutoProcessor
 
     try:
@@ -223,9 +211,8 @@ def pixel_limits(image_processor: Any) -> dict[str, int] | None:
 
 
 def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Set the limits that are given on the processor's images, in pixels; None keeps the processor's own.
-
-    Raises `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given for a model that has none.
+    """Set the limits that are given on the processor's images, in pixels; None keeps the processor's own. Raises
+    `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given for a model that has none.
     """
     if min_pixels is None and max_pixels is None:
         return

@@ -28,9 +28,7 @@ class HasModels(Protocol):
 
 def restore_buffers(model: nn.Module) -> list[str]:
     """Give every computed float buffer the value and dtype that its module's config says. Returns those that changed.
-
-    A buffer that a checkpoint holds (a persistent one) is left alone, and so is a module that needs more than its
-    config to be built: `wrong_buffers` looks at the rotary ones among those.
+    Persistent buffers are left alone, and modules that need more than a config to be built.
     """
     restored = []
     for name, buffer, right in _computed_buffers(model):

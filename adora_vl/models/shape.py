@@ -79,9 +79,8 @@ class ModelShape:
 
 
 def config_for_planning(name: str, revision: str | None = None) -> tuple[PretrainedConfig, str | None]:
-    """The config of a model folder or hub id, and a note if it is the one that ships with this package.
-
-    Raises `UserError` as `load_config` does, where the hub cannot be reached and no config of that name ships.
+    """The config of a model folder or hub id, and a note if it is the one that ships with this package. Raises
+    `UserError` as `load_config` does, where none of that name ships.
     """
     try:
         return load_config(name, revision), None
@@ -97,10 +96,8 @@ def describe(
     four_bit_bytes: float = 0.0,
 ) -> ModelShape:  # fmt: skip
     """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`, layers in 4 bits where
-    `four_bit_bytes` says what a parameter of theirs takes.
-
-    The modules are built on torch's meta device, so names and numbers are the real ones and nothing is allocated. A
-    family that is not in the table has no vision tower here: all of its parameters are in the language model.
+    `four_bit_bytes` says what a parameter of theirs takes. The modules are built on torch's meta device, so nothing is
+    allocated. A family that is not in the table has no vision tower here.
     """
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         model = auto_class(config).from_config(config)
@@ -152,10 +149,8 @@ def _check_names(model: Any, peft_config: Any) -> None:
 
 
 def refuse_tied_adapters(model: Any) -> None:
-    """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings.
-
-    vLLM and a saved model have one matrix for both uses, so the adapter could be merged into neither: the engine would
-    sample from another model than the one that learns.
+    """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings: vLLM and a saved
+    model have one matrix for both uses, so it could be merged into neither.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
