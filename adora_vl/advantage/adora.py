@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from adora_vl.advantage.groups import Groups, Schedule, scheduled, within
+from adora_vl.advantage.groups import Groups, Schedule, scheduled
 from adora_vl.advantage.method import Method, RunKeys, option
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Adora(Method):
 
     def is_on(self, step: int) -> bool:
         """Whether groups get other weights than 1 in a step, counted from 0."""
-        return self.mode != "off" and within(step, self.steps)
+        return self.mode != "off" and (self.steps is None or self.steps[0] <= step < self.steps[1])
 
     @property
     def plain(self) -> bool:

@@ -59,11 +59,6 @@ def scheduled(value: Schedule | float) -> Schedule:
     return value if isinstance(value, Schedule) else Schedule(value)
 
 
-def within(step: int, steps: tuple[int, int] | None) -> bool:
-    """Whether a step, counted from 0, lies in the half-open range `steps`, [first, end). None means all steps."""
-    return steps is None or steps[0] <= step < steps[1]
-
-
 @dataclass(frozen=True)
 class Groups:
     """One generation batch of whole groups. `step` counts optimizer steps from 0."""

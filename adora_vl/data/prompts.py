@@ -99,7 +99,7 @@ class Template:
             named = [values[name] for _, name in line if name is not None]
             if named and all(value in (None, [], ()) for value in named):
                 continue
-            made.append("".join(text + _value_text(values[name] if name else None) for text, name in line))
+            made.append("".join(text + (_value_text(values[name]) if name else "") for text, name in line))
         return "\n".join(made)
 
 
@@ -132,8 +132,7 @@ def template(source: str) -> Template:
 
 def _value_text(value: Any) -> str:
     """A column's value in a prompt: a list as `(A) 12 (B) 13`, null as nothing."""
-    text = " ".join(lettered(value)) if isinstance(value, list | tuple) else value
-    return "" if text is None else str(text)
+    return " ".join(lettered(value)) if isinstance(value, list | tuple) else "" if value is None else str(value)
 
 
 def _wrong(source: str, why: str) -> UserError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils.errors import UserError
@@ -147,21 +146,18 @@ VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = "vision_tower", "projector", "language
 COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
 
 
-@cache
-def _marks() -> tuple[frozenset[str], frozenset[str]]:
-    """What the names of a vision tower and of a projector contain, in any family of the table."""
-    known = seeing_families().values()
-    return frozenset(v.tower for v in known), frozenset(mark for v in known for mark in v.projector)
+# What the names of a vision tower and of a projector contain, in any family of the table.
+_TOWERS = {vision.tower for vision in seeing_families().values()}
+_PROJECTORS = {mark for vision in seeing_families().values() for mark in vision.projector}
 
 
 def component_of(parameter_name: str) -> str:
     """Which part a parameter belongs to, by its Transformers name (wrappers' prefixes do not matter): no family uses
     another one's mark for another part.
     """
-    tower, projector = _marks()
-    if any(mark in parameter_name for mark in projector):
+    if any(mark in parameter_name for mark in _PROJECTORS):
         return PROJECTOR
-    return VISION_TOWER if any(mark in parameter_name for mark in tower) else LANGUAGE_MODEL
+    return VISION_TOWER if any(mark in parameter_name for mark in _TOWERS) else LANGUAGE_MODEL
 
 
 def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:

@@ -1,7 +1,4 @@
-r"""Whether two answers are the same, by their types: the rules of numbers, expressions, texts, lists and relations.
-
-Numbers are compared by the rule of numbers. Everything else is compared by values at points; nothing is simplified.
-"""
+"""Whether two answers are the same, by their types: the rules of numbers, expressions, texts, lists and relations."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +9,7 @@ from typing import Any, Literal
 from adora_vl.rewards.answer import NO_VALUE, UNREAD, Answer, amount, in_unit, plain
 from adora_vl.rewards.canonical import NAMED_VALUE
 from adora_vl.rewards.forms import as_form, bare, working
-from adora_vl.rewards.grammar import Tree, unknowns
+from adora_vl.rewards.grammar import unknowns
 from adora_vl.rewards.numeric import factor_between, same_function, same_number
 from adora_vl.rewards.solutions import same_solutions
 
@@ -122,17 +119,11 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         if same is None:
             return Compared("unparseable", "undecided")
         return Compared("correct", "same_number") if same else Compared("wrong", "different_number")
-    if answer.tree and reference.tree:
-        return _same_expression(answer.tree, reference.tree)
-    return Compared("wrong", answer.reason or "different_text")
-
-
-def _same_expression(answer: Tree, reference: Tree) -> Compared:
-    """The verdict on two expressions. With other unknowns than the reference answer has, an answer is wrong."""
-    names, reference_names = unknowns(answer), unknowns(reference)
-    if names != reference_names:
-        return Compared("wrong", "different_expression" if reference_names else "not_a_number")
-    found = same_function(answer, reference)
+    if not answer.tree or not reference.tree:
+        return Compared("wrong", answer.reason or "different_text")
+    if unknowns(answer.tree) != unknowns(reference.tree):
+        return Compared("wrong", "different_expression" if unknowns(reference.tree) else "not_a_number")
+    found = same_function(answer.tree, reference.tree)
     if found == "equal":
         return Compared("correct", "same_value")
     return Compared("wrong", "different_expression") if found == "different" else Compared("unparseable", found)
@@ -237,17 +228,13 @@ def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared
     left = list(reference.parts)
     pairs: list[Pair] = []
     for given in answer.parts:
-        found = next((one for one in left if _matches(given, one, by_label, rounding)), None)
+        named = [one for one in left if not by_label or bare(given.label) == bare(one.label)]
+        found = next((one for one in named if _same_form(given, one, rounding).verdict == "correct"), None)
         if found is None:
             return Compared("wrong", "different_part", (*pairs, Pair(_shown(given), "-", "different_part")))
         left.remove(found)
         pairs.append(Pair(_shown(given), _shown(found), "same_part"))
     return Compared("correct", "same_parts", tuple(pairs))
-
-
-def _matches(given: Answer, wanted: Answer, by_label: bool, rounding: bool) -> bool:
-    named = not by_label or bare(given.label) == bare(wanted.label)
-    return named and _same_form(given, wanted, rounding).verdict == "correct"
 
 
 def _same_relations(answer: Answer, reference: Answer) -> Compared:

@@ -42,7 +42,10 @@ _POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
 _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
 _ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")  # also the first one of `angles 2, 3 and 6`
 _WORDED = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")  # `bh` and `lwh` are products in a formula
-_INFINITE = re.compile(r"([+-]?)(?:\\infty|∞)")
+_INFINITE = {  # the ends of intervals
+    sign + name: Answer("text", "-infinity" if sign == "-" else "infinity", "not_finite")
+    for name in (r"\infty", "∞") for sign in ("", "+", "-")
+}  # fmt: skip
 _REFUSED = (("matrix", re.compile(r"\\begin|\\end|&|\\\\")), ("open_list", re.compile(r"…|\.\.|\\[lc]?dots")))
 _MATRIX = re.compile(
     r"[(\[]?\\begin\{(p|b|small|)(?:matrix|array)\}(?:\{[clr|]+\})?((?:(?!\\begin).)+)\\end\{\1(?:matrix|array)\}[)\]]?"
@@ -235,7 +238,7 @@ def _bracketed(text: str, depth: int) -> Answer | None:
         pieces, _ = _split(inside, re.compile(","))
     if len(pieces) < 2 or closing not in {")", "]"} or (len(pieces) > 2 and opening + closing not in {"()", "[]"}):
         return None
-    parts = tuple(_end(piece, depth + 1) for piece in pieces)
+    parts = tuple(_parse(piece, depth + 1) if piece not in _INFINITE else _INFINITE[piece] for piece in pieces)
     if any(part.kind == "unordered" and not part.both_signs for part in parts):
         raise NotReadError("enumeration")  # (3,5; 4)
     ends = [_real(part) or part.text for part in parts]
@@ -254,13 +257,6 @@ def _matrix(text: str, inside: str) -> Answer:
         return Answer("ordered", text, parts=tuple(row[0] for row in rows), brackets="()")
     parts = (Answer("ordered", ", ".join(one.text for one in row), parts=tuple(row), brackets="row") for row in rows)
     return Answer("ordered", text, parts=tuple(parts), brackets="rows")
-
-
-def _end(text: str, depth: int) -> Answer:
-    """A part in brackets, which may be an infinite end."""
-    if not _INFINITE.fullmatch(text):
-        return _parse(text, depth)
-    return Answer("text", "-infinity" if text.startswith("-") else "infinity", "not_finite")
 
 
 def _both_signs(text: str) -> Answer | None:
