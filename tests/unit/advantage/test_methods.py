@@ -17,7 +17,6 @@ import torch
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Schedule, experimental, group_advantages
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of
-from adora_vl.advantage.groups import within
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo, overlong_penalty
 from adora_vl.utils.launch import free_port
 from tests.unit.advantage.methods_support import batch, float64, random_batch, run  # noqa: F401
@@ -317,8 +316,8 @@ def test_a_schedule_by_hand():
     assert [wave.at(step) for step in (0, 1, 2, 4)] == pytest.approx([1.0, 2 - math.sqrt(0.5), 2.0, 3.0])
     assert Schedule(0.3).at(7) == 0.3
     # steps end before the second number
-    assert [within(step, (2, 4)) for step in range(6)] == [False, False, True, True, False, False]
-    assert within(10**9, None)
+    assert [Adora(steps=(2, 4)).is_on(step) for step in range(6)] == [False, False, True, True, False, False]
+    assert Adora().is_on(10**9)
 
 
 WRONG_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [  # the options or the formula, what is wrong, what is named
