@@ -117,34 +117,27 @@ def encode(processor: Any, rows: list[Row], system_prompt: str) -> Encoded:
     return Encoded(prompts, pixels.half(), batch["image_grid_thw"])
 
 
-def _answers(processor: Any, rows: list[Row], rng: random.Random) -> list[Tensor]:
-    """The notebook: for each row its solution, or its slip as often as `SLIPS` says."""
-    answers = []
-    for row in rows:
-        meta = row["meta"]
-        text = meta["slip"] if rng.random() < SLIPS[meta["family"]] else meta["solution"]
-        answers.append(torch.tensor(processor.tokenizer(text + END_OF_TURN)["input_ids"]))
-    return answers
-
-
 Answers = Sequence[Tensor] | Mapping[int, Tensor]  # by the number of the row
 
 
 def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -> Tensor:
-    pad = model.config.get_text_config().pad_token_id
     sequences = [torch.cat([data.prompts[i], answers[i]]) for i in picks]
     labels = [torch.cat([torch.full_like(data.prompts[i], -100), answers[i]]) for i in picks]
-    inputs = {"input_ids": pad_sequence(sequences, batch_first=True, padding_value=pad)}
-    if data.pixels is not None and data.grids is not None:
-        inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
-        inputs["pixel_values"] = data.pixels[picks].flatten(0, 1).float()
-        inputs["image_grid_thw"] = data.grids[picks]
-    output = model(
-        **inputs,
-        attention_mask=pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True),
-        labels=pad_sequence(labels, batch_first=True, padding_value=-100),
-    )
-    loss: Tensor = output.loss
+    if data.pixels is None or data.grids is None:
+        return token_loss(model, sequences, labels)
+    pixels = data.pixels[picks].flatten(0, 1).float()
+    return token_loss(model, sequences, labels, pixel_values=pixels, image_grid_thw=data.grids[picks])
+
+
+def token_loss(model: Any, sequences: list[Tensor], labels: list[Tensor], **seen: Tensor) -> Tensor:
+    """Of the tokens whose label is not -100. `seen`: the pixels and grids of images."""
+    pad = model.config.get_text_config().pad_token_id
+    ids_BT = pad_sequence(sequences, batch_first=True, padding_value=pad)
+    if seen:
+        seen["mm_token_type_ids"] = (ids_BT == model.config.image_token_id).int()
+    mask_BT = pad_sequence([torch.ones_like(one) for one in sequences], batch_first=True)
+    labels_BT = pad_sequence(labels, batch_first=True, padding_value=-100)
+    loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT, **seen).loss
     return loss
 
 
@@ -153,7 +146,10 @@ def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> 
     rng = random.Random(plan.seed)
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
-    answers = _answers(processor, rows, rng)
+    answers = []
+    for meta in (row["meta"] for row in rows):
+        text = meta["slip"] if rng.random() < SLIPS[meta["family"]] else meta["solution"]
+        answers.append(torch.tensor(processor.tokenizer(text + END_OF_TURN)["input_ids"]))
 
     def loss_of(step: int) -> Tensor:
         data = short if step < plan.short_prompt_steps else full

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from adora_vl.builtin.processor import END_OF_TURN, build_processor
 from adora_vl.builtin.small_model import check_place, fit, save_built
-from adora_vl.builtin.tiny_vl import build_model
+from adora_vl.builtin.tiny_vl import build_model, token_loss
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import conversation_with_images, with_tools
 from adora_vl.models.load import PRETRAINED
@@ -102,8 +101,7 @@ def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Im
         images=[image.resize((SEEN, SEEN), Image.Resampling.BICUBIC) for _, images in rows for image in images],
         return_tensors="pt",
     )
-    image_id, pad_id = model.config.image_token_id, model.config.get_text_config().pad_token_id
-    each = (SEEN // 28) ** 2
+    image_id, each = model.config.image_token_id, (SEEN // 28) ** 2
     sequences, labels = [], []
     for parts, _ in rows:
         ids, own = list[int](), list[bool]()
@@ -113,16 +111,7 @@ def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Im
             own += [said] * (len(ids) - len(own))
         sequences.append(torch.tensor(ids))
         labels.append(torch.where(torch.tensor(own), sequences[-1], -100))
-    ids_BT = pad_sequence(sequences, batch_first=True, padding_value=pad_id)
-    output = model(
-        input_ids=ids_BT,
-        attention_mask=pad_sequence([torch.ones_like(one) for one in sequences], batch_first=True),
-        labels=pad_sequence(labels, batch_first=True, padding_value=-100),
-        mm_token_type_ids=(ids_BT == image_id).int(),
-        **seen,
-    )
-    loss: Tensor = output.loss
-    return loss
+    return token_loss(model, sequences, labels, **seen)
 
 
 def _begun(processor: Any, seed: int) -> Any:
@@ -152,16 +141,14 @@ def build_zoom_model(folder: Path, plan: ZoomStart | None = None) -> dict[str, o
     model = _begun(processor, plan.seed)
     teacher = _Teacher(processor, toolbox, plan)
 
-    def reading(_: int) -> Tensor:
-        row = teacher.single if plan.tool else lambda: teacher.direct(short=True)
-        return _loss(model, processor, [row() for _ in range(2 * plan.batch_size)])
+    single = teacher.single if plan.tool else lambda: teacher.direct(short=True)
+    talk = teacher.turns if plan.tool else lambda: teacher.direct(short=False)
 
-    def talking(_: int) -> Tensor:
-        row = teacher.turns if plan.tool else lambda: teacher.direct(short=False)
-        return _loss(model, processor, [row() for _ in range(plan.batch_size)])
+    def taught(row: Any, size: int, steps: int, rate: float) -> float:
+        return fit(model, lambda _: _loss(model, processor, [row() for _ in range(size)]), steps, rate)
 
     losses = [
-        fit(model, reading, plan.steps, plan.learning_rate),
-        fit(model, talking, plan.teacher_steps, plan.learning_rate * 2 / 3),
+        taught(single, 2 * plan.batch_size, plan.steps, plan.learning_rate),
+        taught(talk, plan.batch_size, plan.teacher_steps, plan.learning_rate * 2 / 3),
     ]
     return save_built(folder, model, processor, plan, final_losses=[round(loss, 4) for loss in losses])
