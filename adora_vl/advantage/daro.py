@@ -4,18 +4,11 @@ Source: arXiv 2510.09001. With L_mu the policy loss of a bin, divided by the num
 
     L = sum over mu in {1/G, ..., (G-1)/G} of  w_mu L_mu - ln w_mu.
 
-The optimum of the weights is w_mu = 1 / L_mu, at which every difficulty contributes equally. Where the paper leaves
-something open we read it as follows:
-
-- On freshly sampled rollouts the ratios are 1, and the value of the surrogate loss is -sum A_i tokens_i / tokens of the
-  bin. This is often negative, and then the objective has no minimum. The scale of a bin is therefore measured by the
-  magnitude of its terms, `sum |A_i| tokens_i / tokens of the bin` (`bin_loss="magnitude"`). With
-  `bin_loss="surrogate"` it is the absolute value of the surrogate loss.
-- w_mu = exp(v_mu) keeps the weights positive. A bin that does not occur in a batch keeps its weight and its optimizer's
-  moments.
-
-All of this is computed from tensors that are gathered across ranks, in float64 on the CPU, so every rank has the same
-weights.
+The optimum of the weights is w_mu = 1 / L_mu, at which every difficulty contributes equally. Where the ratios are 1 the
+surrogate loss of a bin, -sum A_i tokens_i / its tokens, is often negative, and then there is no minimum; so L_mu is the
+magnitude of its terms, `sum |A_i| tokens_i / its tokens`, or with `bin_loss="surrogate"` the absolute value of the
+surrogate. w_mu = exp(v_mu) keeps the weights positive. A bin that a batch lacks keeps its weight and moments. All is
+computed from gathered tensors, in float64 on the CPU, so every rank has the same weights.
 """
 
 from __future__ import annotations

@@ -81,10 +81,8 @@ class UnreadableImageError(ValueError):
 
 def clean_image(encoded: bytes, low: int | None = None, high: int | None = None, unit: int = UNIT) -> Image.Image:
     """The picture upright, flattened on white, in mode RGB, and resized where its pixels are not within `low` and
-    `high` (None: no limit). `unit`: the side of an image token, in pixels.
-
-    Raises `UnreadableImageError`: not a picture, truncated, animated, too large to decode, with nothing on it, or with
-    values of which it cannot be told what is white.
+    `high` (None: no limit). `unit`: the side of an image token, in pixels. Raises `UnreadableImageError`: as
+    `decoded_image`, with nothing on it, or with values of which it cannot be told what is white.
     """
     flat = decoded_image(encoded)
     _refuse_degenerate(flat)

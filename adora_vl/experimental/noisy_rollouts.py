@@ -1,12 +1,10 @@
 """Some rollouts of every group are sampled on a distorted image; the policy learns from all on the clean image.
 
-Source: NoisyRollout (arXiv 2504.13055) and its repository (NUS-TRAIL/NoisyRollout, `verl/utils/image_aug.py` and
-`training_scripts/`). There is one distortion per prompt and generation, it becomes weaker as training goes on, and the
-advantages are computed over the clean and the distorted rollouts together. An image is first resized to the size that
-the model sees, because noise on a small drawing that is enlarged afterwards would be coarser. The repository resizes to
-its pixel limits first and lets the processor round the noisy image to whole patches, which can change the number of
-tokens. Its rotation makes the image larger. Ours does neither, so that a prompt has the same image tokens in the engine
-and in the trainer.
+Source: NoisyRollout (arXiv 2504.13055) and its repository (NUS-TRAIL/NoisyRollout, `verl/utils/image_aug.py`). There
+is one distortion per prompt and generation, weaker as training goes on, and the advantages are computed over clean and
+distorted rollouts together. An image is first resized to the size that the model sees; the repository rounds the noisy
+image to whole patches, and its rotation makes it larger. Ours does neither, so that a prompt has the same image tokens
+in the engine and in the trainer.
 """
 
 import math

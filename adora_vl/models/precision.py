@@ -1,8 +1,7 @@
 """Constants that a cast has rounded: put right when a model is built, looked for before the first step.
 
-Under ZeRO-3 DeepSpeed's `zero.Init` gives every float tensor that a constructor makes the training dtype, and
-`model.to(torch.bfloat16)` casts buffers along with the weights. In bfloat16 the rotary frequencies are off by up to
-0.4 %: an angle error that grows with the distance, to radians after some 1,000 tokens (`docs/rollouts.md`).
+DeepSpeed's `zero.Init` and `model.to(torch.bfloat16)` cast buffers along with the weights. In bfloat16 the rotary
+frequencies are off by up to 0.4 %, and angles by radians after some 1,000 tokens (`docs/rollouts.md`).
 """
 
 from collections.abc import Iterator

@@ -9,9 +9,8 @@ A tree is a nested tuple; no text reaches Python's or anybody else's parser:
 For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num", "3"))))),
 (-1, ("unknown", "x")))`.
 
-The nesting, the length, the digits of a literal and the number of functions are capped, so that neither reading a tree
-nor computing its value can hang. Ambiguous spellings are not read, so that nothing is right by accident: `1/2\pi`,
-`2^34`, `\sqrt{3}2`, `3\frac{5}{2}`, `\sin30^2`.
+The nesting, the length, the digits of a literal and the number of functions are capped, so that nothing can hang.
+Ambiguous spellings are not read: `1/2\pi`, `2^34`, `\sqrt{3}2`, `3\frac{5}{2}`, `\sin30^2`.
 """
 
 import re
@@ -222,10 +221,8 @@ class _Parser:
         return ("num", symbol)
 
     def _mixed(self, whole: Tree) -> Tree:
-        r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
-
-        With anything but whole numbers in the fraction it is a product, as in `7\frac{\sqrt{3}}{2}`, and `whole` is
-        returned. `3\frac{5}{2}` can be meant in both ways and is not read.
+        r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5. With anything but whole numbers in
+        the fraction it is a product, and `whole` is returned. `3\frac{5}{2}` can be meant in both ways.
         """
         start = self._next
         window = self._tokens[start : start + 7]

@@ -153,11 +153,9 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
 
 
 def same_function(answer: Tree, reference: Tree) -> Comparison:
-    """Whether two trees with the same unknowns have the same value, complex ones included, at six points.
-
-    Where only one has a value they are `different`. Where a value is over the caps the point is left out, if that is so
-    on both sides, and else the answer is `too_large`, as it is where no point is left. Of two trees without a value
-    anywhere nothing is known: `undefined`.
+    """Whether two trees with the same unknowns have the same value, complex ones included, at six points: `different`
+    where only one has a value. A point where both are over the caps is left out; where one is, or no point is left, it
+    is `too_large`. Without a value anywhere it is `undefined`.
     """
     compared = 0
     nothing: Comparison = "undefined"
@@ -309,10 +307,9 @@ _made: dict[str, Any] = {}
 
 
 def _mp() -> Any:
-    """mpmath with a context of our own, made when the first value needs it; all threads get the same one.
-
-    mpmath keeps the digits of its constants, and is not safe for threads while it computes more of them. So they are
-    computed here at once, with as many digits as any argument under the caps can ask for.
+    """mpmath with a context of our own, made when the first value needs it; all threads get the same one. It is not
+    safe for threads while it computes digits of its constants, so as many as any argument can ask for are computed
+    here.
     """
     if "context" in _made:
         return _made["context"]

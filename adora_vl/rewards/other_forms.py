@@ -12,11 +12,8 @@ Score = float | Mapping[str, float]
 
 
 def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, or around one of another trainer's form one of TRL's with the same name.
-
-    EasyR1: `compute_score(reward_inputs)` of a list of answers, or `reward_input` of one, with `response` and
-    `ground_truth`; the score is `overall`. verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`;
-    the score is a number, or `score` of a mapping. The reference answer is the row's `answer`.
+    """The function itself, or around one of another trainer's form one of TRL's with the same name. The reference
+    answer is the row's `answer`; the score is `overall` in EasyR1, and in verl a number, or `score` of a mapping.
     """
     try:
         names = set(inspect.signature(function).parameters)
