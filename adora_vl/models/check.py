@@ -11,7 +11,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl import ModelConfig, get_peft_config
 
-from adora_vl.models.families import family_of, has_linear_attention, known, misplaced_by_vllm, sees_images
+from adora_vl.models.families import KNOWN, family_of, has_linear_attention, misplaced_by_vllm, sees_images
 from adora_vl.models.shape import describe, is_dtype
 from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.hidden import masked
@@ -45,12 +45,12 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
         return [f"{name}: {family.note}"] if family.note else []
     if not sees_images(config):
         return [
-            f"{name}: model_type {kind} is not among the families that can share a prompt ({known()}): every rollout "
+            f"{name}: model_type {kind} is not among the families that can share a prompt ({KNOWN}): every rollout "
             "computes its prompt again, everything else works"
         ]
     if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
         return [f"{name}: model_type {kind} is not among the known families; its images go the way of stock TRL"]
-    unknown = f"{name!r} has model_type {kind}, which is not among the known families ({known()})"
+    unknown = f"{name!r} has model_type {kind}, which is not among the known families ({KNOWN})"
     stock = "set adora_stock_step: true and adora_freeze: [] to train it the way of stock TRL"
     added = "add the family as CONTRIBUTING.md describes"
     raise UserError(f"model_name_or_path: {unknown}; {stock}, or {added}")

@@ -43,35 +43,29 @@ class Vision:
 class Family:
     """One architecture. `vision` is None for a family that reads text only.
 
-    `sharable`: the kinds of layers (`layer_types` of its config; a config without them has full attention alone) in
-    which the rollouts of a group can share their prompt. `head_norms`: the language model's attention normalises
-    queries and keys, which keeps more for the backward pass. `interleaved`: the rotary embedding interleaves the three
-    kinds of positions, in Transformers always and in vLLM only where the config has `mrope_interleaved`. `note`: what a
-    user should know before a run.
+    `head_norms`: the language model's attention normalises queries and keys, which keeps more for the backward pass.
+    `interleaved`: the rotary embedding interleaves the three kinds of positions, in Transformers always and in vLLM
+    only where the config has `mrope_interleaved`. `note`: what a user should know before a run.
     """
 
     name: str
     vision: Vision | None
-    sharable: frozenset[str]
     source: str
     head_norms: bool = False
     interleaved: bool = False
     note: str = ""
 
 
-FULL = frozenset({"full_attention"})
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family("Qwen2 and Qwen2.5", None, FULL, "models/qwen2/modeling_qwen2.py"),
+    "qwen2": Family("Qwen2 and Qwen2.5", None, "models/qwen2/modeling_qwen2.py"),
     "qwen2_vl": Family(
         "Qwen2-VL",
         Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, relative=True),
-        FULL,
         "models/qwen2_vl/modeling_qwen2_vl.py; pixels: image_processing_qwen2_vl.py and the published processor",
     ),
     "qwen2_5_vl": Family(
         "Qwen2.5-VL",
         Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, swiglu=True),
-        FULL,
         "models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
     ),
     "qwen3_vl": Family(
@@ -80,7 +74,6 @@ FAMILIES: dict[str, Family] = {
             unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, features=(EMBEDDINGS, DEEPSTACK),
             projector=("visual.merger.", "visual.deepstack_merger_list."), relative=True,
         ),
-        FULL,
         "models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the published "
         "preprocessor_config.json",
         head_norms=True,
@@ -89,7 +82,6 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": Family(
         "Qwen3.5",
         Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, relative=True),
-        FULL,
         "models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
         head_norms=True,
         interleaved=True,
@@ -97,6 +89,9 @@ FAMILIES: dict[str, Family] = {
         "share_prompt is off by itself, everything else is shared",
     ),
 }  # fmt: skip
+
+
+KNOWN = ", ".join(FAMILIES)  # as a message names them
 
 
 def family_of(config: Any) -> Family | None:
@@ -109,21 +104,17 @@ def seeing_families() -> dict[str, Vision]:
     return {kind: family.vision for kind, family in FAMILIES.items() if family.vision is not None}
 
 
-def known() -> str:
-    """The families as a message names them."""
-    return ", ".join(FAMILIES)
-
-
 def sees_images(config: Any) -> bool:
     """Whether a model of this Transformers config takes images, of whatever family; else it is a language model."""
     return getattr(config, "vision_config", None) is not None
 
 
 def shares_prompts(config: Any) -> bool:
-    """Whether every layer of this model can let the rollouts of a group share their prompt."""
-    family = family_of(config)
+    """Whether every layer of this model can let the rollouts of a group share their prompt: all have full attention, as
+    have those of a config that names no kinds.
+    """
     kinds = getattr(config.get_text_config(), "layer_types", None) or ["full_attention"]
-    return family is not None and set(kinds) <= family.sharable
+    return family_of(config) is not None and set(kinds) == {"full_attention"}
 
 
 def misplaced_by_vllm(config: Any) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
-from adora_vl.models.families import known, sees_images
+from adora_vl.models.families import KNOWN, sees_images
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import RunError, UserError, in_one_line, refuse
 from adora_vl.utils.hub import only_here, why_missing
@@ -72,7 +72,7 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
     kind = PretrainedConfig.get_config_dict(model, **where)[0].get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
         unknown = f"{model!r} has model_type {kind}, which Transformers {__version__} does not have"
-        why, ours = "code that comes with a model is not run here", f"name a model of the families {known()}"
+        why, ours = "code that comes with a model is not run here", f"name a model of the families {KNOWN}"
         raise UserError(f"{key}: {unknown}, and {why}; {ours}, or another of Transformers")
     return AutoConfig.from_pretrained(model, trust_remote_code=False, **where)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from PIL import Image
 
 from adora_vl.data.prompts import Message
-from adora_vl.models.families import has_linear_attention, known, misplaced_by_vllm, sees_images
+from adora_vl.models.families import KNOWN, has_linear_attention, misplaced_by_vllm, sees_images
 from adora_vl.utils.errors import UserError, refuse
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class ChatProcessor:
         if not self.text_only and own is None:
             raise UserError(
                 f"model: {model!r} has model_type {self.config.model_type}, whose image processor has no limits in "
-                f"pixels; serve it and use --engine openai, or name a model of the families {known()}"
+                f"pixels; serve it and use --engine openai, or name a model of the families {KNOWN}"
             )
         given = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value}
         refuse((given and not own, "max_pixels: the model sees no images; leave the pixel limits out"))
