@@ -11,30 +11,13 @@ come of it, with its habits:
 
 import math
 import re
+from collections import deque
 from collections.abc import Callable
 from fractions import Fraction
 
 Number = int | float
 _MOST_BITS = 100_000  # of an integer; the official score would be busy for hours
 _MOST_FACTORIAL = 5_000
-_SKIPPED = re.compile(r"(?:[\s$'~]|\\,|\\q?quad|\\displaystyle(?![a-z]))+")
-_SIDES = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
-_ASSIGNS = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
-_NUMBER = re.compile(r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
-# Names of functions that the grammar has without a backslash: `3 rows` and `3 triangles` are 3, `3 lines` is nothing.
-_NAMES = (
-    "arc?(?:sin|cos|tan)h|[bpv]?matrix|ceil|cols|diag|eig|eye|floor|gcd|lcm|norm|nullspace|ones|orth|[hv]stack|rank|"
-    "rows|rref|svd|tr|zeros"
-)
-_STOPS = re.compile(rf"\Z|[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor)|\\\\|{_NAMES}")
-_CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\lbrace": r"\rbrace"}
-_TRIGONOMETRIC: dict[str, Callable[[float], float]] = {
-    name: getattr(math, name) for name in ("sin", "cos", "tan", "sinh", "cosh", "tanh")
-}
-_INVERSE: dict[str, Callable[[float], float]] = {
-    **{f"arc{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC},
-    **{f"ar{name}": getattr(math, f"a{name}") for name in ("sinh", "cosh", "tanh")},
-}
 
 
 class _NoValueError(Exception):
@@ -47,16 +30,33 @@ def _exp(exponent: Number) -> Number:
     return math.exp(exponent)
 
 
-_CALLED = {**_TRIGONOMETRIC, **_INVERSE, "log": lambda value: math.log(value, 10), "exp": _exp}
-_FUNCTIONS = {*_CALLED, "ln", "sqrt", "lfloor"}
+_TRIGONOMETRIC = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
+_CALLED: dict[str, Callable[[float], Number]] = {
+    **{rf"\{name}": getattr(math, name) for name in _TRIGONOMETRIC},
+    **{rf"\arc{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC},
+    **{rf"\ar{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC[3:]},
+    r"\log": lambda value: math.log(value, 10),
+    r"\exp": _exp,
+}
+_FUNCTIONS = {*_CALLED, r"\ln", r"\sqrt", r"\lfloor"}
 _CONSTANTS = {r"\pi": math.pi, r"\tau": math.tau}
+_CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\lbrace": r"\rbrace", r"\lfloor": r"\rfloor"}
 _TIMES, _DIVIDED = ("*", r"\times", r"\cdot"), ("/", ":", r"\div")
-_ENDS = (r"\}", r"\rbrace", r"\rfloor")
+_SIDES = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
+_ASSIGNS = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
+_NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\\%)?"
+# Names of functions that the grammar has without a backslash: `3 rows` and `3 triangles` are 3, `3 lines` is nothing.
+_NAMES = (
+    "arc?(?:sin|cos|tan)h|[bpv]?matrix|ceil|cols|diag|eig|eye|floor|gcd|lcm|norm|nullspace|ones|orth|[hv]stack|rank|"
+    "rows|rref|svd|tr|zeros"
+)
+_STOPS = re.compile(rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_NAMES}|")
 # A command is the longest known one that the text starts with: in `\pix` it is `\pi`.
-_KNOWN = (*(rf"\{name}" for name in ("frac", "binom", "{", "lbrace", *_FUNCTIONS)), *_CONSTANTS, *_ENDS)
-_COMMAND = re.compile(
-    "|".join(re.escape(name) for name in sorted((*_KNOWN, *_TIMES[1:], *_DIVIDED[2:]), key=len, reverse=True))
-    + r"|\\[a-z]+"
+_KNOWN = {r"\frac", r"\binom", *_FUNCTIONS, *_CONSTANTS, *_CLOSING, *_CLOSING.values(), *_TIMES, *_DIVIDED}
+_COMMANDS = "|".join(map(re.escape, sorted(_KNOWN, key=len, reverse=True)))
+_TOKEN = re.compile(
+    r"(?:[\s$'~]|\\,|\\q?quad|\\displaystyle(?![a-z]))+"  # skipped
+    rf"|({_NUMBER}|{_COMMANDS}|\\[a-z]+|\\\\|{_NAMES}|.)"
 )
 
 
@@ -65,9 +65,7 @@ def latex_value(text: str) -> Number | None:
     try:
         reader = _Reader(text)
         value = reader.sum()
-        if not _STOPS.match(reader.text, reader.place):
-            return None
-        return value if math.isfinite(value) else None
+        return value if _STOPS.fullmatch(reader.tokens[0]) and math.isfinite(value) else None
     except (_NoValueError, ArithmeticError, ValueError, RecursionError):
         return None
 
@@ -75,9 +73,8 @@ def latex_value(text: str) -> Number | None:
 class _Reader:
     def __init__(self, text: str) -> None:
         text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-        self.text = _SIDES.sub("", _ASSIGNS.sub("", text, count=1) if _ASSIGNS.match(text) else text)
-        self.place = 0
-        self._skip()
+        text = _SIDES.sub("", _ASSIGNS.sub("", text, count=1) if _ASSIGNS.match(text) else text)
+        self.tokens = deque([*filter(None, _TOKEN.findall(text)), ""])
 
     def sum(self) -> Number:
         value = self._product()
@@ -101,6 +98,15 @@ class _Reader:
             value *= self._raised()
         return value
 
+    def _starts(self, functions: bool) -> bool:
+        """Whether another factor follows without a sign. A letter and an unknown command do too, and have no value."""
+        word = self.tokens[0]
+        if _STOPS.fullmatch(word) or word in (*_TIMES, *_DIVIDED):
+            return False
+        if word in _FUNCTIONS:
+            return functions
+        return word[-1].isalnum() or word in (*_CLOSING, "|") or word.endswith(r"\%")
+
     def _raised(self) -> Number:
         """One factor with its exponents, `2^3^2` from the left, and factorials."""
         value = self._base()
@@ -114,64 +120,50 @@ class _Reader:
 
     def _exponent(self) -> Number:
         """What stands behind `^`: braces, a number or a constant."""
-        return self._group("{") if self._peek("{") else self._atom()
+        return self._group("{") if self.tokens[0] == "{" else self._atom()
 
     def _base(self) -> Number:
-        for opening in _CLOSING:
-            if self._peek(opening):
-                return self._group(opening)
+        word = self.tokens[0]
+        if word in _CLOSING:
+            value = self._group(word)
+            return math.floor(value) if word == r"\lfloor" else value
         if self._taken("e"):
             self._expect("^")
             return _exp(self._exponent())
-        name = self._command()
-        if name in (r"\frac", r"\binom"):
-            self._taken(name)
+        if self._taken(r"\frac", r"\binom"):
             above, below = self._group("{"), self._group("{")
-            return above / below if name == r"\frac" else _binomial(above, below)
-        if name and name[1:] in _FUNCTIONS:
-            self._taken(name)
-            return self._function(name[1:])
-        return self._atom()
+            return above / below if word == r"\frac" else _binomial(above, below)
+        return self._function(word) if self._taken(*_FUNCTIONS) else self._atom()
 
     def _function(self, name: str) -> Number:
-        if name == "sqrt":
-            root = self._group("[") if self._peek("[") else None
+        if name == r"\sqrt":
+            root = self._group("[") if self.tokens[0] == "[" else None
             value = self._group("{")
             return math.sqrt(value) if root is None else _power(value, 1 / root)
-        if name == "lfloor":
-            value = self.sum()
-            self._expect(r"\rfloor")
-            return math.floor(value)
-        if name == "log" and self._taken("_"):
+        if name == r"\log" and self._taken("_"):
             base = self._exponent()
             return math.log(self._argument(), base)
         exponent = self._exponent() if self._taken("^") else None
         value = self._argument()
-        if name == "ln":
+        if name == r"\ln":
             raise _NoValueError
-        if exponent == -1 and name in _TRIGONOMETRIC:
-            return _INVERSE[f"arc{name}"](value)
+        if exponent == -1 and name[1:] in _TRIGONOMETRIC:
+            return _CALLED[rf"\arc{name[1:]}"](value)
         value = _CALLED[name](value)
         return value if exponent is None else _power(value, exponent)
 
     def _argument(self) -> Number:
         """In brackets, or the factors that follow up to the next function or sum."""
-        return self._group("(") if self._peek("(") else self._product(functions=False)
+        return self._group("(") if self.tokens[0] == "(" else self._product(functions=False)
 
     def _atom(self) -> Number:
-        number = _NUMBER.match(self.text, self.place)
-        if number:
-            self.place = number.end()
-            percent = self.text.startswith(r"\%", self.place)
-            self.place += 2 * percent
-            self._skip()
-            exact = Fraction(number[0].replace(",", "")) / (100 if percent else 1)
-            return exact.numerator if exact.denominator == 1 else exact.numerator / exact.denominator
-        name = self._command()
-        if name not in _CONSTANTS:
+        word = self.tokens.popleft()
+        if word in _CONSTANTS:
+            return _CONSTANTS[word]
+        if not re.fullmatch(_NUMBER, word):
             raise _NoValueError
-        self._taken(name)
-        return _CONSTANTS[name]
+        exact = Fraction(word.rstrip(r"\%").replace(",", "")) / (100 if word[-1] == "%" else 1)
+        return exact.numerator if exact.denominator == 1 else exact.numerator / exact.denominator
 
     def _group(self, opening: str) -> Number:
         self._expect(opening)
@@ -179,41 +171,13 @@ class _Reader:
         self._expect(_CLOSING[opening])
         return value
 
-    def _starts(self, functions: bool) -> bool:
-        """Whether another factor follows without a sign. A letter and an unknown command do too, and have no value."""
-        rest = self.text[self.place : self.place + 1]
-        if _STOPS.match(self.text, self.place):
-            return bool(_NUMBER.match(self.text, self.place))
-        if rest == "\\":
-            name = self._command()
-            if name is None or name in (*_TIMES, *_DIVIDED):
-                return False
-            return functions or name[1:] not in _FUNCTIONS
-        return rest.isalnum() or rest in "([{|"
-
-    def _command(self) -> str | None:
-        found = _COMMAND.match(self.text, self.place)
-        return found[0] if found else None
-
-    def _peek(self, token: str) -> bool:
-        return self._command() == token if token[0] == "\\" else self.text.startswith(token, self.place)
-
-    def _taken(self, *tokens: str) -> str | None:
-        """The first of the tokens that stands here, which is then behind us."""
-        for token in tokens:
-            if self._peek(token):
-                self.place += len(token)
-                self._skip()
-                return token
-        return None
+    def _taken(self, *tokens: str) -> str:
+        """The next token where it is one of these, which is then behind us."""
+        return self.tokens.popleft() if self.tokens[0] in tokens else ""
 
     def _expect(self, token: str) -> None:
         if not self._taken(token):
             raise _NoValueError
-
-    def _skip(self) -> None:
-        blank = _SKIPPED.match(self.text, self.place)
-        self.place = blank.end() if blank else self.place
 
 
 def _power(base: Number, exponent: Number) -> Number:
