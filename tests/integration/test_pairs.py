@@ -118,15 +118,15 @@ class Looks:
 """
 
 
-@pytest.mark.parametrize("processes", [1, 2], ids=["refill + environment", "two: tools + refill + budget + ahead"])
-def test_a_killed_run_goes_on_to_the_bit(tmp_path, server, processes):
-    """On two processes each has other groups, of which other numbers have ended or have signal."""
+@pytest.mark.parametrize("servers", [False, True], ids=["environment + refill", "tools + refill + budget + ahead"])
+def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
+    """Each has other groups and environments, of which other numbers have ended or have signal."""
     (tmp_path / "mine.py").write_text(REWARD.replace("3", "9"))  # more groups without signal
     (tmp_path / "looks.py").write_text(LOOKS)
     keys: dict[str, Any] = {**ZOOMS, "dataset_name": tmp_path / "data"}
     keys["environment_factory"] = f"{tmp_path}/looks.py:Looks"
     made = ["synthetic", "--families", "corners", "--size", "448", "--rows", "64", "--output", str(tmp_path / "data")]
-    if processes == 1:
+    if not servers:
         assert data_prep(made) == 0
     else:
         server.turns = calls()
@@ -138,8 +138,12 @@ def test_a_killed_run_goes_on_to_the_bit(tmp_path, server, processes):
         }  # fmt: skip
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6", "--kills", "backward:5"]
-    done = run([*command, "--processes", str(processes), "--output", str(tmp_path / "runs"), "--", *words])
+    done = run([*command, "--processes", "2", "--output", str(tmp_path / "runs"), "--", *words])
     assert "checkpoint-3" in done.stdout and "weights: all equal" in done.stdout
     (whole,) = tmp_path.glob("runs/*/whole")
     assert max(step["adora/refilled_groups"] for step in steps(whole)) > 0
-    assert all(step["adora/called"] > (0.3 if processes == 1 else 0) for step in steps(whole))
+    assert all(step["adora/called"] > (0 if servers else 0.3) for step in steps(whole))
+    if not servers:
+        for row in pq.read_table(whole / "rollouts").to_pylist():
+            answered = sum(turn["by"] == "tool" and not turn["failed"] for turn in row["turns"])
+            assert answered <= round(row["reward/Looks"] * 10) <= row["calls"], "of its own environment, begun anew"
