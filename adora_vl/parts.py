@@ -91,9 +91,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             tools=self.toolbox is not None,
         )  # fmt: skip
         drift = partial(drift_measured, self, self.drift_guard.check)
-        # late: the loader's order is there once the training has begun
-        after = lambda numbers, distance: self._distinct_rows.rows_after(numbers, self._row_order, distance)  # noqa: E731
-        ahead = partial(PoolAhead, next_rows=after, drift=drift)
+        ahead = partial(
+            PoolAhead, drift=drift,  # the loader's order is there once the training has begun
+            next_rows=lambda numbers, far: self._distinct_rows.rows_after(numbers, self._row_order, far),
+        )  # fmt: skip
         self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
             context, self.images, self.sampler, judge, GenerationGuard(context), self.extensions,
             self.clock.phase, self.train_dataset, self._turns(), self.run.tools.environments,
