@@ -124,14 +124,12 @@ def leave_out(folder: Path, split: str, features: Features, contradicting: Pairs
                 yield row
                 continue
             own, other = contradicting[row["id"]]
-            where = (
-                f"{other.origin} ({other.row_id}), where the answer is {shown(other.gold)} and not {shown(own.gold)}"
-            )
-            fault = ("contradiction", f"its question and pictures are those of {where}")
+            where, answers = f"{other.origin} ({other.row_id})", f"{shown(other.gold)} and not {shown(own.gold)}"
+            wrong = f"its question and pictures are those of {where}, where the answer is {answers}"
             originals = [image["bytes"] for image in row["images"]]
             record = {name: row[name] for name in ("problem", "answer", "answer_raw", "choices")}
-            remedy = f"correct one of them, or remove {own.origin}"
-            quarantine.add(split, RowError(own.row_id, *fault, remedy, originals=originals, record=record))
+            fault = ("contradiction", wrong, f"correct one of them, or remove {own.origin}")
+            quarantine.add(split, RowError(own.row_id, *fault, originals=originals, record=record))
 
     count = write_split(kept(), again, split, features)
     for before in (folder / "data").glob(f"{split}-*.parquet"):

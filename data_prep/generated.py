@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ DEFAULT_TEST_ROWS = 512
 DEFAULT_SIZE = 56
 
 
-Draw = Callable[[str, int], Iterable[Row]]  # the rows of a split, of which so many are asked for
+Draw = Callable[[int, str], Iterable[Row]]  # so many rows of a split
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def synthetic(
     """Geometry problems, splits train and test. `more`: other arguments of `generate`. Raises `UserError`."""
     given = {"seed": seed, "size": size, "families": families, **more}
 
-    def draw(split: str, count: int) -> Iterator[Row]:
+    def draw(count: int, split: str) -> Iterator[Row]:
         for row in generate(count, split=split, **given):
             yield {**row, "answer": canonical_gold(row["answer"])}
 
@@ -53,10 +54,7 @@ def puzzles(*, rows: int, test_rows: int = DEFAULT_TEST_ROWS, seed: int = 0, peo
     """Knights-and-knaves puzzles, splits train and test. Raises `UserError`."""
     given: dict[str, Any] = {"seed": seed, "people": people}
 
-    def draw(split: str, count: int) -> Iterator[Row]:
-        return knights.generate(count, split=split, **given)
-
-    return _drawn("knights", KNIGHTS_REVISION, draw, rows, test_rows, given)
+    return _drawn("knights", KNIGHTS_REVISION, partial(knights.generate, **given), rows, test_rows, given)
 
 
 def _drawn(source: str, revision: str, draw: Draw, rows: int, test_rows: int, given: Any) -> Drawn:
@@ -73,7 +71,7 @@ def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Man
     with complete_or_absent(output, drawn.description, overwrite=overwrite) as folder:
         counts = {}
         for split, size in drawn.sizes.items():
-            rows = tqdm(drawn.draw(split, size), desc=split, total=size, unit="row", disable=None)
+            rows = tqdm(drawn.draw(size, split), desc=split, total=size, unit="row", disable=None)
             counts[split] = write_split(rows, folder, split)
         return write_manifest(folder, drawn.description, counts)
 
@@ -111,7 +109,7 @@ def prepare_knights_table(output: Path, location: Path, *, question: str = "box"
         "revision": hashlib.sha256(texts.encode()).hexdigest(),
         "arguments": {"source": "parquet", "question": question},
     }
-    table = Drawn({split: len(rows) for split, rows in found.items()}, lambda split, _: found[split], description)
+    table = Drawn({split: len(rows) for split, rows in found.items()}, lambda _, split: found[split], description)
     return prepare_drawn(output, table, overwrite=overwrite)
 
 

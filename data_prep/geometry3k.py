@@ -115,7 +115,8 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
             f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, and no zip file with one; "
             f"give the folder that holds {', '.join(_SPLITS)}, or a zip file of it"
         )
-    return {split: sorted(found[split], key=lambda folder: (folder.number, str(folder))) for split in found}
+    held = {split: found[split] for split in _SPLITS if split in found}
+    return {split: sorted(folders, key=lambda one: (one.number, str(one))) for split, folders in held.items()}
 
 
 def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
@@ -160,18 +161,17 @@ def _archive(path: Path) -> zipfile.ZipFile:
 
 
 DIAGRAMS = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}  # point: with every vertex lettered
-_THEIR_SPLITS = {"train": "train", "validation": "val", "test": "test"}  # ours: theirs
+_OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # theirs: ours
 
 
 def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitReads]:
     """The problems of the authors' folders or zip files, in the order of their numbers. Raises `UserError`."""
-
-    def begin(split: str, folders: list[ProblemFolder]) -> Reads:
-        return (partial(_read_folder, folder, split, DIAGRAMS[diagram]) for folder in folders)
-
-    found = problem_folders(root)
-    held = {split: found[name] for split, name in _THEIR_SPLITS.items() if name in found}
-    return {split: SplitReads(partial(begin, split, folders), len(folders)) for split, folders in held.items()}
+    held = {_OUR_SPLITS[name]: folders for name, folders in problem_folders(root).items()}
+    reads = {
+        split: [partial(_read_folder, folder, split, DIAGRAMS[diagram]) for folder in folders]
+        for split, folders in held.items()
+    }
+    return {split: SplitReads(partial(iter, found), len(found)) for split, found in reads.items()}
 
 
 def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
@@ -219,7 +219,7 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
     if texts is None:
         raise UserError("texts: missing; --source logic-forms has no questions, so name a table that has them")
     forms = read_forms(path)
-    held: dict[str, list[Callable[[], RawProblem]]] = {split: [] for split in _THEIR_SPLITS}
+    held: dict[str, list[Callable[[], RawProblem]]] = {split: [] for split in _OUR_SPLITS.values()}
     undrawn = 0
     for where, record in open_table(texts, _TEXTS)[1]():
         row = record if isinstance(record, dict) else {}
@@ -230,8 +230,7 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
                 f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, or images with a path "
                 "such as test/2401/img_diagram.png; put them in"
             )
-        split = {theirs: ours for ours, theirs in _THEIR_SPLITS.items()}[place[1]]
-        form = forms.get(int(place[2]))
+        split, form = _OUR_SPLITS[place[1]], forms.get(int(place[2]))
         if form is None or not can_be_drawn(form):
             undrawn += 1
         else:

@@ -1,6 +1,6 @@
 """A data set of the hub at one commit: streamed, so that only the rows that are read are downloaded, or kept."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -8,10 +8,9 @@ from typing import Any
 
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hub import no_hub
-from data_prep.answers import Record
 from data_prep.columns import Columns, class_names, picked, require_columns
+from data_prep.formats import Records
 from data_prep.pictures import FileRoot
-from data_prep.records import BadRecord
 from data_prep.tables import SPLIT_OF, Opened, TablePart, open_local
 
 
@@ -95,7 +94,7 @@ def _taken(name: str, there: list[str], splits: Mapping[str, str]) -> dict[str, 
     return dict(splits)
 
 
-def _records(stream: Any, columns: Columns, location: str) -> Iterator[tuple[str, Record | BadRecord]]:
+def _records(stream: Any, columns: Columns, location: str) -> Records:
     try:
         names = class_names(columns, stream.features or {})
         for number, record in enumerate(stream, 1):

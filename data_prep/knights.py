@@ -80,7 +80,7 @@ def puzzle_row(row_id: str, problem: str, gold: str, *, people: int, split: str,
     }  # fmt: skip
 
 
-def generate(rows: int, *, split: str = "train", seed: int = 0, people: tuple[int, int] = PEOPLE) -> Iterator[Row]:
+def generate(rows: int, split: str = "train", *, seed: int = 0, people: tuple[int, int] = PEOPLE) -> Iterator[Row]:
     """Yield `rows` puzzles of `split`, each once, with `people` (fewest, most) in turn. Raises `UserError`."""
     fewest, most = people
     if not PEOPLE[0] <= fewest <= most <= PEOPLE[1]:

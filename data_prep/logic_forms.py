@@ -114,12 +114,15 @@ class Form:
         return dict(on) | {(name, ""): [] for name in self.circles if name and name not in {at for at, _ in on}}
 
 
+_DISSOLVED = "dissolved_text_logic_form"
+
+
 def form_of(held: Mapping[str, Any]) -> Form:
     """The form of InterGPS' `logic_form.json`, or of the same under shorter names. Raises `KeyError`, `TypeError`."""
     keys = ("lines", "circles", "points", "facts", "question")
     if "line_instances" in held:
-        theirs = ("line_instances", "circle_instances", "point_positions", "diagram_logic_form")
-        held = {**dict(zip(keys, (held[key] for key in theirs), strict=False)), "question": held[_DISSOLVED]}
+        theirs = ("line_instances", "circle_instances", "point_positions", "diagram_logic_form", _DISSOLVED)
+        held = dict(zip(keys, (held[key] for key in theirs), strict=True))
     points = {**(held.get("more_points") or {}), **held["points"]}
     lines = (re.fullmatch(f"({NAME})({NAME})", line) for line in held["lines"])
     return Form(
@@ -129,9 +132,6 @@ def form_of(held: Mapping[str, Any]) -> Form:
         tuple(held["facts"]),
         tuple(held["question"]),
     )
-
-
-_DISSOLVED = "dissolved_text_logic_form"
 
 
 def read_forms(path: Path) -> dict[int, Form]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil, floor
@@ -14,7 +14,7 @@ from adora_vl.data.dataset import SPLITS
 from adora_vl.utils.errors import UserError
 from data_prep.answers import Record
 from data_prep.columns import Columns
-from data_prep.formats import ENDINGS, SAVED, TEXT_TABLES, format_of, open_table, row_count
+from data_prep.formats import ENDINGS, SAVED, TEXT_TABLES, Records, format_of, open_table, row_count
 from data_prep.leakage import question_key
 from data_prep.pictures import FileRoot, PictureError, picture_bytes
 from data_prep.problem import Reads
@@ -31,9 +31,7 @@ class TablePart:
     """The records of one file or stream, and where the paths in them lead."""
 
     location: str
-    begin: Callable[
-        [], Iterator[tuple[str, Record | BadRecord]]
-    ]  # each with its place as the file counts it: `line 14`
+    begin: Callable[[], Records]  # each with its place as the file counts it: `line 14`
     files: FileRoot
     texts_only: bool = False
     file: Path | None = None

@@ -87,10 +87,9 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     mean = sum(item.correct for item in graded) / len(graded)
     robustness = worst["accuracy"] / mean if worst and mean else None
     most = max(map(len, variants.values()))
-    warning = (
-        [] if most == len(SPLITS) else [f"the worst case is over {most} of the {len(SPLITS)} variants; --split all"]
-    )
-    return OwnFigures({"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warning)
+    part = f"the worst case is over {most} of the {len(SPLITS)} variants; --split all"
+    warnings = [part] if most < len(SPLITS) else []
+    return OwnFigures({"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warnings)
 
 
 def load(options: Namespace) -> tuple[list[Problem], str]:

@@ -49,9 +49,8 @@ def by_rules(response: str) -> Extraction:
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     """Right if the letters are those of the reference answer, all of them and no other."""
     read: Extraction = row["read"]
-    named = letters_of(read.text)
-    groups = {"skill": row["skill"]}
-    return RowGrade(verdict(named == letters_of(row["answer"])), ", ".join(named), read.how, groups, read)
+    named, right = letters_of(read.text), letters_of(row["answer"])
+    return RowGrade(verdict(named == right), ", ".join(named), read.how, {"skill": row["skill"]}, read)
 
 
 # The question as it is: its options are in the picture.

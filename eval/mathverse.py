@@ -130,11 +130,9 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
 
 def _is_left_to_judge(row: Prediction) -> bool:
     """Whether there is an answer that our rules cannot decide on: no letter, and not the value of the reference."""
-    if not row["read"].text:
-        return False
-    if row["question_type"] == "free-form":
+    if row["read"].text and row["question_type"] == "free-form":
         return not same_answer(str(row["read"].text), row["answer"])[0]
-    return reference_letter(row, choices_of(row)) is None
+    return bool(row["read"].text) and reference_letter(row, choices_of(row)) is None
 
 
 _SAME = (
@@ -236,9 +234,8 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 def _data_options(parser: ArgumentParser) -> None:
     add_revision_option(parser)
-    parser.add_argument(
-        "--query", choices=("cot", "wo"), default="cot", help="for reasoning (cot), or the answer alone"
-    )
+    what = "for reasoning (cot), or the answer alone"
+    parser.add_argument("--query", choices=("cot", "wo"), default="cot", help=what)
 
 
 BENCHMARK = Benchmark(

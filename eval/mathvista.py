@@ -17,39 +17,28 @@ with imports():
     from eval.scoring.judge import Kind, Question, add_extraction_options, extraction_rules, with_extractions
     from eval.scoring.score import by_problem, counted, metadata_groups, verdict
 
-_HINT = "Hint: Please answer the question "
-_CHOICE = "and provide the correct option letter, e.g., A, B, C, D, at the end."
-_INTEGER = "requiring an integer answer and provide the final value, e.g., 1, 2, 3, at the end."
-_ONE_PLACE = (
-    "requiring a floating-point number with one decimal place and provide the final value, e.g., 1.2, 1.3, 1.4, "
-    "at the end."
-)
-_TWO_PLACES = (
-    "requiring a floating-point number with two decimal places and provide the final value, e.g., 1.23, 1.34, 1.45, "
-    "at the end."
-)
-_LIST = "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], [1.2, 1.3, 1.4], at the end."
+_NUMBER = "requiring a floating-point number with {} and provide the final value, e.g., {}"
+_ASKED_FOR = {
+    "choice": "and provide the correct option letter, e.g., A, B, C, D",
+    "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
+    "list": "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], [1.2, 1.3, 1.4]",
+    "one place": _NUMBER.format("one decimal place", "1.2, 1.3, 1.4"),
+    "two places": _NUMBER.format("two decimal places", "1.23, 1.34, 1.45"),
+}
 
 
 def build_query(row: dict[str, Any]) -> str:
     """Hint, question with its unit, and choices of one item (`question_type` and the other fields of the data)."""
-    lines = [_HINT + _asks_for(row), f"Question: {row['question']}"]
+    kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
+    if kind not in ("choice", "integer", "list"):
+        kind = "one place" if row["precision"] == 1 else "two places"  # a float on the hub
+    hint = f"Hint: Please answer the question {_ASKED_FOR[kind]}, at the end."
+    lines = [hint, f"Question: {row['question']}"]
     if row.get("unit"):
         lines[-1] += f" (Unit: {row['unit']})"
     if row["choices"]:
         lines += ["Choices:", *lettered(row["choices"])]
     return "\n".join(lines).strip()
-
-
-def _asks_for(row: dict[str, Any]) -> str:
-    if row["question_type"] == "multi_choice":
-        return _CHOICE
-    if row["answer_type"] == "integer":
-        return _INTEGER
-    if row["answer_type"] == "list":
-        return _LIST
-    # The precision is a float on the hub.
-    return _ONE_PLACE if row["precision"] == 1 else _TWO_PLACES
 
 
 RuleSet = Literal["official", "published_2023", "vlmevalkit", "vlmevalkit_1680"]
@@ -241,6 +230,7 @@ def _score_options(parser: ArgumentParser) -> None:
     parser.add_argument("--ignore-empty-extractions", action=BooleanOptionalAction, default=False, help=what)
 
 
+_BY_OTHER_RULES = "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
 _PUBLISHED = Published(
     "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     {
@@ -251,11 +241,7 @@ _PUBLISHED = Published(
         "GRPO": {"all": 70.2, "ID": 71.6, "OOD": 69.1},
         "ADORA": {"all": 73.5, "ID": 76.1, "OOD": 71.4},
     },
-    lambda score: (
-        None
-        if score["rules"].get("rules") == "vlmevalkit"
-        else "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
-    ),
+    lambda score: None if score["rules"].get("rules") == "vlmevalkit" else _BY_OTHER_RULES,
 )
 BENCHMARK = Benchmark(
     "mathvista", "testmini", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),

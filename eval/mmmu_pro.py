@@ -93,9 +93,7 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 def _data_options(parser: ArgumentParser) -> None:
     add_revision_option(parser)
-    parser.add_argument(
-        "--query", choices=tuple(QUERIES), default="cot", help="for reasoning (cot), or the letter alone"
-    )
+    parser.add_argument("--query", choices=QUERIES, default="cot", help="for reasoning (cot), or the letter alone")
 
 
 def _score_options(parser: ArgumentParser) -> None:

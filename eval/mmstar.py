@@ -36,12 +36,7 @@ def official_hit(response: str, answer: str) -> bool:
     It is made for answers that start with the letter. Of a chain of thought it reads the first letter: `Based on` is B.
     """
     letter, text = answer.lower().strip().replace("\n", " "), response.lower().strip().replace("\n", " ")
-    return (
-        text[:1] == letter
-        or (text[:1] == "(" and text[1:2] == letter)
-        or (text[:7] == "option " and text[7:8] == letter)
-        or (text[:14] == "the answer is " and text[14:15] == letter)
-    )
+    return text.startswith(tuple(f"{before}{letter}" for before in ("", "(", "option ", "the answer is ")))
 
 
 def options_of(question: str) -> list[str]:

@@ -43,11 +43,8 @@ class _Rows:
 
     def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
         """The first usable image of a row: bytes, a struct of bytes or path, a path, or base64."""
-        found = [
-            self.encoded[column][index].as_py() if column in self.encoded else self.rows[index].get(column)
-            for column in columns
-        ]
-        held = [value for value in found if value is not None]
+        row = {**self.rows[index], **{name: column[index].as_py() for name, column in self.encoded.items()}}
+        held = [value for column in columns if (value := row.get(column)) is not None]
         for value in held:
             if isinstance(value, dict):
                 value = value.get("bytes") or value.get("path")
@@ -175,11 +172,9 @@ def _files(folder: Path, split: str) -> list[Path]:
     """The files of a split: Parquet or else JSON named after it, or the only Parquet file there is."""
     patterns = (f"{split}-*.parquet", f"{split}.parquet", f"{split}.jsonl", f"{split}.json")
     places = [place for place in (folder, folder / "data") if place.is_dir()]
-    for pattern in patterns:
-        for place in places:
-            found = sorted(place.glob(pattern))
-            if found:
-                return found
+    found = (sorted(place.glob(pattern)) for pattern in patterns for place in places)
+    if named := next(filter(None, found), None):
+        return named
     everything = [path for place in places for path in sorted(place.iterdir()) if path.suffix in _ENDINGS]
     tables = [path for path in everything if path.suffix == ".parquet"]
     if len(tables) == 1 and not _OF_A_SPLIT.match(tables[0].name):  # MMStar's is named after the benchmark
