@@ -213,10 +213,8 @@ def require_columns(columns: Columns, present: Iterable[str], where: str) -> Non
     """Raise `UserError` for a named column that the table `where` lacks."""
     there = list(present)
     known = set(there)
-    lacking = []
-    for name in columns.wanted:
-        if not any(_places(name, known)) and name not in columns.optional:
-            lacking.append(f"{name!r:.60}{did_you_mean(name, islice(there, _COMPARED))}")
+    absent = [name for name in columns.wanted if not any(_places(name, known)) and name not in columns.optional]
+    lacking = [f"{name!r:.60}{did_you_mean(name, islice(there, _COMPARED))}" for name in absent]
     if lacking:
         more = f", ... ({len(there)} columns)" if len(there) > _SHOWN else ""
         listed = ", ".join(f"{column:.40}" for column in there[:_SHOWN]) or "none"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from html import escape
+from itertools import cycle, islice
 from pathlib import Path
 from string import ascii_uppercase
 from typing import Any
@@ -87,16 +88,10 @@ def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
     different = {number for numbers in present.values() for number in numbers}
     low, high = min(different, default=0), max(different, default=0)
     room = max(0, 10 - (high - low) // 2)  # around a few values that are nearly the same
-    axes.hist(
-        list(present.values()),
-        bins=30,
-        range=(low - room, high + room),
-        label=list(present),
-        color=[_COLOURS[index % len(_COLOURS)] for index in range(len(present))],
-        weights=[[100 / len(numbers)] * len(numbers) for numbers in present.values()],
-    )
-    axes.set_xlabel(unit)
-    axes.set_ylabel("% of the rows")
+    shares = [[100 / len(numbers)] * len(numbers) for numbers in present.values()]
+    look: Any = {"label": list(present), "color": list(islice(cycle(_COLOURS), len(present))), "weights": shares}
+    axes.hist(list(present.values()), bins=30, range=(low - room, high + room), **look)
+    axes.set(xlabel=unit, ylabel="% of the rows")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="y", alpha=0.3)
 
@@ -105,10 +100,7 @@ def _scatter(axes: Axes, splits: dict[str, SplitFacts]) -> None:
     for index, (split, facts) in enumerate(splits.items()):
         widths, heights = ([size[i] for size in sorted(set(facts.sizes))] for i in (0, 1))
         axes.scatter(widths, heights, s=9, alpha=0.6, label=split, color=_COLOURS[index % len(_COLOURS)])
-    axes.set_xlabel("width, pixels")
-    axes.set_ylabel("height, pixels")
-    axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    axes.set(xlabel="width, pixels", ylabel="height, pixels", xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.3)
 
 

@@ -18,7 +18,7 @@ from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Me
 from eval.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 
 _BATCH = 64  # answers that are written at once
-_LOCAL = ("min_pixels", "max_pixels", "revision")
+_LOCAL = ("min_pixels", "max_pixels", "revision", "dtype")
 
 
 def endpoint_of(options: Namespace) -> Endpoint | None:
@@ -30,11 +30,9 @@ def endpoint_of(options: Namespace) -> Endpoint | None:
     if not options.base_url:
         raise UserError("--base-url is missing; --engine openai needs an address such as http://localhost:8000/v1")
     for name in _LOCAL:
-        if getattr(options, name):
+        if getattr(options, name) not in (None, "auto"):
             option = name.replace("_", "-")
             raise UserError(f"{name}: the server of --engine openai decides; leave --{option} out and set it there")
-    if options.dtype != "auto":
-        raise UserError("dtype: the server of --engine openai decides; leave --dtype out and set it there")
     return Endpoint(
         check_url("base_url", options.base_url), options.model, timeout_s=options.timeout, workers=options.concurrency
     )

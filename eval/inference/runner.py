@@ -235,13 +235,9 @@ def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prom
             print(f"warning: {row['pid']!r} is not asked: {generation.reason}", file=sys.stderr)
             row.update(response="", finish_reason=TOO_LONG, n_tokens=0, n_prompt_tokens=0, error=generation.reason)
             continue
-        row.update(
-            response=generation.text,
-            finish_reason=generation.finish_reason,
-            n_tokens=generation.n_tokens,
-            n_prompt_tokens=generation.n_prompt_tokens,
-            **({} if generation.calls is None else {"calls": list(generation.calls)}),
-        )
+        counts = {"n_tokens": generation.n_tokens, "n_prompt_tokens": generation.n_prompt_tokens}
+        row.update(response=generation.text, finish_reason=generation.finish_reason, **counts)
+        row.update({} if generation.calls is None else {"calls": list(generation.calls)})
     return rows
 
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 
 from adora_vl.data.prompts import without_letters
 from adora_vl.rewards import grade
@@ -88,6 +87,11 @@ class _Reader:
     def index(self, match: re.Match[str]) -> int:
         letter = next(group for group in match.groups() if group)
         return self.letters.index(letter.upper())
+
+    def last(self, pattern: re.Pattern[str], text: str, start: int = 0) -> int | None:
+        """The last letter behind `start` that a pattern finds, and that the text does not call wrong."""
+        found = [self.index(match) for match in pattern.finditer(text, start) if not _dismissed(text, match)]
+        return found[-1] if found else None
 
     def resolve(self, text: str) -> int | None:
         """The choice that a short text (such as a box) means: by its text, by a letter, by its value, or mentioned."""
@@ -200,12 +204,6 @@ def _exact(reader: _Reader, text: str) -> int | None:
     return reader.keys.index(key) if key and key in reader.keys else None
 
 
-def _box(reader: _Reader, text: str) -> int | None:
-    """The last box holds a letter or a choice."""
-    content = last_boxed(text)
-    return None if content is None else reader.resolve(content)
-
-
 def _stated_letter(reader: _Reader, text: str) -> int | None:
     """The last letter that is stated as the answer, as in `the answer is (B)`. Of `the answer is A circle` the choice
     `a circle` or `circle`.
@@ -213,21 +211,11 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
     matches = [match for match in reader.stated.finditer(text) if not _dismissed(text, match)]
     if not matches:
         return None
-    corrected = [match for match in reader.corrected.finditer(text, matches[-1].end()) if not _dismissed(text, match)]
-    if corrected:
-        return reader.index(corrected[-1])
+    corrected = reader.last(reader.corrected, text, matches[-1].end())
+    if corrected is not None:
+        return corrected
     described = reader.described(text[matches[-1].end() - 1 :])
     return reader.index(matches[-1]) if described is None else described
-
-
-def _last(pattern: Callable[[_Reader], re.Pattern[str]]) -> Callable[[_Reader, str], int | None]:
-    """The rule that takes the last letter which a pattern finds, and which the text does not call wrong."""
-
-    def rule(reader: _Reader, text: str) -> int | None:
-        found = [reader.index(match) for match in pattern(reader).finditer(text) if not _dismissed(text, match)]
-        return found[-1] if found else None
-
-    return rule
 
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:
@@ -291,14 +279,17 @@ def _negated(reader: _Reader, text: str) -> int | None:
 
 _Rules = tuple[tuple[str, Callable[[_Reader, str], int | None]], ...]
 _STATED_RULES: _Rules = (
-    ("exact", _exact), ("box", _box), ("stated_letter", _stated_letter), ("stated_text", _stated_text),
-)  # fmt: skip
+    ("exact", _exact),
+    ("box", lambda reader, text: None if (box := last_boxed(text)) is None else reader.resolve(box)),
+    ("stated_letter", _stated_letter),
+    ("stated_text", _stated_text),
+)
 _RULES: _Rules = (
     *_STATED_RULES,
-    ("concluded_letter", _last(attrgetter("concluded"))),
+    ("concluded_letter", lambda reader, text: reader.last(reader.concluded, text)),
     ("leading_letter", lambda reader, text: reader.index(found) if (found := reader.leading.match(text)) else None),
-    ("letter_in_brackets", _last(attrgetter("in_brackets"))),
-    ("named_option", _last(attrgetter("named"))),
+    ("letter_in_brackets", lambda reader, text: reader.last(reader.in_brackets, text)),
+    ("named_option", lambda reader, text: reader.last(reader.named, text)),
     ("yes_no", _yes_no),
     ("mentioned", _mentioned),
     ("all_words", _all_words),
