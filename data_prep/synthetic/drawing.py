@@ -2,6 +2,7 @@
 
 import math
 import random
+from cmath import rect
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,90 +94,82 @@ class Sketch:
     ) -> None:  # fmt: skip
         self._canvas = Canvas(size, style, FONT_SCALE)
         self._at = _fitted(points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5)
-        xs, ys = zip(*self._at.values(), strict=True)
-        self._centre = (sum(xs) / len(xs), sum(ys) / len(ys))
+        xs, ys = zip(*map(_pair, self._at.values()), strict=True)
+        self._centre = complex(sum(xs), sum(ys)) / len(xs)
         self._font = FONT_SCALE * font_pixels(size) / size
         self._boxes: list[tuple[float, float, float, float]] = []  # of the labels so far: left, top, right, bottom
         if circle:
             centre, through = (self._at[letter] for letter in circle)
-            self._canvas.circle(centre, math.dist(centre, through))
-            self._canvas.dot(centre)
+            self._canvas.circle(_pair(centre), abs(centre - through))
+            self._canvas.dot(_pair(centre))
         self.lines(*lines)
         self.letters(letters)
 
     def lines(self, *paths: str) -> None:
         for path in paths:
-            self._canvas.line(*[self._at[letter] for letter in path])
+            self._canvas.line(*(_pair(self._at[letter]) for letter in path))
 
     def letters(self, names: str) -> None:
         for name in names:
-            self._label(name, _moved(self._at[name], _unit(self._centre, self._at[name]), 0.07))
+            self._label(name, self._at[name] + 0.07 * _unit(self._at[name] - self._centre))
 
     def centre_letter(self, name: str, towards: str) -> None:
         """A name beside a point in the middle, to the right of the way to another point."""
-        x, y = _unit(self._at[name], self._at[towards])
-        self._label(name, _moved(self._at[name], (-y, x), 0.07))
+        self._label(name, self._at[name] + 0.07j * _unit(self._at[towards] - self._at[name]))
 
     def sides(self, **values: object) -> None:
         """Each value beside the middle of its segment, on the side that is away from the middle of the figure."""
         for ends, value in values.items():
-            (x, y), (u, v) = self._at[ends[0]], self._at[ends[1]]
-            middle = ((x + u) / 2, (y + v) / 2)
-            length = math.dist((x, y), (u, v))
-            normal = (-(v - y) / length, (u - x) / length)
-            outward = (middle[0] - self._centre[0]) * normal[0] + (middle[1] - self._centre[1]) * normal[1]
+            start, end = (self._at[name] for name in ends)
+            middle, normal = (start + end) / 2, 1j * _unit(end - start)
+            outward = ((middle - self._centre) * normal.conjugate()).real
             reach = (0.05 + 0.008 * len(str(value))) * (1 if outward >= 0 else -1)
-            self._label(str(value), _moved(middle, normal, reach))
+            self._label(str(value), middle + reach * normal)
 
     def angles(self, reach: float = 0.15, **texts: str) -> None:
         """Each text in its angle, `ABC` at B, on its bisector."""
         for path, text in texts.items():
-            a, b, c = (self._at[letter] for letter in path)
-            one, other = _unit(b, a), _unit(b, c)
-            x, y = one[0] + other[0], one[1] + other[1]
-            length = math.hypot(x, y)
-            opening = math.acos(max(-1.0, min(1.0, one[0] * other[0] + one[1] * other[1])))
+            corner, one, other = self._ways(path)
+            opening = math.acos(max(-1.0, min(1.0, (one * other.conjugate()).real)))
             far = max(reach, 0.035 / math.sin(opening / 2))  # a narrow angle has room only farther out
-            self._label(text, _moved(b, (x / length, y / length), far))
+            self._label(text, corner + far * _unit(one + other))
 
     def right_angle(self, path: str) -> None:
         """The small square in the angle `ABC` at B."""
-        a, b, c = (self._at[letter] for letter in path)
-        one, other = _unit(b, a), _unit(b, c)
-        ways = ((p * one[0] + q * other[0], p * one[1] + q * other[1]) for p, q in ((1, 0), (1, 1), (0, 1)))
-        self._canvas.line(*(_moved(b, way, 0.05) for way in ways))
+        corner, one, other = self._ways(path)
+        self._canvas.line(*(_pair(corner + 0.05 * way) for way in (one, one + other, other)))
+
+    def _ways(self, path: str) -> tuple[complex, complex, complex]:
+        """The corner B of the angle `ABC`, and the directions of its sides."""
+        start, corner, end = (self._at[letter] for letter in path)
+        return corner, _unit(start - corner), _unit(end - corner)
 
     def picture(self) -> Image.Image:
         return self._canvas.picture()
 
-    def _label(self, text: str, centre: Point) -> None:
+    def _label(self, text: str, centre: complex) -> None:
         """Raises `ClutteredError` where it would touch another label or the edge."""
-        (x, y), half = centre, (0.28 * len(text) * self._font, 0.5 * self._font)
-        box = (x - half[0], y - half[1], x + half[0], y + half[1])
-        for left, top, right, bottom in self._boxes:
-            if box[0] < right and left < box[2] and box[1] < bottom and top < box[3]:
-                raise ClutteredError(text)
-        if min(box) < 0 or max(box) > 1:
+        (x, y), wide, high = _pair(centre), 0.28 * len(text) * self._font, 0.5 * self._font
+        box = (x - wide, y - high, x + wide, y + high)
+        touches = any(box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in self._boxes)
+        if touches or min(box) < 0 or max(box) > 1:
             raise ClutteredError(text)
         self._boxes.append(box)
-        self._canvas.label(text, centre)
+        self._canvas.label(text, (x, y))
 
 
-def _moved(point: Point, direction: Point, reach: float) -> Point:
-    return (point[0] + reach * direction[0], point[1] + reach * direction[1])
+def _pair(place: complex) -> Point:
+    return place.real, place.imag
 
 
-def _unit(start: Point, end: Point) -> Point:
-    length = math.dist(start, end)
-    return ((end[0] - start[0]) / length, (end[1] - start[1]) / length)
+def _unit(way: complex) -> complex:
+    return way / abs(way)
 
 
-def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[str, Point]:
+def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[str, complex]:
     """The points turned about the origin and scaled, without distortion, into the middle of the unit square."""
-    cos, sin = math.cos(turn), math.sin(turn)
-    flipped = {name: (-x if mirrored else x, y) for name, (x, y) in points.items()}
-    turned = {name: (x * cos - y * sin, x * sin + y * cos) for name, (x, y) in flipped.items()}
-    xs, ys = zip(*turned.values(), strict=True)
-    extent = max(max(xs) - min(xs), max(ys) - min(ys))
-    scale, middle = (_FRAME[1] - _FRAME[0]) / extent, ((max(xs) + min(xs)) / 2, (max(ys) + min(ys)) / 2)
-    return {name: (0.5 + scale * (x - middle[0]), 0.5 + scale * (y - middle[1])) for name, (x, y) in turned.items()}
+    turned = {name: complex(-x if mirrored else x, y) * rect(1, turn) for name, (x, y) in points.items()}
+    xs, ys = zip(*map(_pair, turned.values()), strict=True)
+    scale = (_FRAME[1] - _FRAME[0]) / max(max(xs) - min(xs), max(ys) - min(ys))
+    middle = complex(max(xs) + min(xs), max(ys) + min(ys)) / 2
+    return {name: 0.5 + 0.5j + scale * (place - middle) for name, place in turned.items()}
