@@ -161,7 +161,6 @@ def _filter(arguments: argparse.Namespace) -> None:
     # the engines of `eval` are imported by this command alone
     from data_prep import filter as filtering
     from data_prep import forecast
-    from data_prep.filter import Keep
     from eval.inference.engines import default_engine, settings_of
 
     if arguments.attenuation is not None:
@@ -189,8 +188,8 @@ def _filter(arguments: argparse.Namespace) -> None:
         facts = {"model": settings.model, "samples": arguments.samples, "temperature": settings.temperature}
         facts |= unusual_prompts(arguments)
     given = {name: getattr(arguments, name) for name in ("split", "rounding", "overwrite")}
-    keep = Keep(*arguments.keep)
-    manifest = filtering.filter_dataset(arguments.input, arguments.output, predictions, keep, **given, arguments=facts)
+    places, keep = (arguments.input, arguments.output, predictions), filtering.Keep(*arguments.keep)
+    manifest = filtering.filter_dataset(*places, keep, **given, arguments=facts)
     print(f"{arguments.output}: {filtering.in_words(manifest)}")
     if arguments.predictions is None and arguments.samples > 1:
         print("\n".join(["", *forecast.of(predictions).lines()]))
@@ -323,8 +322,7 @@ def _convert(arguments: argparse.Namespace) -> None:
     if location is None:
         raise UserError("input: missing; give --input, a table, a folder with one, or a hub id")
     options = {field.name: getattr(arguments, field.name) for field in fields(Conversion)}
-    splits = dict(arguments.splits) or (dict(preset.splits) if preset else {})
-    wanted = Conversion(**{**options, "name": name, "splits": splits})
+    wanted = Conversion(**{**options, "name": name, "splits": dict(arguments.splits)})
     more = {name: getattr(arguments, name) for name in ("revision", "workers", "overwrite")}
     manifest = convert(location, arguments.output, columns, options=wanted, **more)
     print_counts(arguments.output, manifest)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +80,6 @@ class Columns:
 class Preset:
     id: str | None  # of a data set on the hub, None for a form of rows
     columns: Columns
-    splits: Mapping[str, str] = field(default_factory=dict)  # our names to its own, {} where both agree
 
 
 _GEOMETRY3K = Columns(

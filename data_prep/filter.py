@@ -114,12 +114,8 @@ def filter_dataset(
         shares = Counter(f"{tally.rate:.3g}" for tally in found.values())
         seen = ", ".join(f"{rate} of {count}" for rate, count in sorted(shares.items(), key=lambda one: float(one[0])))
         raise UserError(f"keep: {keep} leaves no row; the pass rates are {seen}")
-    description = {
-        "source": "filter",
-        "input": str(data),
-        "revision": data_hash(data, split),
-        "arguments": {"split": split, "keep": str(keep), "rounding": rounding, "answers": held, **(arguments or {})},
-    }
+    given = {"split": split, "keep": str(keep), "rounding": rounding, "answers": held, **(arguments or {})}
+    description = {"source": "filter", "input": str(data), "revision": data_hash(data, split), "arguments": given}
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
         counts = {}
         for name in split_files(data):

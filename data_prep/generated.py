@@ -103,12 +103,8 @@ def prepare_knights_table(output: Path, location: Path, *, question: str = "box"
     """
     found = read_puzzles(location, question)
     texts = "\n".join(f"{row['split']}\t{row['problem']}\t{row['answer']}" for rows in found.values() for row in rows)
-    description = {
-        "source": "knights",
-        "input": str(location),
-        "revision": hashlib.sha256(texts.encode()).hexdigest(),
-        "arguments": {"source": "parquet", "question": question},
-    }
+    revision, arguments = hashlib.sha256(texts.encode()).hexdigest(), {"source": "parquet", "question": question}
+    description = {"source": "knights", "input": str(location), "revision": revision, "arguments": arguments}
     table = Drawn({split: len(rows) for split, rows in found.items()}, lambda _, split: found[split], description)
     return prepare_drawn(output, table, overwrite=overwrite)
 

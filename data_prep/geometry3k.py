@@ -150,8 +150,8 @@ def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
             nowhere = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
             raise UserError(f"input: {nowhere}; call the file after its split, such as train.zip")
         within = dict.fromkeys(folders, path.stem)
-    held = {split: [folder for folder, its in within.items() if its == split] for split in _SPLITS}
-    return {split: [ProblemFolder(path, folder) for folder in found] for split, found in held.items() if found}
+    held = {split: [ProblemFolder(path, folder) for folder, its in within.items() if its == split] for split in _SPLITS}
+    return {split: found for split, found in held.items() if found}
 
 
 @lru_cache(maxsize=4)

@@ -32,15 +32,10 @@ class Quarantine:
         self.kinds: Counter[str] = Counter()
 
     def add(self, split: str, error: RowError) -> None:
-        line = {
-            "id": error.row_id,
-            "split": split,
-            "reason": error.kind,
-            "detail": str(error),
-            **({"also": [{"reason": one.kind, "detail": one.sentence} for one in error.more]} if error.more else {}),
-            "record": error.record,
-            "files": [self._kept(original) for original in error.originals],
-        }
+        line: dict[str, Any] = {"id": error.row_id, "split": split, "reason": error.kind, "detail": str(error)}
+        line |= {"record": error.record, "files": [self._kept(original) for original in error.originals]}
+        if error.more:
+            line["also"] = [{"reason": one.kind, "detail": one.sentence} for one in error.more]
         with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
             stream.write(json.dumps(line, sort_keys=True) + "\n")  # ASCII: half a surrogate pair is kept as well
         self._rows += 1

@@ -17,12 +17,8 @@ def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
     if not tokens:
         return None
     ordered = sorted(tokens)
-    return {
-        "mean": statistics.fmean(ordered),
-        "median": statistics.median(ordered),
-        "p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))],
-        "max": ordered[-1],
-    }
+    high = {"p90": ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))], "max": ordered[-1]}
+    return {"mean": statistics.fmean(ordered), "median": statistics.median(ordered), **high}
 
 
 _CUT = ("length", "calls", "room")  # the last two: at a call that nobody answers, or whose answer has no room
@@ -35,13 +31,8 @@ def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
     found = [reflective_words(text) for text in responses]
     counts = {word: sum(each.get(word, 0) for each in found) for word in REFLECTIVE}
     having, total = sum(map(bool, found)), len(responses)
-    return {
-        "answers": having,
-        "total": total,
-        "share": having / total,
-        "wilson_95": list(wilson(having, total)),
-        "per_1000_answers": {word: 1000 * count / total for word, count in counts.items() if count},
-    }
+    share = {"answers": having, "total": total, "share": having / total, "wilson_95": list(wilson(having, total))}
+    return {**share, "per_1000_answers": {word: 1000 * count / total for word, count in counts.items() if count}}
 
 
 # By total pixels of the first image: the upper ends of the groups.
@@ -175,11 +166,10 @@ def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, A
     ends = [row["finish_reason"] for row, _ in asked if row.get("finish_reason")]
     cut, total = sum(reason in _CUT for reason in ends), max(1, len(ends))
     truncated = {"count": cut, "total": total, "share": cut / total, "wilson_95": list(wilson(cut, total))}
+    known = [(item.correct, item.n_tokens) for _, item in asked if item.n_tokens is not None]
+    correct, wrong = ([tokens for right, tokens in known if right == of] for of in (True, False))
     return {
-        "tokens": {
-            "correct": lengths([item.n_tokens for _, item in asked if item.correct and item.n_tokens is not None]),
-            "wrong": lengths([item.n_tokens for _, item in asked if not item.correct and item.n_tokens is not None]),
-        },
+        "tokens": {"correct": lengths(correct), "wrong": lengths(wrong)},
         "truncated": truncated if ends else None,
         "reflective_words": reflection([row["response"] for row, _ in asked]),
         "empty_responses": sum(not row["response"].strip() for row, _ in asked),
