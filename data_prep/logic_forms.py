@@ -124,14 +124,10 @@ def form_of(held: Mapping[str, Any]) -> Form:
         theirs = ("line_instances", "circle_instances", "point_positions", "diagram_logic_form", _DISSOLVED)
         held = dict(zip(keys, (held[key] for key in theirs), strict=True))
     points = {**(held.get("more_points") or {}), **held["points"]}
-    lines = (re.fullmatch(f"({NAME})({NAME})", line) for line in held["lines"])
-    return Form(
-        tuple((line[1], line[2]) for line in lines if line),
-        tuple(held["circles"]),
-        {name: (float(x), float(y)) for name, (x, y) in points.items() if (x, y) != (-1, -1)},
-        tuple(held["facts"]),
-        tuple(held["question"]),
-    )
+    found = (re.fullmatch(f"({NAME})({NAME})", line) for line in held["lines"])
+    lines = tuple((line[1], line[2]) for line in found if line)
+    places = {name: (float(x), float(y)) for name, (x, y) in points.items() if (x, y) != (-1, -1)}
+    return Form(lines, tuple(held["circles"]), places, tuple(held["facts"]), tuple(held["question"]))
 
 
 def read_forms(path: Path) -> dict[int, Form]:

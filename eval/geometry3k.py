@@ -58,11 +58,8 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     unusable = sum(item.grade.reason.startswith("gold_") for item in graded)
     warning = f"{amount(unusable, 'gold')} cannot be graded against; see the items with a gold_ reason"
     by = "rounded decimals accepted" if options.rounding else "exact answers"
-    return OwnFigures(
-        notes={"unusable_golds": unusable},
-        warnings=[warning] if unusable else [],
-        by=by + (", in <answer> tags too" if options.answer_tags else ""),
-    )
+    by += ", in <answer> tags too" if options.answer_tags else ""
+    return OwnFigures(notes={"unusable_golds": unusable}, warnings=[warning] if unusable else [], by=by)
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:

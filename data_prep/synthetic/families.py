@@ -319,13 +319,8 @@ def parallelogram_side(rng: random.Random, size: int, level: int = 1, style: Sty
     return _length(sketch.picture(), question, str(x), f"{left} = {right}", str(value), ("Parallelogram",))
 
 
-LETTERED: dict[str, Family] = {
-    "right_triangle_side": clear(right_triangle_side),
-    "triangle_angle": clear(triangle_angle),
-    "inscribed_arc": clear(inscribed_arc),
-    "parallel_segment": clear(parallel_segment),
-    "parallelogram_side": clear(parallelogram_side),
-}
+_LETTERED = (right_triangle_side, triangle_angle, inscribed_arc, parallel_segment, parallelogram_side)
+LETTERED: dict[str, Family] = {family.__name__: clear(family) for family in _LETTERED}
 
 
 def _box(answer: object) -> str:
