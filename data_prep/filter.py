@@ -101,8 +101,7 @@ def filter_dataset(
 ) -> Manifest:  # fmt: skip
     """Write a dataset with those rows of `split` whose pass rate is in `keep`, and with the other splits unchanged.
 
-    `arguments`: what else the choice depends on, for the manifest. Raises `UserError` where the answers are not those
-    of this split, or no row is left.
+    `arguments`: what else the choice depends on. Raises `UserError` for answers of another split, or if no row is left.
     """
     check_input(data, split)
     tags = asked_for_tags(predictions)

@@ -1,5 +1,4 @@
-"""Finds the same diagram with the same question in two splits. A model that has trained on such a row is not tested by
-it.
+"""Finds the same diagram with the same question in two splits: a model that was trained on it is not tested by it.
 
 Two hashes are compared, together with the question (case, spaces and punctuation aside, but for signs of arithmetic):
 - SHA-256 of the pixels: the same picture, whatever the gold;

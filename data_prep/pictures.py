@@ -145,8 +145,7 @@ def _inside(name: str, files: FileRoot) -> Path:
 def located(name: str, files: FileRoot) -> Path:
     r"""The file of a path, else the one that has this path in another spelling: `a\b.PNG`, `a%20b.png`, decomposed ä.
 
-    Where there is no such file, the path as it is. Raises `PictureError` where it leads out of the input's folder, or
-    several files have it.
+    Where there is none, the path as it is. Raises `PictureError` where that leads out of the input, or several fit.
     """
     literal = _inside(name, files)
     folder, found = files.folder, [Path()]

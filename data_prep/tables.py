@@ -56,8 +56,7 @@ def held_out(index: int, share: float, seed: int) -> bool:
 class DrawnTests:
     """Which rows of train become the split test: all rows that ask one question of one picture go together.
 
-    A row of train whose question is in the test is a leak, which would be dropped. Rows are taken in the order of the
-    tables, once for each split.
+    A row of train whose question is in the test is a leak, and dropped. Rows are taken in order, once for each split.
     """
 
     def __init__(self, share: float, seed: int, columns: Columns) -> None:

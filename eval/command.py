@@ -247,8 +247,7 @@ def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> S
 def figures_in_training(
     benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace | None = None, *, answer_tags: bool = False
 ) -> dict[str, float]:
-    """The score of at least one row as flat numbers for a log, without those that it does not have:
-    `mathvista_accuracy`, its interval, and all other figures.
+    """The score of at least one row as flat numbers for a log: `mathvista_accuracy`, its interval, and all that it has.
 
     `options`: of the benchmark's `score` verb; None: its defaults. `answer_tags`: the prompts asked for `<answer>`.
     """

@@ -114,8 +114,7 @@ def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) ->
 def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
     """Warnings about everything but the model, and the fields that are the subject, in which these scores differ.
 
-    They are read from a score's `rules`, its `coverage`, and its `fingerprint`: `fields` as the user gave them,
-    `resolved` as the engine had them, and `versions`.
+    Read from a score's `rules`, `coverage` and `fingerprint`: `fields` as given, `resolved` as used, and `versions`.
     """
     lines = [f"warning: {run.name}: {line}" for run in runs if (line := missing_answers(run.score))]
     without = [run.name for run in runs if not _part(run.score, "fields")]

@@ -87,10 +87,8 @@ _TRAINING_TEXTS = ("solution", "slip")  # of `meta`; what the warm start of the 
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split of a prepared dataset folder, and a hash of it.
 
-    A template that changes no problem becomes None in the options: answers to the same questions then have the same
-    fingerprint, whichever of the two was given.
-
-    Raises `UserError` with a line for each row that cannot be asked about.
+    A template that changes no problem becomes None in the options: the same questions have the same fingerprint. Raises
+    `UserError` with a line for each row that cannot be asked about.
     """
     held = data_hash(Path(options.data), options.split)  # before the rows are read: a later change is another hash
     dataset = load_split(options.data, options.split)

@@ -69,8 +69,7 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> dict[str, Any] | None:
     """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024, MMStar, section 3.3).
 
-    All three are shares of right answers on the same items. S_v is this run, S_wv the same model without the image, and
-    S_t its language backbone.
+    Shares of right answers to the same items: S_v of this run, S_wv without the image, S_t of the language backbone.
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")

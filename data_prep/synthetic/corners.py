@@ -1,7 +1,6 @@
 """Pictures whose corners have to be looked at again: a number in each, too small once the picture is made smaller.
 
-At 448 x 448 pixels a model that sees 56 x 56 cannot read them, and one that cuts an eighth of each side out of the
-picture, which is then as large as what it sees, can.
+At 448 x 448 pixels a model that sees 56 x 56 cannot read them, and one that cuts out an eighth of each side can.
 """
 
 import random

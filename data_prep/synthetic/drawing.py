@@ -84,8 +84,7 @@ class ClutteredError(Exception):
 class Sketch:
     """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the picture.
 
-    `lines`: `AB` is a segment and `ABCA` a closed triangle. `letters`: the points whose names stand beside them, away
-    from the middle of the figure. `circle`: its centre, and a point on it.
+    `lines`: `AB` is a segment, `ABCA` a closed triangle. `letters`: points that are named. `circle`: centre, point.
     """
 
     def __init__(

@@ -81,9 +81,8 @@ def generate(
 ) -> Iterator[Row]:  # fmt: skip
     """Yield `rows` rows of `split`, families in turn, each diagram at most once. `size` is in pixels.
 
-    `families`: of `KNOWN`, by default the plain ones. `level`: 1 to 3. `styles`: of `STYLES`, in turn. `choices`: how
-    many answers to choose from, 0 for open questions. The same arguments give the same rows, byte for byte. Raises
-    `UserError`.
+    `families`: of `KNOWN`, by default the plain ones. `styles`: of `STYLES`, in turn. `choices`: how many answers to
+    choose from, 0 for open questions. Equal arguments give the same rows, byte for byte. Raises `UserError`.
     """
     names = families or tuple(FAMILIES)
     _check(names, size, level, styles)

@@ -76,9 +76,8 @@ def load_problems(
     which `check` finds something wrong, or that cannot be asked: before an answer is paid for, not when it is scored.
 
     - `image_columns`: those that may hold the image; the first one that is not null counts. `blind`: ask without it.
-    - `prompt(row)`: the text that is asked.
     - `kept`: the columns that a prediction keeps beside the id, which becomes its `pid`; by default the needed ones.
-    - `check(row)`: as a predictions row without a response.
+    - `prompt(row)`: the text that is asked. `check(row)`: as a predictions row without a response.
     - `split`: by default that of the options. `config`: the part of a dataset on the hub that has several.
     - `pictures`: the folder beside a file in which its images are. `renamed`: other names of columns, and ours.
     """

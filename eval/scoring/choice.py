@@ -169,8 +169,7 @@ def _without_unit(key: str) -> str:
 
 
 def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
-    """The letter of the choice that a response means. If no rule finds one, its last number or sentence, or
-    nothing for a refusal.
+    """The letter of the choice that a response means; else its last number or sentence, or nothing for a refusal.
 
     Never raises, whatever the response is. `choices` has 1 to 26 texts.
     """

@@ -146,8 +146,7 @@ def _content_words(text: str) -> set[str]:
 def _from_sentence(sentence: str, own: set[str]) -> str | None:
     """The number that a sentence gives: the first after its last verb or `=`, else the last.
 
-    Numbers of the question, `own`, count only where there is no other, and number words only where there is no digit
-    but those.
+    Numbers of the question, `own`, count only where there is no other, and words only where there are no other digits.
     """
     sentence = _evaluated(sentence)
     spots = [(m.start(), m[0].replace(",", "")) for m in _NUMBER.finditer(sentence)]
