@@ -77,13 +77,15 @@ def run(
 def launch(config: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` with one of the shipped accelerate configs; `options` are those of `run`.
 
-    One process needs no launcher, unless it is to have words of its own: `--num_processes`.
+    One process needs no launcher, unless it is to have words of its own: `--num_processes`. Then it is not
+    forked, so that the run can tell who has started it, as a user's can.
     """
     if config == "cpu" and not arguments[0].startswith("--"):
         return run([sys.executable, *arguments], **options)
-    file = REPOSITORY / "configs" / "accelerate" / f"{config}.yaml"
-    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file)]
-    return run([*words, *arguments], **options)
+    file = ["--config_file", str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")]
+    if config == "cpu":
+        return run([str(Path(sys.executable).with_name("accelerate")), "launch", *file, *arguments], **options)
+    return run([sys.executable, "-m", "accelerate.commands.launch", *file, *arguments], **options)
 
 
 # Where vLLM 0.31 (V1) asks for an image's features: the scheduler's books say that it has them, the runner has them not
