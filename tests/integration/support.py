@@ -77,8 +77,8 @@ def run(
 def launch(config: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` with one of the shipped accelerate configs; `options` are those of `run`.
 
-    One process needs no launcher, unless it is to have words of its own: `--num_processes`. Then it is not
-    forked, so that the run can tell who has started it, as a user's can.
+    One process needs no launcher, unless it has words of its own (`--num_processes`). That one is not forked: a run
+    reads from its command line how it was started.
     """
     if config == "cpu" and not arguments[0].startswith("--"):
         return run([sys.executable, *arguments], **options)
