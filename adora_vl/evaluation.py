@@ -61,10 +61,13 @@ def take_evaluations(
     remedy = "name a BENCHMARK=DATA, or give the trainer an eval_dataset"
     refuse((not config.adora_eval and not folders, f"{nothing}; {remedy}"))
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
-    loaded = [(entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)]
+    loaded = [
+        (entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)
+    ]
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
     plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
-    config.eval_strategy, config.eval_on_start = IntervalStrategy.NO, False
+    config.eval_strategy = IntervalStrategy.NO
+    config.eval_on_start = False
     return plan
 
 
@@ -80,8 +83,14 @@ def fitting_evaluations(plan: EvaluationPlan, overlong: OverlongPrompts) -> Eval
 
 def _image_sizes(problem: Problem) -> Sequence[Size | None]:
     try:
-        return problem.sizes() if problem.sizes is not None else [image.size for image in problem.images()]
-    except Exception:  # a decoder raises whatever it likes on a broken file; the evaluation counts such a problem
+        return (
+            problem.sizes()
+            if problem.sizes is not None
+            else [image.size for image in problem.images()]
+        )
+    except (
+        Exception
+    ):  # a decoder raises whatever it likes on a broken file; the evaluation counts such a problem
         return [None] * problem.n_images
 
 
@@ -97,7 +106,12 @@ def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
             folder = Path(entry.partition("=")[2].removesuffix(":views")).name
             longer = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder)}"
             taken = any(longer == other.benchmark.name for other in made)
-            refuse((taken, f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its folder"))
+            refuse(
+                (
+                    taken,
+                    f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its folder",
+                )
+            )
             task = replace(task, benchmark=replace(task.benchmark, name=longer))
         made.append(task)
     return made
@@ -113,7 +127,12 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
 
     name, _, path = entry.partition("=")
     path, views = path.removesuffix(":views"), path.endswith(":views")
-    refuse((not path, f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, geometry3k=DIR"))
+    refuse(
+        (
+            not path,
+            f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, geometry3k=DIR",
+        )
+    )
     benchmark = named(name, "adora_eval")
     words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
     words += [f"--prompt={prompt or 'null'}"] if "prompt" in benchmark.fingerprint else []
@@ -128,7 +147,10 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     if not views:
         return [Task(benchmark, problems[:limit])]
     told = [problem for problem in problems if problem.facts][:limit] or problems
-    return [Task(replace(benchmark, name=f"{benchmark.name}_{view}"), shown_as(told, view)) for view in VIEWS]
+    return [
+        Task(replace(benchmark, name=f"{benchmark.name}_{view}"), shown_as(told, view))
+        for view in VIEWS
+    ]
 
 
 class SamplerEngine(Conversations):
@@ -138,9 +160,13 @@ class SamplerEngine(Conversations):
         sample = partial(trainer.sampler.sample, settings=trainer.vllm_generation.greedy)
         longest = trainer.args.max_completion_length
         super().__init__(
-            chat, sample, longest, 256, ended=lambda ids: not ids or ids[-1] in trainer.eos_token_ids,
+            chat,
+            sample,
+            longest,
+            256,
+            ended=lambda ids: not ids or ids[-1] in trainer.eos_token_ids,
             any_rank=trainer.pool.on_any_rank,
-        )  # fmt: skip
+        )
         self.turns = trainer.pool.turns
 
 
@@ -151,10 +177,17 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     """
 
     def __init__(
-        self, trainer: HasEngine, plan: EvaluationPlan, system_prompt: str | None, revision: str | None = None
+        self,
+        trainer: HasEngine,
+        plan: EvaluationPlan,
+        system_prompt: str | None,
+        revision: str | None = None,
     ) -> None:
         """`revision`: of the base."""
-        self.trainer, self.plan, self.system_prompt, self.revision = trainer, plan, system_prompt, revision
+        self.trainer = trainer
+        self.plan = plan
+        self.system_prompt = system_prompt
+        self.revision = revision
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.plan.at_start and state.global_step == 0:
@@ -179,13 +212,18 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         accelerator.wait_for_everyone()
 
     def _answer(self, task: Task) -> list[dict[str, Any]]:
-        args, accelerator = self.trainer.args, self.trainer.accelerator
+        args = self.trainer.args
+        accelerator = self.trainer.accelerator
         asked = {"template": args.chat_template_kwargs, "processor": self.trainer.processing_class}
-        name, limits = self.trainer.model.name_or_path, (args.min_pixels, args.max_pixels)
+        name = self.trainer.model.name_or_path
+        limits = (args.min_pixels, args.max_pixels)
         chat = ChatProcessor(name, *limits, self.revision, **asked)
-        engine, rows = SamplerEngine(self.trainer, chat), list[dict[str, Any]]()
+        engine = SamplerEngine(self.trainer, chat)
+        rows = list[dict[str, Any]]()
         share = task.problems[accelerator.process_index :: accelerator.num_processes]
-        for start in range(0, -(-len(task.problems) // accelerator.num_processes), engine.batch_size):
+        for start in range(
+            0, -(-len(task.problems) // accelerator.num_processes), engine.batch_size
+        ):
             batch = [Ask(problem, 0) for problem in share[start : start + engine.batch_size]]
             rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
@@ -194,7 +232,12 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         # an entry of its own, as Transformers' evaluations have; TRL's log would average the training's figures so far
         due = self.trainer.control.should_log
         Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
-        self.trainer.control.should_log = due  # Transformers takes this for the step's log, which would be left out
+        self.trainer.control.should_log = (
+            due  # Transformers takes this for the step's log, which would be left out
+        )
         low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
         interval = f"(95 %: {low:.1f} to {high:.1f})"
-        print(f"step {step}: {name} {middle:.1f} % {interval} of {amount(total, 'problem')}", flush=True)
+        print(
+            f"step {step}: {name} {middle:.1f} % {interval} of {amount(total, 'problem')}",
+            flush=True,
+        )

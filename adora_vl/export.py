@@ -43,9 +43,15 @@ _SERVED_SO = ("--generation-config", "vllm", "--host", "127.0.0.1")
 _CHUNK = 16 << 20  # bytes at a time
 _MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
 _PROCESSOR = (
-    "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt", "special_tokens_map.json",
-    "added_tokens.json", "README.md",
-)  # fmt: skip
+    "*processor_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "README.md",
+)
 
 
 def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = False) -> Path:
@@ -61,7 +67,9 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
 
         write_universal(source, output)
         return source
-    is_of_run = output.resolve() == run.resolve() / MERGED and begun(run)  # as a run's last lines propose
+    is_of_run = output.resolve() == run.resolve() / MERGED and begun(
+        run
+    )  # as a run's last lines propose
     with noted(run, writes=is_of_run), replacing_folder(output) as staged:
         if (source / ADAPTER).is_file() and not adapter:
             _merge(source, staged)
@@ -82,7 +90,8 @@ def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Ac
     from accelerate.utils import is_peft_model
     from trl.distributed import DistributedBackend
 
-    backend, four_bit = DistributedBackend(accelerator), getattr(model, "is_loaded_in_4bit", False)
+    backend = DistributedBackend(accelerator)
+    four_bit = getattr(model, "is_loaded_in_4bit", False)
     if not is_peft_model(model) or backend.is_zero3 or backend.is_fsdp or four_bit:
         return False
     if accelerator.is_main_process:
@@ -125,11 +134,18 @@ def _merge(source: Path, target: Path) -> None:
     adapters = adapters_of("RUN", str(source))
     base = local_model(adapters[-1].base)
     try:
-        init = {"revision": adapters[-1].revision, "dtype": "auto", "device_map": None, "trust_remote_code": False}
+        init = {
+            "revision": adapters[-1].revision,
+            "dtype": "auto",
+            "device_map": None,
+            "trust_remote_code": False,
+        }
         model = load_merged(base, adapters, init)
     except OSError as error:
         why = why_missing(base, error)
-        raise UserError(f"RUN: the adapter's base model {base!r} cannot be loaded ({why})") from error
+        raise UserError(
+            f"RUN: the adapter's base model {base!r} cannot be loaded ({why})"
+        ) from error
     processor = processor_folder(adapters, base, sees=sees_images(model.config))
     if processor != str(source):  # whose own files are copied
         load_processor(processor, adapters[-1].revision).save_pretrained(target)
@@ -142,11 +158,32 @@ def serve_command(output: Path) -> str:
         return shlex.join(["vllm", "serve", str(output), *_SERVED_SO])
     first, *beneath = adapters_of("OUT", str(output))
     config = first.config
-    plain = getattr(config.peft_type, "value", "") == "LORA" and config.bias == "none" and not config.use_dora
-    if beneath or not plain or config.modules_to_save or config.rank_pattern or config.alpha_pattern:
+    plain = (
+        getattr(config.peft_type, "value", "") == "LORA"
+        and config.bias == "none"
+        and not config.use_dora
+    )
+    if (
+        beneath
+        or not plain
+        or config.modules_to_save
+        or config.rank_pattern
+        or config.alpha_pattern
+    ):
         return f"not as an adapter: vLLM serves it merged alone (export {output} without --adapter)"
-    at = [] if first.revision is None or Path(first.base).is_dir() else ["--revision", first.revision]
-    words = [*at, "--enable-lora", "--max-lora-rank", str(served_rank(config)), "--lora-modules", f"policy={output}"]
+    at = (
+        []
+        if first.revision is None or Path(first.base).is_dir()
+        else ["--revision", first.revision]
+    )
+    words = [
+        *at,
+        "--enable-lora",
+        "--max-lora-rank",
+        str(served_rank(config)),
+        "--lora-modules",
+        f"policy={output}",
+    ]
     return shlex.join(["vllm", "serve", first.base, *_SERVED_SO, *words])
 
 
@@ -168,14 +205,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("run", type=a_path, metavar="RUN")
     parser.add_argument("output", type=a_path, metavar="OUT")
     parser.add_argument("--adapter", action="store_true", help="leave a LoRA adapter as it is")
-    parser.add_argument("--universal", action="store_true", help="a checkpoint for another number of processes")
+    parser.add_argument(
+        "--universal", action="store_true", help="a checkpoint for another number of processes"
+    )
 
     def command() -> None:
         options = parser.parse_args(arguments)
         from safetensors import SafetensorError
 
         try:
-            source = export(options.run, options.output, adapter=options.adapter, universal=options.universal)
+            source = export(
+                options.run, options.output, adapter=options.adapter, universal=options.universal
+            )
         except (OSError, SafetensorError) as error:  # what safetensors raises for a full disk
             raise unwritable("OUT", options.output, error) from error
         print(f"{source} -> {options.output}")

@@ -49,25 +49,44 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
         """The objects that a step is made of; each gets the context, never the trainer."""
-        accelerator, log, pad_id = self.accelerator, self.log_figure, self._tokenizer.pad_token_id
-        context = StepContext(accelerator, args, log, pad_id, lambda: self.state, self._policy_logps, self.save_here)
-        self.context, self.shape = context, Shape.of(args)
-        dataset, draws = self.train_dataset, self.toolbox is not None
-        self.images = DistinctImages(models, self.processing_class, accelerator.device, args, dataset, draws=draws)
+        accelerator = self.accelerator
+        log = self.log_figure
+        pad_id = self._tokenizer.pad_token_id
+        context = StepContext(
+            accelerator, args, log, pad_id, lambda: self.state, self._policy_logps, self.save_here
+        )
+        self.context = context
+        self.shape = Shape.of(args)
+        dataset = self.train_dataset
+        draws = self.toolbox is not None
+        self.images = DistinctImages(
+            models, self.processing_class, accelerator.device, args, dataset, draws=draws
+        )
         self.methods = method_run(args)
-        self.advantages = AdvantageComputer(context, self.methods, self.reward_weights, tools=self.toolbox is not None)
-        self.checkpoints = CheckpointWriter(Path(args.output_dir), args.save_total_limit, accelerator)
+        self.advantages = AdvantageComputer(
+            context, self.methods, self.reward_weights, tools=self.toolbox is not None
+        )
+        self.checkpoints = CheckpointWriter(
+            Path(args.output_dir), args.save_total_limit, accelerator
+        )
         reference = None if self.ref_model is None else accelerator.unwrap_model(self.ref_model)
-        is_main, zero3 = accelerator.is_main_process, self._dist.is_zero3
-        self.reference = MovingReference(reference, moves=args.sync_ref_model, is_main=is_main, zero3=zero3)
+        is_main = accelerator.is_main_process
+        zero3 = self._dist.is_zero3
+        self.reference = MovingReference(
+            reference, moves=args.sync_ref_model, is_main=is_main, zero3=zero3
+        )
         self.loss_sums = Losses(self)
-        self.drift_guard, self.ratio_guard = DriftGuard(context), RatioGuard(context)
+        self.drift_guard = DriftGuard(context)
+        self.ratio_guard = RatioGuard(context)
         reward_guard = RewardGuard(context)
         to_device = super(GRPOTrainer, self)._prepare_inputs
         rewards = RewardFunctions(
-            reward_guard.around(self.reward_funcs, self.reward_func_names), self.reward_processing_classes,
-            self.chat_template_kwargs, to_device, lambda: self.async_loop,
-        )  # fmt: skip
+            reward_guard.around(self.reward_funcs, self.reward_func_names),
+            self.reward_processing_classes,
+            self.chat_template_kwargs,
+            to_device,
+            lambda: self.async_loop,
+        )
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
         grader = Grader(context, reward_guard, self.reward_weights, self.reward_func_names)
@@ -81,42 +100,78 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         if self.use_vllm:
             who = ServersAhead if args.adora_rollouts.ahead else EngineNow
             self.sampler = who(context, self.images, self.vllm_generation)
-        self.ratio, self.recorder = ImportanceRatio(context), Recorder(context, decode if self.toolbox else None)
+        self.ratio, self.recorder = (
+            ImportanceRatio(context),
+            Recorder(context, decode if self.toolbox else None),
+        )
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
-        noted = GenerationLog(context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent)
+        noted = GenerationLog(
+            context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent
+        )
         judge = Judge(
-            context, self.images, self.processing_class, ends, rewards, grader, to_device, self._score, self.advantages,
-            self.drift_guard, noted, self.clock.phase, scored=self.sampler.scores, multiple=self.pad_to_multiple_of,
+            context,
+            self.images,
+            self.processing_class,
+            ends,
+            rewards,
+            grader,
+            to_device,
+            self._score,
+            self.advantages,
+            self.drift_guard,
+            noted,
+            self.clock.phase,
+            scored=self.sampler.scores,
+            multiple=self.pad_to_multiple_of,
             tools=self.toolbox is not None,
-        )  # fmt: skip
+        )
         drift = partial(drift_measured, self, self.drift_guard.check)
         ahead = partial(
-            PoolAhead, drift=drift,  # the loader's order is there once the training has begun
-            next_rows=lambda numbers, far: self._distinct_rows.rows_after(numbers, self._row_order, far),
-        )  # fmt: skip
+            PoolAhead,
+            drift=drift,  # the loader's order is there once the training has begun
+            next_rows=lambda numbers, far: self._distinct_rows.rows_after(
+                numbers, self._row_order, far
+            ),
+        )
         self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
-            context, self.images, self.sampler, judge, GenerationGuard(context), self.extensions,
-            self.clock.phase, self.train_dataset, self._turns(), self.run.tools.environments,
-        )  # fmt: skip
+            context,
+            self.images,
+            self.sampler,
+            judge,
+            GenerationGuard(context),
+            self.extensions,
+            self.clock.phase,
+            self.train_dataset,
+            self._turns(),
+            self.run.tools.environments,
+        )
         self._generation: Generation | None = None  # the one that is being learned from
         self._collecting: Generation | None = None  # the one that is being sampled and graded
         self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
-            never_sample(never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config)
+            never_sample(
+                never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config
+            )
         self._add_callbacks(context, args)
 
     def _turns(self) -> Turns | None:
         """How calls are answered; None without tools."""
-        options, toolbox = self.args.adora_tool_options, self.toolbox
+        options = self.args.adora_tool_options
+        toolbox = self.toolbox
         if toolbox is None:
             return None
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         return Turns(
-            toolbox, self.processing_class, self.args.chat_template_kwargs or {}, self.images.tokens_of,
-            self.args.max_tool_calling_iterations, decode, options.turn_tokens,
+            toolbox,
+            self.processing_class,
+            self.args.chat_template_kwargs or {},
+            self.images.tokens_of,
+            self.args.max_tool_calling_iterations,
+            decode,
+            options.turn_tokens,
             room=self.args.vllm_max_model_length,
-        )  # fmt: skip
+        )
 
     def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:
         """Ours, in the order in which they act at a step; Transformers' own output goes."""
@@ -125,13 +180,21 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         deepspeed = (lambda: self.model_wrapped) if self.is_deepspeed_enabled else None
         self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
         callbacks: list[TrainerCallback] = [
-            self.loss_sums, ScaledRate(lambda: self.methods.rate), self.clock, self.recorder, metrics.ProgressLine(),
-            metrics.MetricsFile(), self.bad_steps, RefuseWrongBuffers(self),
-        ]  # fmt: skip
+            self.loss_sums,
+            ScaledRate(lambda: self.methods.rate),
+            self.clock,
+            self.recorder,
+            metrics.ProgressLine(),
+            metrics.MetricsFile(),
+            self.bad_steps,
+            RefuseWrongBuffers(self),
+        ]
         if args.adora_self_check:
             callbacks.append(SelfCheck(self))
         run = self.run
         if run.evaluations is not None:
-            callbacks.append(EvaluateOnTheWay(self, run.evaluations, run.system_prompt, run.revision))
+            callbacks.append(
+                EvaluateOnTheWay(self, run.evaluations, run.system_prompt, run.revision)
+            )
         for callback in callbacks:
             self.add_callback(callback)

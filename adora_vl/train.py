@@ -40,15 +40,20 @@ def build_trainer(run: Checked) -> AdoraGRPOTrainer:
     """Weights are loaded here, and nowhere before."""
     from adora_vl.trainer import AdoraGRPOTrainer
 
-    config, model = run.config, run.model
+    config = run.config
+    model = run.model
     own: dict[str, Any] = {"revision": run.revision, "dtype": model.dtype}
     if model.attn_implementation is not None:
         own["attn_implementation"] = model.attn_implementation
     config.model_init_kwargs = {**own, **(config.model_init_kwargs or {})}
     return AdoraGRPOTrainer(
-        model=model.model_name_or_path, reward_funcs=list(run.rewards.functions), args=config,
-        train_dataset=run.dataset, peft_config=run.asked.model.peft_config, run=run,
-    )  # fmt: skip
+        model=model.model_name_or_path,
+        reward_funcs=list(run.rewards.functions),
+        args=config,
+        train_dataset=run.dataset,
+        peft_config=run.asked.model.peft_config,
+        run=run,
+    )
 
 
 def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
@@ -64,9 +69,14 @@ def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
     except Exception as error:  # model, engine, optimizer and trackers each have their own
         wrong = next((key for key in given if key in str(error)), None)
         if wrong is not None and isinstance(error, TypeError | ValueError):
-            value, why = f"{masked(given)[wrong]!r:.60}", errors.in_one_line(error)
-            raise UserError(f"model_init_kwargs: {wrong}: {value} is refused by the model ({why})") from error
-        raise RunError(f"the model or the engine could not be loaded ({errors.in_one_line(error)})") from error
+            value = f"{masked(given)[wrong]!r:.60}"
+            why = errors.in_one_line(error)
+            raise UserError(
+                f"model_init_kwargs: {wrong}: {value} is refused by the model ({why})"
+            ) from error
+        raise RunError(
+            f"the model or the engine could not be loaded ({errors.in_one_line(error)})"
+        ) from error
 
 
 def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
@@ -97,7 +107,9 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
         with noted(output_dir, is_main):
             trainer.save_state()
             merged = output_dir / MERGED
-            if not save_merged(trainer.model, trainer.processing_class, merged, trainer.accelerator):
+            if not save_merged(
+                trainer.model, trainer.processing_class, merged, trainer.accelerator
+            ):
                 return output_dir
             if is_main:
                 write_card(trainer.manifest, merged, trainer.state)
@@ -105,8 +117,12 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
         where = trainer.checkpoints.where_to_go_on()
         if disk_is_full(error):
             why = f"no space left on the disk of {str(output_dir)!r}"
-            raise DiskFullError(f"the model could not be written ({why}); make room there, and {where}") from None
-        raise RunError(f"the model could not be written into {str(output_dir)!r} ({error}); {where}") from error
+            raise DiskFullError(
+                f"the model could not be written ({why}); make room there, and {where}"
+            ) from None
+        raise RunError(
+            f"the model could not be written into {str(output_dir)!r} ({error}); {where}"
+        ) from error
     return merged
 
 
@@ -127,7 +143,10 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
 
     mark_stopped(output_dir, step)
     end_manifest(manifest, output_dir, "stopped", step)
-    print(f"Stopped after step {step}; the same command goes on from checkpoint-{step}:", file=sys.stderr)
+    print(
+        f"Stopped after step {step}; the same command goes on from checkpoint-{step}:",
+        file=sys.stderr,
+    )
     print(manifest["command"], file=sys.stderr)
 
 
@@ -145,7 +164,8 @@ def train(given: Given) -> int:
             copy_finished(run.finished, output_dir)
         return 0
     trainer = load(run, output_dir / STARTUP_LOG)
-    is_main, stop = trainer.accelerator.is_main_process, StopOnSignal()
+    is_main = trainer.accelerator.is_main_process
+    stop = StopOnSignal()
     trainer.callback_handler.callbacks.insert(0, stop)
     until_step = StartupLog(output_dir / STARTUP_LOG)
     speak_from_the_first_step(trainer, until_step)
@@ -157,13 +177,18 @@ def train(given: Given) -> int:
         if is_main:
             note_stop(trainer.manifest, output_dir, trainer.state.global_step)
     else:
-        with failure_noted(trainer.manifest, output_dir, lambda: trainer.state.global_step, is_main):
+        with failure_noted(
+            trainer.manifest, output_dir, lambda: trainer.state.global_step, is_main
+        ):
             model_folder = save_final_model(trainer, output_dir)
         if is_main:
             delete_aside(output_dir)
             end_manifest(trainer.manifest, output_dir, "finished", trainer.state.global_step)
-            log, command = trainer.state.log_history, trainer.manifest["command"]
-            lines = summary_lines(log, run.config, model_folder, seconds, data=run.data[0], command=command)
+            log = trainer.state.log_history
+            command = trainer.manifest["command"]
+            lines = summary_lines(
+                log, run.config, model_folder, seconds, data=run.data[0], command=command
+            )
             print("\n".join(lines), flush=True)
     trainer.accelerator.wait_for_everyone()
     stop.release()
@@ -176,7 +201,8 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
     """Print one line, after the traceback of the error's cause if it has one. `cause`: by default the error that
     `error` was raised from. Without a cause all ranks stop together, and the first reports it.
     """
-    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    rank = os.environ.get("RANK", "0")
+    ranks = os.environ.get("WORLD_SIZE", "1")
     cause = cause or error.__cause__
     alone = cause is not None or isinstance(error, DiskFullError)
     if cause is not None:

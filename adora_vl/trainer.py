@@ -63,12 +63,24 @@ class AdoraGRPOTrainer(TrainerParts):
     """As `trl.GRPOTrainer`; `args` is an `AdoraGRPOConfig`."""
 
     def __init__(
-        self, model: Any, reward_funcs: Any = None, args: AdoraGRPOConfig | None = None, train_dataset: Any = None,
-        eval_dataset: Any = None, processing_class: Any = None, reward_processing_classes: Any = None,
-        callbacks: list[Any] | None = None, optimizers: tuple[Any, Any] = (None, None), quantization_config: Any = None,
-        peft_config: Any = None, tools: Any = None, rollout_func: Any = None, environment_factory: Any = None, *,
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: AdoraGRPOConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+        *,
         run: Checked | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The parameters of stock TRL 1.16, which loads the weights first and builds its own generation class. Ours
         makes every stop of `adora_vl/start/road.py` before, unless `run` has made them, and puts its class in place.
 
@@ -76,30 +88,46 @@ class AdoraGRPOTrainer(TrainerParts):
         """
         if run is None:
             refuse_objects(train_dataset, reward_funcs, rollout_func, environment_factory)
-            args, loaded = config_of(args, model), None if isinstance(model, str) else model
+            args = config_of(args, model)
+            loaded = None if isinstance(model, str) else model
             keys = model_keys(model, args, peft_config, quantization_config)
             source = ModelSource(keys, peft_config, loaded, processing_class)
             rows = Datasets(train_dataset, eval_dataset)
-            asked = Asked(args, source, rows, reward_funcs, tools=tools or (), environment=environment_factory)
+            asked = Asked(
+                args, source, rows, reward_funcs, tools=tools or (), environment=environment_factory
+            )
             run = walk(asked, Where.of_launch("leave"))
-            train_dataset, eval_dataset = run.dataset, run.evaluated
-        args, self.run = run.config, run
+            train_dataset = run.dataset
+            eval_dataset = run.evaluated
+        args = run.config
+        self.run = run
         self.toolbox = run.toolbox or self.toolbox
         plan_no_shapes()
         self.run_facts: dict[str, Any] = {}  # into the manifest of every checkpoint
         self.manifest: dict[str, Any] = {}  # of the run, from the beginning of `train` on
-        self.clock = metrics.PhaseClock(self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode)
+        self.clock = metrics.PhaseClock(
+            self.log_figure, sleep_mode=args.use_vllm and args.vllm_enable_sleep_mode
+        )
         trackers.prepare_trackers(args.report_to, args.output_dir)
-        engine = partial(AdoraVLLMGeneration, settings=engine_settings(args, run.revision), timed=self.clock.phase)
+        engine = partial(
+            AdoraVLLMGeneration,
+            settings=engine_settings(args, run.revision),
+            timed=self.clock.phase,
+        )
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
             super().__init__(
                 model=run.policy() if isinstance(model, str) else model,
-                reward_funcs=list(run.rewards.functions), args=args, train_dataset=train_dataset,
-                eval_dataset=eval_dataset, processing_class=run.processor,
-                reward_processing_classes=reward_processing_classes, callbacks=callbacks, optimizers=optimizers,
+                reward_funcs=list(run.rewards.functions),
+                args=args,
+                train_dataset=train_dataset,
+                eval_dataset=eval_dataset,
+                processing_class=run.processor,
+                reward_processing_classes=reward_processing_classes,
+                callbacks=callbacks,
+                optimizers=optimizers,
                 peft_config=peft_config,
-            )  # fmt: skip
+            )
         if run.adapter is not None:
             begin_with(self.model, run.adapter)
         elif run.four_bit:
@@ -116,7 +144,10 @@ class AdoraGRPOTrainer(TrainerParts):
         self._build_collaborators(args, models)
 
     def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
     ) -> Any:
         """Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from the newest
         checkpoint in it, of whatever run. Ours holds `output_dir` for this run alone, goes on from its own checkpoints
@@ -125,7 +156,9 @@ class AdoraGRPOTrainer(TrainerParts):
         From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin anew. A command's run
         has its folder already. Raises `UserError` for a folder of another run, and `RunError` where a step fails.
         """
-        run, output_dir, is_main = self.run, Path(self.args.output_dir), self.accelerator.is_main_process
+        run = self.run
+        output_dir = Path(self.args.output_dir)
+        is_main = self.accelerator.is_main_process
         from_python = run.asked.given is None
         if from_python:
             run.take(resume_from_checkpoint)
@@ -136,7 +169,9 @@ class AdoraGRPOTrainer(TrainerParts):
                 return self._nothing_left(run.finished)
             self._begin_run(output_dir)
             with failure_noted(self.manifest, output_dir, lambda: self.state.global_step, is_main):
-                with errors_with_step(lambda: self.state.global_step, self.checkpoints.where_to_go_on):
+                with errors_with_step(
+                    lambda: self.state.global_step, self.checkpoints.where_to_go_on
+                ):
                     found = super().train(run.start.checkpoint, trial, ignore_keys_for_eval)
                 if self.bad_steps.reason:
                     raise RunError(f"step {self.state.global_step}: {self.bad_steps.reason}")
@@ -155,7 +190,9 @@ class AdoraGRPOTrainer(TrainerParts):
         self.manifest["model"]["sees_images"] = sees_images(self.model.config)
         if run.adapters:
             self.manifest["model"]["base"] = run.name
-        self.manifest["vllm_model_runner"] = self.vllm_generation.model_runner if self.use_vllm else None
+        self.manifest["vllm_model_runner"] = (
+            self.vllm_generation.model_runner if self.use_vllm else None
+        )
         if self.accelerator.is_main_process:
             if run.start.replaces:
                 set_aside(output_dir)  # now that all that is known of the new run is in order
@@ -202,7 +239,9 @@ class AdoraGRPOTrainer(TrainerParts):
     def _sample(self, rows: list[Row]) -> Generation:
         """A generation from these rows, ready to be learned from."""
         with self._engine_awake():
-            batch = self._generate_and_score_completions(rows)  # TRL's name for it, which a subclass may override
+            batch = self._generate_and_score_completions(
+                rows
+            )  # TRL's name for it, which a subclass may override
         generation = self._collecting
         assert generation is not None
         generation.batch = batch
@@ -214,7 +253,9 @@ class AdoraGRPOTrainer(TrainerParts):
     def _engine_awake(self) -> AbstractContextManager[None]:
         """Inside, the engine stays awake through dynamic sampling, unless passes of the policy need its memory."""
         passes = self.beta != 0.0 or not self._skips_old_pass
-        return nullcontext() if passes or not self.args.adora_rollouts.refill else self.sampler.awake()
+        return (
+            nullcontext() if passes or not self.args.adora_rollouts.refill else self.sampler.awake()
+        )
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         """Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the old
@@ -228,10 +269,14 @@ class AdoraGRPOTrainer(TrainerParts):
         if training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
         generation = Generation(
-            rows=inputs, mode="train" if training else "eval", step=self.state.global_step, key=self._step_key,
-            attempt=0, group_size=self.num_generations if training else self.num_generations_eval,
+            rows=inputs,
+            mode="train" if training else "eval",
+            step=self.state.global_step,
+            key=self._step_key,
+            attempt=0,
+            group_size=self.num_generations if training else self.num_generations_eval,
             first_micro_step=self._step - self._step % self.shape.cycle,
-        )  # fmt: skip
+        )
         self.pool.fill(generation)
         if training:
             self.prefetch.start()
@@ -249,14 +294,20 @@ class AdoraGRPOTrainer(TrainerParts):
         """Put the log-probabilities into a batch that the loss compares its own with: of the policy that has sampled,
         unless the policy's own pass gives them, and of the reference model.
         """
-        args, training = self.args, mode == "train"
+        args = self.args
+        training = mode == "train"
         corrects = self.use_vllm and self.vllm_importance_sampling_correction
         corrects = corrects and not (training and self._skips_old_pass)
-        one_step = args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations) == 0
+        one_step = (
+            args.gradient_accumulation_steps % (args.steps_per_generation * self.num_iterations)
+            == 0
+        )
         rows = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
 
         def scored(model: Any) -> Tensor:
-            return generation_logps(batch, partial(self._get_per_token_logps_and_entropies, model), rows)
+            return generation_logps(
+                batch, partial(self._get_per_token_logps_and_entropies, model), rows
+            )
 
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             if corrects or not one_step:
@@ -268,9 +319,13 @@ class AdoraGRPOTrainer(TrainerParts):
                 batch["ref_per_token_logps"] = scored(self.ref_model)
             elif self.beta != 0.0:  # the base model of an adapter, or the adapter as it was
                 policy = self.accelerator.unwrap_model(self.model)
-                with use_adapter(policy, adapter_name="ref" if "ref" in policy.peft_config else None):
+                with use_adapter(
+                    policy, adapter_name="ref" if "ref" in policy.peft_config else None
+                ):
                     batch["ref_per_token_logps"] = scored(self.model)
-                freeze(policy, args.adora_freeze)  # PEFT has made all of the adapter trainable again
+                freeze(
+                    policy, args.adora_freeze
+                )  # PEFT has made all of the adapter trainable again
 
     @property
     def _step_key(self) -> str:
@@ -336,8 +391,15 @@ class AdoraGRPOTrainer(TrainerParts):
     @property
     def _skips_old_pass(self) -> bool:
         """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks for them before."""
-        asks = self.args.adora_rollouts.replay or any(extension.needs_old_logps for extension in self.extensions)
-        return self.args.own("skip_old_pass") and self.shape.has_one_step and not has_dropout(self.model) and not asks
+        asks = self.args.adora_rollouts.replay or any(
+            extension.needs_old_logps for extension in self.extensions
+        )
+        return (
+            self.args.own("skip_old_pass")
+            and self.shape.has_one_step
+            and not has_dropout(self.model)
+            and not asks
+        )
 
     # ------------------------------------------------------------------------------------------ 3. a checkpoint
 
@@ -345,7 +407,8 @@ class AdoraGRPOTrainer(TrainerParts):
         """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash can leave an
         incomplete checkpoint, or none. Ours writes into another folder, seals it, renames it, then deletes older ones.
         """
-        stock, facts = super()._save_checkpoint, self.unfinished.facts(self._step_began, self._facts())
+        stock = super()._save_checkpoint
+        facts = self.unfinished.facts(self._step_began, self._facts())
 
         def save(folder: Path) -> dict[str, Any]:
             stock(model, trial)
@@ -370,7 +433,8 @@ class AdoraGRPOTrainer(TrainerParts):
         modules have other names, so a resumed run would only print a warning and start from the untrained weights. Of
         several adapters it reads those in folders alone, and not the one that is trained.
         """
-        model, folder = self.model if model is None else model, Path(resume_from_checkpoint)
+        model = self.model if model is None else model
+        folder = Path(resume_from_checkpoint)
         if self._dist.is_fsdp or not list(folder.glob("*.safetensors")):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -394,19 +458,28 @@ class AdoraGRPOTrainer(TrainerParts):
         unfinished = self.unfinished.load(Path(checkpoint))
         if unfinished is not None:
             self._step, self._buffered_inputs, table = unfinished
-            self._generation = Generation.restored(self._step - self._step % self.shape.cycle, self._buffered_inputs)
+            self._generation = Generation.restored(
+                self._step - self._step % self.shape.cycle, self._buffered_inputs
+            )
             trackers.from_json(table, self._logs)
         for name, values in facts.get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 
     def save_here(self) -> Path:
         """The checkpoint of the present step, written unless it is there already. All ranks call this together."""
-        return self.checkpoints.at(self.state.global_step, lambda: self._save_checkpoint(self.model, None))
+        return self.checkpoints.at(
+            self.state.global_step, lambda: self._save_checkpoint(self.model, None)
+        )
 
     def _facts(self) -> dict[str, Any]:
         """What is known now of the run, for a checkpoint's manifest."""
         figures = {name: list(values) for name, values in self._metrics["train"].items()}
-        return {**self.run_facts, **self.loss_sums.now(), "methods": self.methods.state(), "metrics": figures}
+        return {
+            **self.run_facts,
+            **self.loss_sums.now(),
+            "methods": self.methods.state(),
+            "metrics": figures,
+        }
 
     @property
     def _step_began(self) -> int:
@@ -430,22 +503,34 @@ class AdoraGRPOTrainer(TrainerParts):
         with noted(Path(self.args.output_dir), self.accelerator.is_main_process):
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def create_model_card(self, model_name: Any = None, dataset_name: Any = None, tags: Any = None) -> None:
+    def create_model_card(
+        self, model_name: Any = None, dataset_name: Any = None, tags: Any = None
+    ) -> None:
         """Stock TRL writes a card of its own into output_dir at every save, which would replace ours."""
 
     # -------------------------------------------------------------------------------- data, log, and the engine's end
 
     def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
+        self,
+        dataset: Any,
+        description: str,
+        batch_size: int,
+        sampler_fn: Any = None,
+        is_training: bool = False,
         dataloader_key: str | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Stock TRL reads every copy of a row; ours reads each once, if possible while the policy learns."""
-        asked, share = self.args.adora_rollouts, self.args.own("cache_images")
+        asked = self.args.adora_rollouts
+        share = self.args.own("cache_images")
         numbered = asked.budget is not None or asked.ahead > 0 or asked.replay > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
-            return super()._get_dataloader(dataset, description, batch_size, sampler_fn, is_training, dataloader_key)
+            return super()._get_dataloader(
+                dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+            )
         rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered, share=share)
-        loader = super()._get_dataloader(rows, description, batch_size, sampler_fn, is_training, dataloader_key)
+        loader = super()._get_dataloader(
+            rows, description, batch_size, sampler_fn, is_training, dataloader_key
+        )
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
         return loader
 

@@ -47,10 +47,14 @@ class Batch(TypedDict, total=False):
     image_grid_thw: Tensor  # (images, 3)
     num_images: list[int]  # (B,)
     # added by this package
-    distorted: Tensor  # (B,), bool: sampled on a distorted image (noisy_rollouts); only where some can be
+    distorted: (
+        Tensor  # (B,), bool: sampled on a distorted image (noisy_rollouts); only where some can be
+    )
     visual_dependency: Tensor  # (B,), nats per token, NaN without an image
     visual_scale: Tensor  # (B,), the factor of the rollout in its advantages
-    stale_tokens: Tensor  # (B,), tokens at the beginning that earlier weights sampled (adora_rollouts.budget)
+    stale_tokens: (
+        Tensor  # (B,), tokens at the beginning that earlier weights sampled (adora_rollouts.budget)
+    )
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
     rollout_number: Tensor  # (B,), adora_vl.record.recorder; -1 for one of an earlier generation
@@ -68,22 +72,43 @@ class HostRows:
     prompt_mask: Tensor  # (B, P)
     token_types: Tensor | None  # (B, P), 1 at the tokens of images
     lengths: list[int]  # completion tokens of each row
-    images: list[tuple[Tensor, Tensor] | None]  # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    images: list[
+        tuple[Tensor, Tensor] | None
+    ]  # of each row: references (patches, 1) or pixels, and grids (images, 3)
     own: Tensor | None = None  # (B, C), not 0 where the policy has sampled; None: everywhere
-    answer_types: Tensor | None = None  # (B, C), as `token_types`; None where completions have no images
+    answer_types: Tensor | None = (
+        None  # (B, C), as `token_types`; None where completions have no images
+    )
 
     @classmethod
     def of(
-        cls, prompt_ids: Tensor, prompt_mask: Tensor, completion_mask: Tensor, columns: Mapping[str, Any]
+        cls,
+        prompt_ids: Tensor,
+        prompt_mask: Tensor,
+        completion_mask: Tensor,
+        columns: Mapping[str, Any],
     ) -> HostRows:
         """Copied from rows and from their `columns` of images and tools. Pixels that are no references stay there."""
-        types, grids, counts = (columns.get(name) for name in ("mm_token_type_ids", "image_grid_thw", "num_images"))
-        pixels, images = columns.get("pixel_values"), list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
-        own, width = columns.get("tool_mask"), prompt_ids.size(1)
+        types, grids, counts = (
+            columns.get(name) for name in ("mm_token_type_ids", "image_grid_thw", "num_images")
+        )
+        pixels = columns.get("pixel_values")
+        images = list[tuple[Tensor, Tensor] | None]([None] * len(prompt_ids))
+        own = columns.get("tool_mask")
+        width = prompt_ids.size(1)
         answers = types[:, width:] if types is not None and own is not None else None
         types = types[:, :width] if types is not None else None
         references = pixels if pixels is not None and not pixels.is_floating_point() else None
-        asked = (prompt_ids, prompt_mask, completion_mask.sum(dim=1), types, grids, references, own, answers)
+        asked = (
+            prompt_ids,
+            prompt_mask,
+            completion_mask.sum(dim=1),
+            types,
+            grids,
+            references,
+            own,
+            answers,
+        )
         ids, mask, lengths, types, grids, references, own, answers = _on_host(asked)
         answers = answers if answers is not None and answers.any() else None
         if pixels is not None and grids is not None and counts is not None:
@@ -105,9 +130,13 @@ class HostRows:
         """Of these rows, and of their prompts the columns from `first` on."""
         own = list(rows)
         types = self.token_types[own, first:] if self.token_types is not None else None
-        ids, mask = self.prompt_ids[own, first:], self.prompt_mask[own, first:]
-        sampled, answers = (None if part is None else part[own] for part in (self.own, self.answer_types))
-        lengths, images = [self.lengths[row] for row in own], [self.images[row] for row in own]
+        ids = self.prompt_ids[own, first:]
+        mask = self.prompt_mask[own, first:]
+        sampled, answers = (
+            None if part is None else part[own] for part in (self.own, self.answer_types)
+        )
+        lengths = [self.lengths[row] for row in own]
+        images = [self.images[row] for row in own]
         return HostRows(ids, mask, types, lengths, images, sampled, answers)
 
 
@@ -120,7 +149,9 @@ def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else next(back) for tensor in tensors]
 
 
-SaveNow = Callable[[], Path]  # the checkpoint of the present step, written by all ranks unless it is there
+SaveNow = Callable[
+    [], Path
+]  # the checkpoint of the present step, written by all ranks unless it is there
 LogFigure = Callable[[str, float], None]  # name and value, for the next log; the same on every rank
 
 

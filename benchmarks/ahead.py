@@ -25,7 +25,8 @@ from adora_vl.record.metrics import METRICS, read_metrics
 from benchmarks.stand_in_server import StandIn
 
 # Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take it a 64th of that.
-TOKENS, LIMIT = 32, 512
+TOKENS = 32
+LIMIT = 512
 WAITS = "BENCHMARK_AHEAD_WAITS"  # of the environment, in seconds
 
 
@@ -36,7 +37,13 @@ def waits(completions: Sequence[object], **_: object) -> list[float]:
 
 
 def parts_of_a_step(
-    folder: Path, ahead: int, waiting: float, steps: int, *, uneven: bool = False, learning: float = 0.0
+    folder: Path,
+    ahead: int,
+    waiting: float,
+    steps: int,
+    *,
+    uneven: bool = False,
+    learning: float = 0.0,
 ) -> tuple[float, float]:
     """Train the tiny model in a process of its own; the mean seconds of its steps for sampling, and for the rest.
     `learning`: seconds that the trainer waits in addition.
@@ -45,40 +52,64 @@ def parts_of_a_step(
     if uneven:
         server.pace = lambda syncs: 0.5 + syncs % 2
     keys = {
-        "config": "configs/train/smoke_cpu.yaml", "output_dir": folder, "use_vllm": "true", "vllm_mode": "server",
-        "vllm_server_base_url": server.url, "adora_weight_transfer": "file", "adora_rollouts.ahead": ahead,
-        "adora_max_drift": "null", "adora_self_check": "false", "max_steps": steps, "save_strategy": "no",
-        "logging_steps": 1, "adora_synthetic_rows": 64, "max_completion_length": LIMIT, "vllm_max_model_length": 1024,
-        "entropy_coef": 1.0, "adora_reward": f"{__file__}:{waits.__name__}",
-    }  # fmt: skip
+        "config": "configs/train/smoke_cpu.yaml",
+        "output_dir": folder,
+        "use_vllm": "true",
+        "vllm_mode": "server",
+        "vllm_server_base_url": server.url,
+        "adora_weight_transfer": "file",
+        "adora_rollouts.ahead": ahead,
+        "adora_max_drift": "null",
+        "adora_self_check": "false",
+        "max_steps": steps,
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "adora_synthetic_rows": 64,
+        "max_completion_length": LIMIT,
+        "vllm_max_model_length": 1024,
+        "entropy_coef": 1.0,
+        "adora_reward": f"{__file__}:{waits.__name__}",
+    }
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    command, environment = [sys.executable, "-m", "adora_vl.train", *words], {**os.environ, WAITS: str(learning)}
+    command = [sys.executable, "-m", "adora_vl.train", *words]
+    environment = {**os.environ, WAITS: str(learning)}
     try:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     finally:
         server.close()
     logged = [entry for entry in read_metrics(folder / METRICS) if "seconds/rollout" in entry][2:-2]
     sampling = [entry["seconds/rollout"] + entry["seconds/sync"] for entry in logged]
-    whole = [sum(value for name, value in entry.items() if name.startswith("seconds/")) for entry in logged]
+    whole = [
+        sum(value for name, value in entry.items() if name.startswith("seconds/"))
+        for entry in logged
+    ]
     return statistics.mean(sampling), statistics.mean(whole) - statistics.mean(sampling)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
-    parser.add_argument("--seconds", type=float, default=3.0, help="that the server waits for a generation")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="that the server waits for a generation"
+    )
     parser.add_argument("--steps", type=int, default=12)
     asked = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         even = asked.seconds, asked.steps
         server, trainer = parts_of_a_step(Path(name, "after"), 0, *even)
-        print(f"one after the other {server + trainer:.2f} s: server {server:.2f}, trainer {trainer:.2f}", flush=True)
+        print(
+            f"one after the other {server + trainer:.2f} s: server {server:.2f}, trainer {trainer:.2f}",
+            flush=True,
+        )
         one, two = (sum(parts_of_a_step(Path(name, f"{k}"), k, *even)) for k in (1, 2))
         longer = max(server, trainer)
         print(
             f"one step ahead {one:.2f} s, two {two:.2f} s: {one / longer:.2f} and {two / longer:.2f} of the longer part"
         )
         as_long = max(0.0, server - trainer)
-        one, two = (sum(parts_of_a_step(Path(name, f"u{k}"), k, *even, uneven=True, learning=as_long)) for k in (1, 2))
+        one, two = (
+            sum(parts_of_a_step(Path(name, f"u{k}"), k, *even, uneven=True, learning=as_long))
+            for k in (1, 2)
+        )
     print(f"uneven: one step ahead {one:.2f} s, two {two:.2f} s: {two / one:.2f}")
 
 

@@ -32,22 +32,39 @@ def agreement(path: Path) -> bool:
     kinds: dict[str, list[bool]] = {}
     for number, row in enumerate(every, 1):
         gold = ", ".join(boxes_in_a_row(row["gold"], answer_tags=False)) or row["gold"]
-        answer = row["answer"] if last_boxed(row["answer"]) is not None else rf"\boxed{{{row['answer']}}}"
+        answer = (
+            row["answer"]
+            if last_boxed(row["answer"]) is not None
+            else rf"\boxed{{{row['answer']}}}"
+        )
         found = grade(answer, gold)
-        kinds.setdefault(row.get("group", "all"), []).append(agrees := (found.verdict == "correct") == row["right"])
+        kinds.setdefault(row.get("group", "all"), []).append(
+            agrees := (found.verdict == "correct") == row["right"]
+        )
         if not agrees:
             accepted += found.verdict == "correct"
-            print(f"{number:4} {found.verdict} ({found.reason}): {row['answer']!r:.{SHOWN}} for {gold!r:.{SHOWN}}")
+            print(
+                f"{number:4} {found.verdict} ({found.reason}): {row['answer']!r:.{SHOWN}} for {gold!r:.{SHOWN}}"
+            )
     wrong = sum(not row["right"] for row in every)
-    print("\n".join(f"| {kind.removeprefix('test_')} | {sum(held)} of {len(held)} |" for kind, held in kinds.items()))
-    print(f"{sum(map(sum, kinds.values()))} of {len(every)} agree; {accepted} of {wrong} wrong answers are accepted")
+    print(
+        "\n".join(
+            f"| {kind.removeprefix('test_')} | {sum(held)} of {len(held)} |"
+            for kind, held in kinds.items()
+        )
+    )
+    print(
+        f"{sum(map(sum, kinds.values()))} of {len(every)} agree; {accepted} of {wrong} wrong answers are accepted"
+    )
     return not accepted
 
 
 def neighbours(path: Path) -> None:
     """Prints the refused golds, and the pairs of different texts of which one is accepted for the other."""
     with_options = [row for row in rows(path) if row.get("options")]
-    every = sorted({row.get("answer") or row["solution"] for row in rows(path) if not row.get("options")})
+    every = sorted(
+        {row.get("answer") or row["solution"] for row in rows(path) if not row.get("options")}
+    )
     reasons = {gold: verify_gold(gold) for gold in every}
     for gold, reason in reasons.items():
         if reason:
@@ -59,17 +76,21 @@ def neighbours(path: Path) -> None:
                 print(f"accepted: {answer!r:.{SHOWN}} for {gold!r:.{SHOWN}}")
     print(f"{len(usable)} of {len(every)} different golds are graded as right against themselves")
     if with_options:
-        print(f"{sum(map(options_as_they_should_be, with_options))} of {len(with_options)} rows with options are, too")
+        print(
+            f"{sum(map(options_as_they_should_be, with_options))} of {len(with_options)} rows with options are, too"
+        )
 
 
 def options_as_they_should_be(row: dict[str, Any]) -> bool:
     """Whether the right option is right and no other one is, as a letter and as a value; prints what is not so."""
-    gold, options = row["answer"], row["options"]
+    gold = row["answer"]
+    options = row["options"]
     odd = [
         answer
         for letter, value in zip(ascii_uppercase, options, strict=False)
         for answer in (letter, value)
-        if (grade(rf"\boxed{{{answer}}}", gold, choices=options).verdict == "correct") != (letter == gold)
+        if (grade(rf"\boxed{{{answer}}}", gold, choices=options).verdict == "correct")
+        != (letter == gold)
     ]
     for answer in odd:
         print(f"option {answer!r:.{SHOWN}} of {options!r:.{SHOWN}} for {gold!r}")
@@ -77,7 +98,9 @@ def options_as_they_should_be(row: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=Path)
     parser.add_argument("--golds", type=Path)
     options = parser.parse_args()

@@ -24,36 +24,69 @@ PHASES = ("rollout", "grading", "backward", "saving")
 CHILD = "--child"
 KILL = "ADORA_KILL"  # phase:step:delay in seconds, for the child; with :rank that rank alone dies
 UNTIMED = (
-    "step_time", "train_runtime", "train_samples_per_second", "train_steps_per_second", "total_flos", "grading/ms",
-    "seconds/", "adora/servers_waited_s", "adora/trainer_waited_s", "adora/tools_s",
+    "step_time",
+    "train_runtime",
+    "train_samples_per_second",
+    "train_steps_per_second",
+    "total_flos",
+    "grading/ms",
+    "seconds/",
+    "adora/servers_waited_s",
+    "adora/trainer_waited_s",
+    "adora/tools_s",
     "adora/sync_mb",  # the first sync of a start sends the engine everything
-)  # fmt: skip
+)
 
 
 def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
     """The demo's command, smaller, with every step logged."""
     own = {
-        "config": "configs/train/smoke_cpu.yaml", "output_dir": str(folder), "max_steps": steps, "logging_steps": 1,
-        "save_steps": 3, "save_total_limit": 2, "per_device_train_batch_size": 16, "num_generations": 4,
-        "adora_synthetic_rows": 128, "max_completion_length": 24,
-    }  # fmt: skip
+        "config": "configs/train/smoke_cpu.yaml",
+        "output_dir": str(folder),
+        "max_steps": steps,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "save_total_limit": 2,
+        "per_device_train_batch_size": 16,
+        "num_generations": 4,
+        "adora_synthetic_rows": 128,
+        "max_completion_length": 24,
+    }
     return [word for key, value in own.items() for word in (f"--{key}", str(value))] + extra
 
 
 def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
     """Run the training command in a session of its own. Returns 0, or -9 where it was killed."""
-    zero3 = ["-m", "accelerate.commands.launch", "--config_file", "configs/accelerate/cpu_zero3.yaml"]
-    command = [sys.executable, *(zero3 if options.processes == 2 else []), "-m", "benchmarks.kill_and_resume", CHILD]
+    zero3 = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        "configs/accelerate/cpu_zero3.yaml",
+    ]
+    command = [
+        sys.executable,
+        *(zero3 if options.processes == 2 else []),
+        "-m",
+        "benchmarks.kill_and_resume",
+        CHILD,
+    ]
     command += settings(folder, options.steps, options.extra)
     environment = {**os.environ, KILL: kill, "TOKENIZERS_PARALLELISM": "false"}
     log = folder.with_suffix(".log")
     with log.open("a") as stream:
         process = subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=stream, stderr=stream, start_new_session=True
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
         )
         code = process.wait()
     if kill and code == 1 and "SIGKILL" in log.read_text():
-        return -signal.SIGKILL  # the launcher of several processes outlives them, and says what they died of
+        return (
+            -signal.SIGKILL
+        )  # the launcher of several processes outlives them, and says what they died of
     if code not in (0, -signal.SIGKILL):
         sys.exit(f"the run ended with {code}; see {log}\n{log.read_text()[-1500:]}")
     return code
@@ -137,10 +170,15 @@ def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
         names = [name for name in figures if figures[name] != other.get(name)]
         if names:
             name = names[0]
-            lines.append(f"step {step}: {name} is {figures[name]} and {other.get(name)} ({len(names)} figures differ)")
+            lines.append(
+                f"step {step}: {name} is {figures[name]} and {other.get(name)} ({len(names)} figures differ)"
+            )
     if reference["rollouts"] != killed["rollouts"]:
         other = killed["rollouts"]
-        lines.append("rollouts of " + ", ".join(k for k, v in reference["rollouts"].items() if other.get(k) != v))
+        lines.append(
+            "rollouts of "
+            + ", ".join(k for k, v in reference["rollouts"].items() if other.get(k) != v)
+        )
     if reference["weights"] != killed["weights"]:
         lines.append("the final weights")
     return lines
@@ -153,17 +191,26 @@ def killed_run(folder: Path, options: argparse.Namespace) -> None:
     for number, kill in enumerate([*options.kills.split(","), ""]):
         phase, _, step = kill.partition(":")
         delay = rng.uniform(0, 0.05 if phase in ("grading", "saving") else 0.3)
-        before = sorted((int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), reverse=True)
+        before = sorted(
+            (int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), reverse=True
+        )
         code = launch(folder, options, f"{kill}:{delay:.3f}" if kill else "")
-        assert bool(code) == bool(kill), f"start {number} was to be killed in {kill!r} and ended with {code}"
+        assert bool(code) == bool(kill), (
+            f"start {number} was to be killed in {kill!r} and ended with {code}"
+        )
         start = f"checkpoint-{before[0]}" if before else "the beginning"
-        print(f"{number:>5}  {phase or '(finished)':<12}{step:>8}{delay if kill else 0:>9.3f}  {start}", flush=True)
+        print(
+            f"{number:>5}  {phase or '(finished)':<12}{step:>8}{delay if kill else 0:>9.3f}  {start}",
+            flush=True,
+        )
 
 
 def main() -> int:
     if sys.argv[1:2] == [CHILD]:
         return child(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--kills", default="rollout:4,grading:10,backward:14,saving:18,rollout:25")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1)
@@ -177,7 +224,10 @@ def main() -> int:
     killed_run(out / "killed", options)
     reference = facts(out / "whole")
     differences = compare(reference, facts(out / "killed"))
-    print(f"{len(reference['steps'])} steps, {len(reference['rollouts'])} tables of rollouts, weights: ", end="")
+    print(
+        f"{len(reference['steps'])} steps, {len(reference['rollouts'])} tables of rollouts, weights: ",
+        end="",
+    )
     print("all equal" if not differences else "\n".join(["different", *differences]))
     return 1 if differences else 0
 

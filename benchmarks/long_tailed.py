@@ -26,26 +26,49 @@ import requests
 SETTINGS = (((100, 1600), (("320", "4"), ("200", "8"))), ((50, 400), (("100", "4"), ("80", "5"))))
 COLUMNS = {"steps": ("steps", 1), "decoding": ("ms in steps", 1e3), "seconds": ("ms", 1e3)}
 BEGINNING = 3  # generations
-SEED, LIMIT_SHARE, SIGMA = 0, 0.01, 0.7
+SEED = 0
+LIMIT_SHARE = 0.01
+SIGMA = 0.7
 
 
 def drawn(seed: int, median: int, limit: int) -> int:
     """The length of the answer that begins with this seed: lognormal, and one in a hundred runs to the limit."""
     rng = random.Random(seed)
-    return limit if rng.random() < LIMIT_SHARE else max(5, min(limit, int(median * rng.lognormvariate(0, SIGMA))))
+    return (
+        limit
+        if rng.random() < LIMIT_SHARE
+        else max(5, min(limit, int(median * rng.lognormvariate(0, SIGMA))))
+    )
 
 
-def arguments(folder: Path, limit: int, budget: str, staleness: str, generations: int, server: str) -> list[str]:
+def arguments(
+    folder: Path, limit: int, budget: str, staleness: str, generations: int, server: str
+) -> list[str]:
     """The demo's command with 8 problems x 8 rollouts and answers of up to `limit` tokens."""
-    served = {"vllm_mode": "server", "vllm_server_base_url": server, "adora_weight_transfer": "file"} if server else {}
+    served = (
+        {"vllm_mode": "server", "vllm_server_base_url": server, "adora_weight_transfer": "file"}
+        if server
+        else {}
+    )
     keys = {
-        "config": "configs/train/smoke_cpu.yaml", "output_dir": str(folder), "max_steps": generations,
-        "per_device_train_batch_size": 64, "max_completion_length": limit, "vllm_max_model_length": limit + 256,
-        "adora_stock_step": "group_requests", "generation_kwargs": '{"ignore_eos": true}', "save_strategy": "no",
-        "adora_synthetic_rows": 256, "logging_steps": 1, "seed": SEED, "adora_rollouts.budget": budget,
-        "adora_record_every": 0, "log_completions": "false", "adora_rollouts.staleness": staleness,
+        "config": "configs/train/smoke_cpu.yaml",
+        "output_dir": str(folder),
+        "max_steps": generations,
+        "per_device_train_batch_size": 64,
+        "max_completion_length": limit,
+        "vllm_max_model_length": limit + 256,
+        "adora_stock_step": "group_requests",
+        "generation_kwargs": '{"ignore_eos": true}',
+        "save_strategy": "no",
+        "adora_synthetic_rows": 256,
+        "logging_steps": 1,
+        "seed": SEED,
+        "adora_rollouts.budget": budget,
+        "adora_record_every": 0,
+        "log_completions": "false",
+        "adora_rollouts.staleness": staleness,
         **served,
-    }  # fmt: skip
+    }
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
@@ -66,7 +89,11 @@ def steps_of(server: str) -> float:
     if not server:
         return 0.0
     counted = requests.get(f"{server}/metrics", timeout=60).text.splitlines()
-    return sum(float(line.split()[-1]) for line in counted if line.startswith("vllm:iteration_tokens_total_count"))
+    return sum(
+        float(line.split()[-1])
+        for line in counted
+        if line.startswith("vllm:iteration_tokens_total_count")
+    )
 
 
 def child(
@@ -84,7 +111,10 @@ def child(
 
     found: list[dict[str, float]] = []
     force_lengths(lambda seed: drawn(seed, median, limit))
-    engine_step, sample, fill, judge = LLMEngine.step, Pool._sampled, Pool.fill, Judge.__call__
+    engine_step = LLMEngine.step
+    sample = Pool._sampled
+    fill = Pool.fill
+    judge = Judge.__call__
 
     def timed(method: Any, name: str) -> Any:
         def run(*given: Any) -> Any:
@@ -141,19 +171,28 @@ def compare(generations: int, server: str) -> None:
             for part, chosen in (("whole", found), ("middle", found[BEGINNING:-1])):
                 values = per_rollout(chosen, columns)
                 first = whole.setdefault(part, values)
-                both = "".join(f"{a:>9.2f}{a / b:>5.2f}" for a, b in zip(values, first, strict=True))
+                both = "".join(
+                    f"{a:>9.2f}{a / b:>5.2f}" for a, b in zip(values, first, strict=True)
+                )
                 count = sum(generation["rollouts"] for generation in chosen)
-                print("{:>6} {:>6} {:>7} {:>9}".format(*words[:4]) + f" {part:>7}{count:>9.0f}{both}", flush=True)
+                print(
+                    "{:>6} {:>6} {:>7} {:>9}".format(*words[:4]) + f" {part:>7}{count:>9.0f}{both}",
+                    flush=True,
+                )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("median", type=int)
     parser.add_argument("limit", type=int)
     parser.add_argument("budget", help="of adora_rollouts.budget")
     parser.add_argument("staleness", help="of adora_rollouts.staleness")
     parser.add_argument("generations", type=int)
-    parser.add_argument("--server", default="", help="URL; empty: the engine of the trainer's own process")
+    parser.add_argument(
+        "--server", default="", help="URL; empty: the engine of the trainer's own process"
+    )
     print(json.dumps(child(**vars(parser.parse_args()))))
 
 

@@ -60,7 +60,11 @@ class Clock:
             with self.phase(name if isinstance(name, str) else name(self)):
                 return original(*args, **kwargs)
 
-        setattr(owner, method, staticmethod(timed) if isinstance(owner, type) and _is_static(owner, method) else timed)
+        setattr(
+            owner,
+            method,
+            staticmethod(timed) if isinstance(owner, type) and _is_static(owner, method) else timed,
+        )
 
 
 def _is_static(owner: type, method: str) -> bool:
@@ -81,14 +85,23 @@ class PeakMemory:
     `peak_of_rest`.
     """
 
-    def __init__(self, *, mapped: bool = True, every: float = 0.002, apart: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        *,
+        mapped: bool = True,
+        every: float = 0.002,
+        apart: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.peak = self.peak_of_rest = 0
-        self._mapped, self._every, self._apart = mapped, every, apart
+        self._mapped = mapped
+        self._every = every
+        self._apart = apart
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while True:
-            before, now = self._apart(), self.now()
+            before = self._apart()
+            now = self.now()
             self.peak = max(self.peak, now)
             if not before and not self._apart():
                 self.peak_of_rest = max(self.peak_of_rest, now)
@@ -115,7 +128,9 @@ def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def by_turns(device: torch.device, ways: Mapping[str, Callable[..., object]], repeats: int) -> dict[str, float]:
+def by_turns(
+    device: torch.device, ways: Mapping[str, Callable[..., object]], repeats: int
+) -> dict[str, float]:
     """Median seconds of each, after one run that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
@@ -145,13 +160,17 @@ class NewTensors(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak, self._sizes = 0, dict[int, int]()
+        self.peak = 0
+        self._sizes = dict[int, int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (number := _storage(leaf)) not in given | self._sizes.keys():
+            if (
+                isinstance(leaf, Tensor)
+                and (number := _storage(leaf)) not in given | self._sizes.keys()
+            ):
                 self._sizes[number] = leaf.untyped_storage().nbytes()
                 weakref.finalize(leaf.untyped_storage(), self._sizes.pop, number, None)
         self.peak = max(self.peak, sum(self._sizes.values()))

@@ -29,8 +29,20 @@ from eval.scoring.statistics import half_width
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = ("--config", "configs/train/smoke_cpu.yaml")
-COMMON = ("--eval_strategy", "steps", "--eval_on_start", "true", "--logging_steps", "1", "--beta", "0.001",
-          "--save_strategy", "no", "--overwrite_output_dir", "true")  # fmt: skip
+COMMON = (
+    "--eval_strategy",
+    "steps",
+    "--eval_on_start",
+    "true",
+    "--logging_steps",
+    "1",
+    "--beta",
+    "0.001",
+    "--save_strategy",
+    "no",
+    "--overwrite_output_dir",
+    "true",
+)
 TEST_ROWS = 600
 Run = dict[str, Any]
 
@@ -48,14 +60,26 @@ class Variant:
 
     def arguments(self, steps: int, eval_every: int) -> list[str]:
         """All options of a run of so many generations: the same rollouts for every method, however many updates."""
-        length = ("--max_steps", str(self.updates * steps), "--eval_steps", str(self.updates * eval_every))
+        length = (
+            "--max_steps",
+            str(self.updates * steps),
+            "--eval_steps",
+            str(self.updates * eval_every),
+        )
         return [*length, *COMMON, *self.options]
 
 
 def grpo(*options: str, updates: int = 1) -> Variant:
     """GRPO with something else. Where a generation has four updates, ratios leave 1 and clipping acts."""
-    four = ("--per_device_train_batch_size", "32", "--steps_per_generation", "4")  # of the recipe's 128 rollouts
-    return Variant(("--adora_method", "grpo", *options, *(four if updates == 4 else ())), updates=updates)
+    four = (
+        "--per_device_train_batch_size",
+        "32",
+        "--steps_per_generation",
+        "4",
+    )  # of the recipe's 128 rollouts
+    return Variant(
+        ("--adora_method", "grpo", *options, *(four if updates == 4 else ())), updates=updates
+    )
 
 
 def method(name: str, *options: str) -> Variant:
@@ -69,7 +93,9 @@ METHODS = {
     "dapo": method("dapo", "--adora_method.dapo.keep_settings", "beta"),
     "adora": method("adora"),
     "adora_difficulty": method("adora", "--adora_method.adora.criteria", "difficulty"),
-    "adora_amplify": method("adora", "--adora_method.adora.mode", "amplification", "--adora_method.adora.factor", "2"),
+    "adora_amplify": method(
+        "adora", "--adora_method.adora.mode", "amplification", "--adora_method.adora.factor", "2"
+    ),
     "daro": method("daro"),
     "mc_grpo": method("mc_grpo", "--num_generations", "9", "--per_device_train_batch_size", "144"),
     "ngrpo": method("ngrpo"),
@@ -92,7 +118,11 @@ PARTS: dict[str, dict[str, Variant]] = {
     "methods": METHODS,
     "tau": {
         f"tau_{tau:g}": method(
-            "adora", "--adora_method.adora.criteria", "difficulty", "--adora_method.adora.tau", str(tau)
+            "adora",
+            "--adora_method.adora.criteria",
+            "difficulty",
+            "--adora_method.adora.tau",
+            str(tau),
         )
         for tau in (0.125, 0.25, 0.5, 0.75)
     },
@@ -102,7 +132,11 @@ PARTS: dict[str, dict[str, Variant]] = {
     },
     "lambda_amp": {
         f"amp_{factor:g}": method(
-            "adora", "--adora_method.adora.mode", "amplification", "--adora_method.adora.factor", str(factor)
+            "adora",
+            "--adora_method.adora.mode",
+            "amplification",
+            "--adora_method.adora.factor",
+            str(factor),
         )
         for factor in (1.5, 2.0, 4.0)
     },
@@ -134,14 +168,21 @@ class FailedError(RuntimeError):
     """A command ended with an error."""
 
 
-def command(words: Sequence[str | Path], log: Path | None = None, threads: int | None = None) -> None:
+def command(
+    words: Sequence[str | Path], log: Path | None = None, threads: int | None = None
+) -> None:
     """Run from the repository's root, with so many OpenMP threads where the environment does not say how many.
 
     Raises `FailedError` with the end of what it said.
     """
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ} if threads else None
     done = subprocess.run(
-        [str(w) for w in words], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+        [str(w) for w in words],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if log is not None:
         log.write_text(done.stdout + done.stderr)
@@ -213,7 +254,9 @@ def train_all(out: Path, jobs: Sequence[Job], parallel: int) -> list[Run]:
                 try:
                     results[job] = future.result()
                 except FailedError as error:
-                    tqdm.write(f"{job.folder} failed, see {out / job.folder}.log: {error}", file=sys.stderr)
+                    tqdm.write(
+                        f"{job.folder} failed, see {out / job.folder}.log: {error}", file=sys.stderr
+                    )
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -224,15 +267,21 @@ def figures(history: Sequence[Mapping[str, Any]]) -> Run:
     """A run's curves and what the table needs; `held_out` is [step, accuracy, low, high] of each evaluation."""
     steps = [entry for entry in history if "reward" in entry]
     weights = sorted({key for entry in steps for key in entry if key.startswith(WEIGHT)})
-    keys = {name: key for name, (key, _) in CURVES.items()} | {key.removeprefix("adora/"): key for key in weights}
+    keys = {name: key for name, (key, _) in CURVES.items()} | {
+        key.removeprefix("adora/"): key for key in weights
+    }
     curves = {
         name: [[entry["step"], entry[key]] for entry in steps if entry.get(key) is not None]
         for name, key in keys.items()
     }
     # of every step: one without rollouts of its own has no reward
-    curves["step_time"] = [[entry["step"], entry["step_time"]] for entry in history if "step_time" in entry]
+    curves["step_time"] = [
+        [entry["step"], entry["step_time"]] for entry in history if "step_time" in entry
+    ]
     name = "eval_geometry3k_accuracy"
-    held_out = [[e["step"], e[name], e[f"{name}_low"], e[f"{name}_high"]] for e in history if name in e]
+    held_out = [
+        [e["step"], e[name], e[f"{name}_low"], e[f"{name}_high"]] for e in history if name in e
+    ]
     fifth = max(1, len(steps) // 5)
     last = {key: _mean([value for _, value in values[-fifth:]]) for key, values in curves.items()}
     strange = {key: outliers([value for _, value in curves[key]]) for key in ("kl", "loss")}
@@ -248,7 +297,8 @@ def outliers(values: Sequence[float], window: int = 11, times: float = 5.0) -> i
     """How many values lie further from the median of the `window` around them than `times` the median distance."""
     half = window // 2
     distances = [
-        abs(value - median(values[max(0, index - half) : index + half + 1])) for index, value in enumerate(values)
+        abs(value - median(values[max(0, index - half) : index + half + 1]))
+        for index, value in enumerate(values)
     ]
     typical = median(distances) if distances else 0.0
     return sum(distance > times * typical for distance in distances) if typical > 0 else 0
@@ -258,15 +308,29 @@ def in_generations(run: Run, updates: int) -> Run:
     """Figures by generation instead of by step. `generation_seconds` is the median of one with its updates."""
     seconds = [value for _, value in run["curves"]["step_time"]]
     sums = [sum(seconds[first : first + updates]) for first in range(0, len(seconds), updates)]
-    curves = {name: [[step / updates, value] for step, value in points] for name, points in run["curves"].items()}
+    curves = {
+        name: [[step / updates, value] for step, value in points]
+        for name, points in run["curves"].items()
+    }
     held_out = [[step / updates, *rest] for step, *rest in run["held_out"]]
-    return {**run, "curves": curves, "held_out": held_out, "generation_seconds": median(sums) if sums else None}
+    return {
+        **run,
+        "curves": curves,
+        "held_out": held_out,
+        "generation_seconds": median(sums) if sums else None,
+    }
 
 
 def at_equal_seconds(run: Run, base: Run) -> float:
     """The accuracy at the last evaluation before the baseline ended; evaluations take no time here."""
     budget = base["held_out"][-1][0] * base["generation_seconds"]
-    return float([point[1] for point in run["held_out"] if point[0] * run["generation_seconds"] <= budget + 1e-9][-1])
+    return float(
+        [
+            point[1]
+            for point in run["held_out"]
+            if point[0] * run["generation_seconds"] <= budget + 1e-9
+        ][-1]
+    )
 
 
 def reached(held_out: Sequence[Sequence[float]], value: float) -> int | None:
@@ -304,8 +368,13 @@ def table(results: Sequence[Run], names: Sequence[str], baseline: str = "grpo") 
     for name, runs in by_name.items():
         if not runs:
             continue
-        compared = "".join(f"{cell:>{width}}" for cell, width in zip(_compared(runs, base), (11, 8, 8), strict=True))
-        lengths = "".join(f"{_over_time(runs, key):>13}" for key in ("length_right", "length_wrong"))
+        compared = "".join(
+            f"{cell:>{width}}"
+            for cell, width in zip(_compared(runs, base), (11, 8, 8), strict=True)
+        )
+        lengths = "".join(
+            f"{_over_time(runs, key):>13}" for key in ("length_right", "length_wrong")
+        )
         row = "".join(_cell(runs, path, form) for path, form in COLUMNS)
         lines.append(f"{name:<18}{len(runs):>5}  {_held_out(runs):<20}{compared}{lengths}{row}")
     return lines
@@ -317,7 +386,8 @@ def _held_out(runs: Sequence[Run]) -> str:
     low, high = ends[0][2:]
     if len(runs) > 1:
         half = half_width([end[1] for end in ends])
-        low, high = max(0.0, mean - half), min(1.0, mean + half)
+        low = max(0.0, mean - half)
+        high = min(1.0, mean + half)
     return f"{100 * mean:5.1f} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
@@ -332,7 +402,11 @@ def _compared(runs: Sequence[Run], base: Mapping[int, Run]) -> tuple[str, str, s
     timed = f"{100 * fmean(at_equal_seconds(run, other) for run, other in pairs):.1f}"
     goal = fmean(run["held_out"][-1][1] for run in base.values())
     there = [step for run in runs if (step := reached(run["held_out"], goal)) is not None]
-    return points, timed, f"{fmean(there):.0f}" if len(there) == len(runs) else f"{len(there)}/{len(runs)}"
+    return (
+        points,
+        timed,
+        f"{fmean(there):.0f}" if len(there) == len(runs) else f"{len(there)}/{len(runs)}",
+    )
 
 
 def _over_time(runs: Sequence[Run], name: str) -> str:
@@ -358,7 +432,11 @@ def _cell(runs: Sequence[Run], path: Sequence[str], form: str) -> str:
 def mean_curve(runs: Sequence[Run], name: str) -> list[tuple[float, float]]:
     """The mean over runs at each generation that all of them have."""
     curves = [
-        {p[0]: p[1] for p in (run["held_out"] if name == "held_out" else run["curves"].get(name, []))} for run in runs
+        {
+            p[0]: p[1]
+            for p in (run["held_out"] if name == "held_out" else run["curves"].get(name, []))
+        }
+        for run in runs
     ]
     shared = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
     return [(step, fmean(curve[step] for curve in curves)) for step in shared]
@@ -367,7 +445,9 @@ def mean_curve(runs: Sequence[Run], name: str) -> list[tuple[float, float]]:
 def smoothed(points: Sequence[tuple[float, float]], window: int = 5) -> list[tuple[float, float]]:
     """Means over a window that ends at each point."""
     values = [value for _, value in points]
-    return [(step, fmean(values[max(0, i - window + 1) : i + 1])) for i, (step, _) in enumerate(points)]
+    return [
+        (step, fmean(values[max(0, i - window + 1) : i + 1])) for i, (step, _) in enumerate(points)
+    ]
 
 
 def draw_curves(results: Sequence[Run], names: Sequence[str], path: Path) -> None:
@@ -379,7 +459,10 @@ def draw_curves(results: Sequence[Run], names: Sequence[str], path: Path) -> Non
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = {"held_out": "held-out accuracy", **{name: title for name, (_, title) in CURVES.items()}}
+    panels = {
+        "held_out": "held-out accuracy",
+        **{name: title for name, (_, title) in CURVES.items()},
+    }
     fig, axes = pyplot.subplots(5, 2, figsize=(13, 21), constrained_layout=True)
     colours = pyplot.get_cmap("tab20")
     for (name, title), axis in zip(panels.items(), axes.flat, strict=False):
@@ -388,12 +471,21 @@ def draw_curves(results: Sequence[Run], names: Sequence[str], path: Path) -> Non
             points = points if name == "held_out" else smoothed(points)
             if points:
                 style = "-" if number < 10 else "--"
-                axis.plot(*zip(*points, strict=True), style, label=one, color=colours(number % 20), linewidth=1.4)
+                axis.plot(
+                    *zip(*points, strict=True),
+                    style,
+                    label=one,
+                    color=colours(number % 20),
+                    linewidth=1.4,
+                )
         axis.set_title(title)
-    last, daro = axes.flat[len(panels)], [run for run in results if run["name"].startswith("daro")]
+    last = axes.flat[len(panels)]
+    daro = [run for run in results if run["name"].startswith("daro")]
     last.set_visible(bool(daro))
     last.set_title("DARO's weights by right rollouts")
-    for name in sorted({name for run in daro for name in run["curves"] if name.startswith("daro/weight_")}):
+    for name in sorted(
+        {name for run in daro for name in run["curves"] if name.startswith("daro/weight_")}
+    ):
         label = name.removeprefix("daro/weight_").replace("_", " ")
         last.plot(*zip(*mean_curve(daro, name), strict=True), label=label, linewidth=1.4)
     for axis in axes.flat:
@@ -406,14 +498,24 @@ def draw_curves(results: Sequence[Run], names: Sequence[str], path: Path) -> Non
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default="methods", help=f"some of {','.join(PARTS)} (%(default)s)")
-    parser.add_argument("--methods", default=",".join(METHODS), help="of the part methods; default: all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--parts", default="methods", help=f"some of {','.join(PARTS)} (%(default)s)"
+    )
+    parser.add_argument(
+        "--methods", default=",".join(METHODS), help="of the part methods; default: all"
+    )
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="generations of a run; default: 60, 250 for samples, else 40")
+    parser.add_argument(
+        "--steps", type=int, help="generations of a run; default: 60, 250 for samples, else 40"
+    )
     parser.add_argument("--eval-every", type=int, help="generations; default: 10, 50 and 8")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, one core each")
-    parser.add_argument("--report", action="store_true", help="only make the tables and curves of the finished runs")
+    parser.add_argument(
+        "--report", action="store_true", help="only make the tables and curves of the finished runs"
+    )
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "methods")
     options = parser.parse_args()
     for option, known in (("parts", PARTS), ("methods", METHODS)):
@@ -426,12 +528,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     options = parse()
-    out, missing = options.output.resolve(), 0
+    out = options.output.resolve()
+    missing = 0
     out.mkdir(parents=True, exist_ok=True)
     for part in options.parts:
         names = options.methods if part == "methods" else list(PARTS[part])
         steps, eval_every = LENGTHS.get(part, SHORT)
-        steps, eval_every = options.steps or steps, options.eval_every or eval_every
+        steps = options.steps or steps
+        eval_every = options.eval_every or eval_every
         # seed by seed, so that an unfinished comparison is a complete one with fewer seeds
         jobs = [
             Job(name, seed, variant, tuple(variant.arguments(steps, eval_every)))

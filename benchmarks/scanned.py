@@ -64,31 +64,46 @@ def scanned_digits(split: str, pixels: int) -> Digits:
     return found
 
 
-def draw_rows(number: int, split: str, seed: int, pixels: int, one_digit: float = 0.0) -> list[dict[str, Any]]:
+def draw_rows(
+    number: int, split: str, seed: int, pixels: int, one_digit: float = 0.0
+) -> list[dict[str, Any]]:
     """Problems whose two sides at the figure are scanned digits, `pixels` wide. Each digit is one of its split's.
 
     `one_digit`: the share of the problems that are drawn until their answer is the first of the usual digits.
     """
-    rng, digits = random.Random(f"scanned/{split}/{seed}"), scanned_digits(split, pixels * OVERSAMPLING)
+    rng = random.Random(f"scanned/{split}/{seed}")
+    digits = scanned_digits(split, pixels * OVERSAMPLING)
 
     class Paper(Canvas):
         def label(self, text: str, centre: Point) -> None:
-            (x, y), side = self._scaled([centre])[0], pixels * OVERSAMPLING
+            (x, y) = self._scaled([centre])[0]
+            side = pixels * OVERSAMPLING
             for place, digit in enumerate(text):
                 left = x + side * (place - len(text) / 2)
                 self._image.paste(rng.choice(digits[digit]), (round(left), round(y - side / 2)))
 
     rows = []
     for index in range(number):
-        wanted, problem = rng.random() < one_digit, perimeter_digit(rng, SIZE, paper=Paper)
+        wanted = rng.random() < one_digit
+        problem = perimeter_digit(rng, SIZE, paper=Paper)
         while wanted and problem.answer != str(USUAL_DIGITS[0]):
             problem = perimeter_digit(rng, SIZE, paper=Paper)
-        meta = {key: getattr(problem, key) for key in ("goal", "family", "kind", "solution", "slip")}
-        rows.append({
-            "id": f"scanned/{seed}/{split}/{index}", "images": [problem.image], "problem": problem.question,
-            "answer": problem.answer, "answer_raw": problem.answer, "choices": None, "split": split,
-            "source": "scanned", "meta": meta | {"shapes": list(problem.shapes)},
-        })  # fmt: skip
+        meta = {
+            key: getattr(problem, key) for key in ("goal", "family", "kind", "solution", "slip")
+        }
+        rows.append(
+            {
+                "id": f"scanned/{seed}/{split}/{index}",
+                "images": [problem.image],
+                "problem": problem.question,
+                "answer": problem.answer,
+                "answer_raw": problem.answer,
+                "choices": None,
+                "split": split,
+                "source": "scanned",
+                "meta": meta | {"shapes": list(problem.shapes)},
+            }
+        )
     return rows
 
 
@@ -134,7 +149,11 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
     """Keys of a training config as a command has them."""
     words = []
     for key, value in options.items():
-        values = value if isinstance(value, list) else [json.dumps(value) if isinstance(value, dict) else value]
+        values = (
+            value
+            if isinstance(value, list)
+            else [json.dumps(value) if isinstance(value, dict) else value]
+        )
         words += [f"--{key}", *map(str, values)]
     return words
 
@@ -159,11 +178,19 @@ def train(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
 
 
 # of a run's log: what is held out, by step, and what the training answers are like, as means of five steps
-HELD_OUT = {"accuracy": "accuracy", "perimeter_usual_accuracy": "usual", "perimeter_any_accuracy": "any"}
+HELD_OUT = {
+    "accuracy": "accuracy",
+    "perimeter_usual_accuracy": "usual",
+    "perimeter_any_accuracy": "any",
+}
 TRAINING = {
-    "grading/worked": "worked", "rewards/every_step/mean": "every_step", "grading/correct": "right",
-    "completions/mean_length": "tokens", "adora/tds_share": "tds_share", "adora/weight_mean": "weight_mean",
-}  # fmt: skip
+    "grading/worked": "worked",
+    "rewards/every_step/mean": "every_step",
+    "grading/correct": "right",
+    "completions/mean_length": "tokens",
+    "adora/tds_share": "tds_share",
+    "adora/weight_mean": "weight_mean",
+}
 BLOCK = 5
 
 
@@ -177,7 +204,10 @@ def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     trained = [line for line in lines if line["kind"] == "train"]
     for first in range(0, len(trained), BLOCK):
         block = trained[first : first + BLOCK]
-        known = {new: [line[old] for line in block if line.get(old) is not None] for old, new in TRAINING.items()}
+        known = {
+            new: [line[old] for line in block if line.get(old) is not None]
+            for old, new in TRAINING.items()
+        }
         means = {key: round(statistics.fmean(values), 4) for key, values in known.items() if values}
         steps.append({"step": block[-1]["step"], **means})
     return {"held_out": held_out, "steps": steps}
@@ -190,24 +220,48 @@ def train_all(plan: Plan, output: Path, pilot: bool) -> None:
     from benchmarks.attenuation.run import keep_one_engine
 
     keep_one_engine()
-    file, code = output / "runs.jsonl", commit()
+    file = output / "runs.jsonl"
+    code = commit()
     done = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
     for case in plan["cases"]:
         build_data(output / "data" / case, plan, case)
     for case, start, seed, arm in places(plan, pilot):
         if (case, start, seed, arm) in done:
             continue
-        model, began, processor = output / "starts" / str(start), time.perf_counter(), time.process_time()
+        model = output / "starts" / str(start)
+        began = time.perf_counter()
+        processor = time.process_time()
         build_start(model, plan, start)
-        where = {"model_name_or_path": str(model), "dataset_name": str(output / "data" / case), "seed": seed}
-        where["eval_on_start"] = arm == plan["cases"][case]["arms"][0]  # the same for all arms and seeds of a start
-        words = ["--config", str(CONFIG), *words_of({**plan["train"], **plan["arms"][arm], **where})]
+        where = {
+            "model_name_or_path": str(model),
+            "dataset_name": str(output / "data" / case),
+            "seed": seed,
+        }
+        where["eval_on_start"] = (
+            arm == plan["cases"][case]["arms"][0]
+        )  # the same for all arms and seeds of a start
+        words = [
+            "--config",
+            str(CONFIG),
+            *words_of({**plan["train"], **plan["arms"][arm], **where}),
+        ]
         found = kept(train(words, output / "run"))
-        own = {"case": case, "start": start, "seed": seed, "arm": arm, "model": fingerprint(model), "commit": code}
+        own = {
+            "case": case,
+            "start": start,
+            "seed": seed,
+            "arm": arm,
+            "model": fingerprint(model),
+            "commit": code,
+        }
         seconds = {"processor_seconds": round(time.process_time() - processor, 1)}
         with file.open("a") as lines:
             lines.write(json.dumps({**own, **found, **seconds}) + "\n")
-        last = {**found["held_out"][-1], **found["steps"][-1], "seconds": round(time.perf_counter() - began)}
+        last = {
+            **found["held_out"][-1],
+            **found["steps"][-1],
+            "seconds": round(time.perf_counter() - began),
+        }
         print(case, start, seed, arm, json.dumps(last), flush=True)
 
 
@@ -221,19 +275,34 @@ def place_of(run: Run) -> Place:
 
 def whole(plan: Plan, runs: Sequence[Run]) -> list[Run]:
     """The runs that count: those of the plan, of a case's seed of which every run is there."""
-    wanted, there = places(plan, pilot=False), {place_of(run) for run in runs}
-    missing = {(case, seed) for case, start, seed, arm in wanted if (case, start, seed, arm) not in there}
-    return [run for run in runs if place_of(run) in wanted and (run["case"], run["seed"]) not in missing]
+    wanted = places(plan, pilot=False)
+    there = {place_of(run) for run in runs}
+    missing = {
+        (case, seed) for case, start, seed, arm in wanted if (case, start, seed, arm) not in there
+    }
+    return [
+        run for run in runs if place_of(run) in wanted and (run["case"], run["seed"]) not in missing
+    ]
 
 
 NAMES = {
-    "grpo": "`grpo`, GRPO", "dr_grpo": "Dr. GRPO", "dapo": "`dapo`, GRPO", "adora": "`grpo`, ADORA 0.1",
-    "adora_dapo": "`dapo`, ADORA 0.1", "random": "`grpo`, random groups",
-}  # fmt: skip
+    "grpo": "`grpo`, GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "dapo": "`dapo`, GRPO",
+    "adora": "`grpo`, ADORA 0.1",
+    "adora_dapo": "`dapo`, ADORA 0.1",
+    "random": "`grpo`, random groups",
+}
 AGAINST = (
-    ("adora", "grpo"), ("adora", "random"), ("adora", "dr_grpo"), ("adora_dapo", "dapo"), ("adora_dapo", "dr_grpo"),
-    ("random", "grpo"), ("dr_grpo", "grpo"), ("dapo", "grpo"),
-)  # fmt: skip
+    ("adora", "grpo"),
+    ("adora", "random"),
+    ("adora", "dr_grpo"),
+    ("adora_dapo", "dapo"),
+    ("adora_dapo", "dr_grpo"),
+    ("random", "grpo"),
+    ("dr_grpo", "grpo"),
+    ("dapo", "grpo"),
+)
 
 
 def last(key: str) -> Callable[[Run], float]:
@@ -249,7 +318,9 @@ def of_seeds(runs: Sequence[Run], case: str, arm: str, value: Callable[[Run], An
     """A figure of every seed in percent: its mean over the starts."""
     own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
     seeds = sorted({run["seed"] for run in own})
-    return [100 * statistics.fmean(value(run) for run in own if run["seed"] == seed) for seed in seeds]
+    return [
+        100 * statistics.fmean(value(run) for run in own if run["seed"] == seed) for seed in seeds
+    ]
 
 
 def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
@@ -261,10 +332,18 @@ def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     for arm in plan["cases"][case]["arms"]:
         own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
         ends = of_seeds(runs, case, arm, end("accuracy"))
-        starts = [statistics.fmean(100 * run["held_out"][-1]["accuracy"] for run in own if run["start"] == start)
-                  for start in plan["starts"]]  # fmt: skip
+        starts = [
+            statistics.fmean(
+                100 * run["held_out"][-1]["accuracy"] for run in own if run["start"] == start
+            )
+            for start in plan["starts"]
+        ]
         values = (end("usual"), end("any"), last("worked"), last("every_step"))
-        cells = [NAMES[arm], str(len(own)), f"{statistics.fmean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f})"]
+        cells = [
+            NAMES[arm],
+            str(len(own)),
+            f"{statistics.fmean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f})",
+        ]
         cells += [" / ".join(f"{mean:.1f}" for mean in starts)]
         cells += [f"{statistics.fmean(of_seeds(runs, case, arm, value)):.1f}" for value in values]
         lines.append(f"| {' | '.join(cells)} | {statistics.fmean(map(last('tokens'), own)):.1f} |")
@@ -285,7 +364,9 @@ def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
             first, second = (of_seeds(runs, case, arm, value) for arm in (one, other))
             cells.append([a - b for a, b in zip(first, second, strict=True)])
         texts = " | ".join(map(interval, cells))
-        lines.append(f"| {NAMES[one]} - {NAMES[other]} | {len(cells[0])} | {texts} | {sign_flips(cells[1]):.3f} |")
+        lines.append(
+            f"| {NAMES[one]} - {NAMES[other]} | {len(cells[0])} | {texts} | {sign_flips(cells[1]):.3f} |"
+        )
     return lines
 
 
@@ -299,7 +380,9 @@ def tables(plan: Plan, every: Sequence[Run]) -> str:
         own = [run for run in runs if run["case"] == case]
         if not own:
             continue
-        before = [100 * run["held_out"][0]["accuracy"] for run in own if run["held_out"][0]["step"] == 0]
+        before = [
+            100 * run["held_out"][0]["accuracy"] for run in own if run["held_out"][0]["step"] == 0
+        ]
         seeds = f"{len({run['seed'] for run in own})} of {len(plan['seeds'])} seeds are whole"
         parts += [[f"{case}: {seeds}; {statistics.fmean(before):.1f} % before training."]]
         parts += [levels(plan, own, case), differences(plan, own, case)]
@@ -307,16 +390,24 @@ def tables(plan: Plan, every: Sequence[Run]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plan", type=Path, default=PLAN)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "scanned")
-    parser.add_argument("--pilot", action="store_true", help="the pilot's starts and seeds, which count for nothing")
-    parser.add_argument("--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables")
+    parser.add_argument(
+        "--pilot", action="store_true", help="the pilot's starts and seeds, which count for nothing"
+    )
+    parser.add_argument(
+        "--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables"
+    )
     options = parser.parse_args()
     plan = yaml.safe_load(options.plan.read_text())
     if options.tables:
         if not options.tables.is_file():
-            raise SystemExit(f"--tables: {options.tables} is no file; the runs write OUTPUT/runs.jsonl")
+            raise SystemExit(
+                f"--tables: {options.tables} is no file; the runs write OUTPUT/runs.jsonl"
+            )
         print(tables(plan, read_runs(options.tables)))
         return
     options.output.mkdir(parents=True, exist_ok=True)

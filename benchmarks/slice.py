@@ -35,7 +35,13 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from adora_vl.builtin.processor import CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, SPECIAL_TOKENS, build_tokenizer
+from adora_vl.builtin.processor import (
+    CHAT_TEMPLATE,
+    END_OF_TEXT,
+    END_OF_TURN,
+    SPECIAL_TOKENS,
+    build_tokenizer,
+)
 from adora_vl.data.dataset import Manifest, Row, write_manifest, write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.models.shape import SHAPES
@@ -56,14 +62,21 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 ROWS = 8
 PHASES = ("rollout", "policy", "sync", "grading", "other")
-CHILD, SEEN = "--child", "SLICE_SEEN"  # the variable names the folder for what the observer sees
+# the variable names the folder for what the observer sees
+CHILD = "--child"
+SEEN = "SLICE_SEEN"
 
 PUBLISHED = "Qwen2.5-VL-7B-Instruct"
-FIRST_SPECIAL = 151643  # the published id of <|endoftext|>; the others follow in the order of the tiny model's
+FIRST_SPECIAL = (
+    151643  # the published id of <|endoftext|>; the others follow in the order of the tiny model's
+)
 FILLERS_A_BOX = 64
-FULL_ATTENTION_EVERY = 8  # of the published tower's blocks: the last of each eight sees the whole image
+FULL_ATTENTION_EVERY = (
+    8  # of the published tower's blocks: the last of each eight sees the whole image
+)
 SIDES = (504, 868)  # pixels: 324 and 961 image tokens
-MIN_PIXELS, MAX_PIXELS = 56 * 56, 1280 * 28 * 28
+MIN_PIXELS = 56 * 56
+MAX_PIXELS = 1280 * 28 * 28
 
 
 def slice_config(layers: int, blocks: int, **widths: Any) -> Qwen2_5_VLConfig:
@@ -93,7 +106,9 @@ def slice_tokenizer(answers: Sequence[str], texts: Sequence[str]) -> PreTrainedT
     vocabulary = {word: number for number, word in enumerate(words)}
     for number in range(len(words), FIRST_SPECIAL):
         box, place = divmod(number, FILLERS_A_BOX)
-        vocabulary[_box(answers[box % len(answers)], box) if place == 0 else f"Ġw{number:x}"] = number
+        vocabulary[_box(answers[box % len(answers)], box) if place == 0 else f"Ġw{number:x}"] = (
+            number
+        )
     vocabulary |= {token: FIRST_SPECIAL + place for place, token in enumerate(SPECIAL_TOKENS)}
     whole = Tokenizer.from_str(json.dumps({**learnt, "added_tokens": []}))
     merges = [tuple(merge) for merge in learnt["model"]["merges"]]
@@ -123,7 +138,8 @@ def build_model(folder: Path, config: Qwen2_5_VLConfig, rows: Sequence[Row], see
         torch.manual_seed(seed)
         model = Qwen2_5_VLForConditionalGeneration._from_config(config, dtype=torch.bfloat16)
     model.generation_config.update(
-        eos_token_id=[config.get_text_config().eos_token_id, FIRST_SPECIAL], pad_token_id=FIRST_SPECIAL
+        eos_token_id=[config.get_text_config().eos_token_id, FIRST_SPECIAL],
+        pad_token_id=FIRST_SPECIAL,
     )
     model.save_pretrained(folder)
     save_processor(folder, rows)
@@ -144,7 +160,10 @@ def save_processor(folder: Path, rows: Sequence[Row]) -> None:
 
 def draw_rows(rows: int, seed: int = 0) -> list[Row]:
     """Drawn problems, their pictures by turns as large as `SIDES` say."""
-    drawn = [generate(-(-rows // len(SIDES)), seed=seed + place, size=side) for place, side in enumerate(SIDES)]
+    drawn = [
+        generate(-(-rows // len(SIDES)), seed=seed + place, size=side)
+        for place, side in enumerate(SIDES)
+    ]
     return [row for rows_of_sides in zip(*drawn, strict=True) for row in rows_of_sides][:rows]
 
 
@@ -195,13 +214,17 @@ def observe(folder: Path, rank: str) -> None:
     from adora_vl.trainer import AdoraGRPOTrainer
     from adora_vl.training.guards import DriftGuard
 
-    check, train, watch = DriftGuard.check, AdoraGRPOTrainer.train, PeakMemory(mapped=False, every=0.05)
+    check = DriftGuard.check
+    train = AdoraGRPOTrainer.train
+    watch = PeakMemory(mapped=False, every=0.05)
     libraries = watch.now()
     gaps_file = folder / f"rank-{rank}.jsonl"
 
     def checked(self: Any, logps_BC: Any, sampling_BC: Any, mask_BC: Any, step: int) -> None:
         gaps_BC = (logps_BC - sampling_BC).abs().float()
-        columns = [gaps_BC[mask_BC[:, place].bool(), place].tolist() for place in range(gaps_BC.shape[1])]
+        columns = [
+            gaps_BC[mask_BC[:, place].bool(), place].tolist() for place in range(gaps_BC.shape[1])
+        ]
         with gaps_file.open("a") as stream:
             stream.write(json.dumps({"step": step, "gaps": columns}) + "\n")
         check(self, logps_BC, sampling_BC, mask_BC, step)
@@ -212,7 +235,12 @@ def observe(folder: Path, rank: str) -> None:
             return train(self, *args, **kwargs)
         finally:
             resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            peaks = {"libraries": libraries, "start": start, "training": watch.restart(), "resident": resident}
+            peaks = {
+                "libraries": libraries,
+                "start": start,
+                "training": watch.restart(),
+                "resident": resident,
+            }
             (folder / f"rank-{rank}.memory.json").write_text(json.dumps(peaks))
 
     DriftGuard.check = checked  # type: ignore[method-assign]
@@ -221,7 +249,13 @@ def observe(folder: Path, rank: str) -> None:
 
 def _launch(name: str, module: Sequence[str], folder: Path, words: Sequence[str]) -> list[str]:
     accelerate, case = CASES[name]
-    own = ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data"), *case]
+    own = [
+        "--model_name_or_path",
+        str(folder / "model"),
+        "--dataset_name",
+        str(folder / "data"),
+        *case,
+    ]
     launcher = [str(Path(sys.executable).with_name("accelerate")), "launch"]
     launcher += ["--config_file", f"configs/accelerate/{accelerate}.yaml"]
     return [*launcher, "-m", *module, "--config", CONFIG, *own, *words]
@@ -248,9 +282,13 @@ def train(name: str, folder: Path, words: Sequence[str]) -> float:
     with (folder / f"{name}.log").open("w") as log:
         command = _launch(name, ["benchmarks.slice", CHILD], folder, own)
         environment = {**os.environ, SEEN: str(seen)}
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False)
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, check=False
+        )
     if done.returncode:
-        sys.exit(f"{name}: exit code {done.returncode}\n{(folder / f'{name}.log').read_text()[-3000:]}")
+        sys.exit(
+            f"{name}: exit code {done.returncode}\n{(folder / f'{name}.log').read_text()[-3000:]}"
+        )
     return time.perf_counter() - began
 
 
@@ -277,24 +315,39 @@ def by_quarters(places: Sequence[Sequence[float]]) -> list[tuple[int, int, float
     """(first place, last place, mean, largest) of four equal parts of the answers."""
     ends = [round(len(places) * part / 4) for part in range(5)]
     spans = list(itertools.pairwise(ends))
-    parts = [(first, last - 1, [gap for place in places[first:last] for gap in place]) for first, last in spans]
+    parts = [
+        (first, last - 1, [gap for place in places[first:last] for gap in place])
+        for first, last in spans
+    ]
     return [(first, last, statistics.fmean(gaps), max(gaps)) for first, last, gaps in parts if gaps]
 
 
 def page(run: Path) -> tuple[float, float]:
     """Seconds to make the report page, and its megabytes."""
     began = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "adora_vl.report", str(run)], cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "adora_vl.report", str(run)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
     return time.perf_counter() - began, (run / "report.html").stat().st_size / 1e6
 
 
 def report(name: str, folder: Path, words: Sequence[str]) -> dict[str, Any]:
     """One run with all its figures."""
     plan = predicted(name, folder, words)
-    seconds, seen = train(name, folder, words), folder / f"{name}-seen"
+    seconds = train(name, folder, words)
+    seen = folder / f"{name}-seen"
     metrics = read_metrics(folder / name / METRICS)
-    steps = [{key: line.get(key) for key in ("reward", "adora/drift", "grad_norm", *(f"seconds/{p}" for p in PHASES))}
-             for line in metrics if line["kind"] == "train"]  # fmt: skip
+    steps = [
+        {
+            key: line.get(key)
+            for key in ("reward", "adora/drift", "grad_norm", *(f"seconds/{p}" for p in PHASES))
+        }
+        for line in metrics
+        if line["kind"] == "train"
+    ]
     figures = {
         "seconds": seconds,
         "peaks": peaks(seen),
@@ -312,7 +365,8 @@ def table(name: str, figures: dict[str, Any]) -> str:
     """The report as lines for a person."""
     made, size = figures["page"]
     gib = {name: value / GIB for name, value in figures["peaks"].items()}
-    own, plan = gib["training"] - gib["libraries"], figures["predicted_bytes"] / GIB
+    own = gib["training"] - gib["libraries"]
+    plan = figures["predicted_bytes"] / GIB
     starting = gib["start"] - gib["libraries"]
     lines = [
         f"{name}: {figures['seconds']:.0f} s in all; page made in {made:.1f} s, {size:.2f} MB",
@@ -321,25 +375,37 @@ def table(name: str, figures: dict[str, Any]) -> str:
         f"  resident at most {gib['resident']:.2f} GiB, mapped weights included",
     ]
     for number, step in enumerate(figures["steps"], start=1):
-        phases = ", ".join(f"{p} {step[f'seconds/{p}']:.1f}" for p in PHASES if step[f"seconds/{p}"] is not None)
+        phases = ", ".join(
+            f"{p} {step[f'seconds/{p}']:.1f}" for p in PHASES if step[f"seconds/{p}"] is not None
+        )
         drift = step["adora/drift"]
-        lines.append(f"  step {number}: drift {drift if drift is None else f'{drift:.5f}'}, seconds: {phases}")
+        lines.append(
+            f"  step {number}: drift {drift if drift is None else f'{drift:.5f}'}, seconds: {phases}"
+        )
     for first, last, mean, largest in figures["drift"]:
-        lines.append(f"  tokens {first:>4} to {last:>4}: mean {mean:.5f}, largest {largest:.5f} nats")
+        lines.append(
+            f"  tokens {first:>4} to {last:>4}: mean {mean:.5f}, largest {largest:.5f} nats"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
     if sys.argv[1:2] == [CHILD]:
         return child(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="?", choices=("build", "run"), default="run")
     parser.add_argument("--layers", type=int, default=1, help="decoder layers (%(default)s)")
     parser.add_argument("--blocks", type=int, default=4, help="vision blocks (%(default)s)")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated (%(default)s)")
     parser.add_argument("--folder", type=Path, default=Path("runs/slice"))
     words = sys.argv[1:]
-    own, more = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    own, more = (
+        (words[: words.index("--")], words[words.index("--") + 1 :])
+        if "--" in words
+        else (words, [])
+    )
     options = parser.parse_args(own)
     unknown = [name for name in options.cases.split(",") if name not in CASES]
     if unknown:

@@ -15,7 +15,8 @@ from adora_vl.utils.files import GIB
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CARDS_GB = (12, 16, 24, 48)
-ANSWERS, SEQUENCES = (8192, 4096, 3072, 2048, 1536, 1024, 512), (8, 4, 2, 1)
+ANSWERS = (8192, 4096, 3072, 2048, 1536, 1024, 512)
+SEQUENCES = (8, 4, 2, 1)
 LEAST_AT_ONCE = 4  # rollouts; with fewer the engine waits for its longest answers
 MODES = {  # model, mode: the recipe and what is changed in it
     ("3B", "LoRA on bfloat16"): ("adora_3b_12gb", ["--load_in_4bit", "false"]),
@@ -27,7 +28,9 @@ MODES = {  # model, mode: the recipe and what is changed in it
 
 def setup_of(recipe: str, changed: list[str]) -> Setup:
     options = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml", card_gib=80.0)
-    return make_plan(read(["--config", str(CONFIGS / "train" / f"{recipe}.yaml"), *changed]), options).setup
+    return make_plan(
+        read(["--config", str(CONFIGS / "train" / f"{recipe}.yaml"), *changed]), options
+    ).setup
 
 
 def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
@@ -63,10 +66,16 @@ def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
             one, found = fitting
             assert one.engine is not None and found.engine is not None
             cells = (
-                gigabytes, model, mode, one.batch.prompt_tokens, one.batch.completion_tokens, one.batch.sequences,
-                f"{found.engine.concurrent} of {one.generation}", f"{one.engine.utilization:g}",
+                gigabytes,
+                model,
+                mode,
+                one.batch.prompt_tokens,
+                one.batch.completion_tokens,
+                one.batch.sequences,
+                f"{found.engine.concurrent} of {one.generation}",
+                f"{one.engine.utilization:g}",
                 f"{found.peak / GIB:.1f}",
-            )  # fmt: skip
+            )
             yield f"| {' | '.join(map(str, cells))} |"
 
 

@@ -18,8 +18,12 @@ from data_prep.placeholders import in_words
 from data_prep.problem import RowError, reads_as_letter, storable
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
-_LETTERED = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")  # before an option: `A. 3`, `(A) 3`
-_ANSWER_BLOCK = re.compile(r"(?:\s*<think>.*</think>)?\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL)
+_LETTERED = re.compile(
+    r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)"
+)  # before an option: `A. 3`, `(A) 3`
+_ANSWER_BLOCK = re.compile(
+    r"(?:\s*<think>.*</think>)?\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL
+)
 _AFTER_SOLUTION = re.compile(r"(?:.*\n\s*)?####\s*(\S.*)", re.DOTALL)  # as GSM8K has them
 _INDEX = re.compile(r"[0-9]{1,2}")
 Record = Mapping[str, Any]
@@ -42,7 +46,9 @@ def answer_of(record: Record, columns: Columns, refuse: Refuse) -> str:
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
     block = _ANSWER_BLOCK.fullmatch(found)
     found = block[1] if block else found
-    inside = last_boxed(found) if found.count("\\boxed") == 1 else None  # also that of a whole solution
+    inside = (
+        last_boxed(found) if found.count("\\boxed") == 1 else None
+    )  # also that of a whole solution
     after = _AFTER_SOLUTION.fullmatch(found)
     found = inside or (after[1] if after else found).strip()
     return with_points(found, refuse) if columns.decimal_comma and isinstance(value, str) else found
@@ -63,7 +69,11 @@ def with_points(text: str, refuse: Refuse) -> str:
     either = _EITHER.search(text)
     if either:
         remedy = f"write {either[0].replace('.', '')} or {either[0].replace('.', ',')} in"
-        raise refuse("ambiguous_answer", f"with decimal commas the number {shown(either[0])} may be two", remedy)
+        raise refuse(
+            "ambiguous_answer",
+            f"with decimal commas the number {shown(either[0])} may be two",
+            remedy,
+        )
     kept: list[str] = []
 
     def put_by(match: re.Match[str]) -> str:
@@ -113,7 +123,9 @@ def listed(value: Any, texts_only: bool) -> Any:
     return value
 
 
-def choices_of(record: Record, columns: Columns, texts_only: bool, refuse: Refuse) -> tuple[list[str] | None, bool]:
+def choices_of(
+    record: Record, columns: Columns, texts_only: bool, refuse: Refuse
+) -> tuple[list[str] | None, bool]:
     """The options without letters, None for an open question; and whether one names an image. Raises `RowError`."""
     names = columns.choices
     if len(names) > 1:  # one option a column; the last ones may be empty
@@ -128,18 +140,34 @@ def choices_of(record: Record, columns: Columns, texts_only: bool, refuse: Refus
     name = ", ".join(names)
     found = [number_or_text(item) for item in value] if isinstance(value, list | tuple) else [None]
     if any(item is None or not item.strip() for item in found):
-        raise refuse("field_type", f"{name!r} is {shown(value)}", "make it a list of texts or numbers, or null, in")
+        raise refuse(
+            "field_type",
+            f"{name!r} is {shown(value)}",
+            "make it a list of texts or numbers, or null, in",
+        )
     options = [item.strip() for item in found if item is not None]
     letters = [_LETTERED.match(option) for option in options]
-    if all(match and match[1] == letter for match, letter in zip(letters, ascii_uppercase, strict=False)):
-        options = [option[match.end() :] for option, match in zip(options, letters, strict=True) if match]
+    if all(
+        match and match[1] == letter
+        for match, letter in zip(letters, ascii_uppercase, strict=False)
+    ):
+        options = [
+            option[match.end() :] for option, match in zip(options, letters, strict=True) if match
+        ]
     if columns.decimal_comma:
         texts = [isinstance(given, str) for given in value]
-        options = [with_points(item, refuse) if text else item for item, text in zip(options, texts, strict=True)]
+        options = [
+            with_points(item, refuse) if text else item
+            for item, text in zip(options, texts, strict=True)
+        ]
     worded = [in_words(item) for item in options]
     if None in worded:
         remedy = "number its images as the problem does, in"
-        raise refuse("placeholder", f"{name!r} is {shown(value)}, an option with the mark of an image", remedy)
+        raise refuse(
+            "placeholder",
+            f"{name!r} is {shown(value)}, an option with the mark of an image",
+            remedy,
+        )
     return [item for item in worded if item is not None], worded != options
 
 
@@ -147,7 +175,11 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
     """The letter of the right option, named by letter, text or index. Raises `RowError`, also where it may be two."""
     letters = ascii_uppercase[: len(choices)]
     if len(choices) > len(ascii_uppercase):
-        raise refuse("field_type", f"there are {len(choices)} options", f"leave at most {len(ascii_uppercase)} in")
+        raise refuse(
+            "field_type",
+            f"there are {len(choices)} options",
+            f"leave at most {len(ascii_uppercase)} in",
+        )
     index = int(answer) if _INDEX.fullmatch(answer) else None
     if index is not None and answer_is.startswith("index"):
         index -= answer_is != "index"
@@ -158,13 +190,27 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
     match = _LETTER.fullmatch(answer)
     by_letter = match[1] if match and match[1] in letters else None
     by_text = [letter for letter, choice in zip(letters, choices, strict=True) if choice == answer]
-    if not by_text and not by_letter:  # a prepared folder has the canonical form of the right option
-        by_text = [letters[i] for i, choice in enumerate(choices) if canonical_gold(choice) == canonical_gold(answer)]
+    if (
+        not by_text and not by_letter
+    ):  # a prepared folder has the canonical form of the right option
+        by_text = [
+            letters[i]
+            for i, choice in enumerate(choices)
+            if canonical_gold(choice) == canonical_gold(answer)
+        ]
     labelled = _LETTERED.match(answer)  # `B. 4`
-    if labelled and labelled[1] in letters and choices[letters.index(labelled[1])] == answer[labelled.end() :]:
+    if (
+        labelled
+        and labelled[1] in letters
+        and choices[letters.index(labelled[1])] == answer[labelled.end() :]
+    ):
         by_letter = labelled[1]
     found = {*by_text, *([by_letter] if by_letter else [])}
-    indexed = [] if index is None or answer_is else [letters[at] for at in (index, index - 1) if 0 <= at < len(choices)]
+    indexed = (
+        []
+        if index is None or answer_is
+        else [letters[at] for at in (index, index - 1) if 0 <= at < len(choices)]
+    )
     if by_text and not found.issuperset(indexed):
         wrong = f"the answer {answer} is the option {by_text[0]} and may be the index of {' or '.join(indexed)}"
         raise refuse("ambiguous_answer", wrong, f"say --answer-is {', '.join(ANSWER_IS)}, for")
@@ -173,9 +219,15 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
     if found:
         wrong = f"the answer {shown(answer)} may be {' or '.join(sorted(found))} of {shown(list(choices))}"
         raise refuse("ambiguous_answer", wrong, "make the options differ in")
-    wrong = f"the answer {shown(answer)} is neither a letter of {shown(list(choices))} nor one of them"
+    wrong = (
+        f"the answer {shown(answer)} is neither a letter of {shown(list(choices))} nor one of them"
+    )
     if indexed:
-        raise refuse("letter_without_choice", wrong, "if it is an index say --answer-is index, or index-from-1, for")
+        raise refuse(
+            "letter_without_choice",
+            wrong,
+            "if it is an index say --answer-is index, or index-from-1, for",
+        )
     raise refuse("letter_without_choice", wrong, f"write one of {', '.join(letters)} in")
 
 

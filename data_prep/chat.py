@@ -14,7 +14,9 @@ _SAYS_HOW = re.compile(
     r"|final answer|thinks? (?:first|about)",
     re.IGNORECASE,
 )
-_SAYS_WHERE = re.compile(r"</?think>|</?answer>|\\boxed\s*\{\s*\}|####|step[ -]by[ -]step", re.IGNORECASE)
+_SAYS_WHERE = re.compile(
+    r"</?think>|</?answer>|\\boxed\s*\{\s*\}|####|step[ -]by[ -]step", re.IGNORECASE
+)
 
 
 def text_of_chat(value: Any) -> str | None:
@@ -31,7 +33,11 @@ def pictures_of_chat(value: Any) -> list[Any]:
     """
     asked = _turns(value, "user")
     parts = asked[0] if len(asked) == 1 and isinstance(asked[0], list) else []
-    found = [_picture_of(part) for part in parts if isinstance(part, Mapping) and part.get("type") in _PICTURES]
+    found = [
+        _picture_of(part)
+        for part in parts
+        if isinstance(part, Mapping) and part.get("type") in _PICTURES
+    ]
     return found if any(picture is not None for picture in found) else []
 
 
@@ -41,14 +47,18 @@ def answer_of_chat(value: Any) -> str | None:
     return _text_of_content(said[0]) if len(said) == 1 else None
 
 
-_IMG = re.compile(r"<img>([^<>]+)</img>|<img\s[^<>]*?src\s*=\s*[\"']([^\"'<>]+)[\"'][^<>]*>", re.IGNORECASE)
+_IMG = re.compile(
+    r"<img>([^<>]+)</img>|<img\s[^<>]*?src\s*=\s*[\"']([^\"'<>]+)[\"'][^<>]*>", re.IGNORECASE
+)
 
 
 def pictures_of_text(text: str) -> tuple[str, list[Any]]:
     """A text with `<image>` for each `<img>PATH</img>`, as Qwen-VL has them, and the paths."""
     if "<img" not in text.lower():
         return text, []
-    return _IMG.sub(PLACEHOLDER, text), [(match[1] or match[2]).strip() for match in _IMG.finditer(text)]
+    return _IMG.sub(PLACEHOLDER, text), [
+        (match[1] or match[2]).strip() for match in _IMG.finditer(text)
+    ]
 
 
 def _turns(value: Any, of: str) -> list[Any]:
@@ -68,7 +78,9 @@ def _picture_of(part: Mapping[str, Any]) -> Any:
     for key in ("image_url", "image", "url", "path"):
         value = part.get(key)
         value = value["url"] if isinstance(value, Mapping) and "url" in value else value
-        if value and not (isinstance(value, Mapping) and all(inner is None for inner in value.values())):
+        if value and not (
+            isinstance(value, Mapping) and all(inner is None for inner in value.values())
+        ):
             return value
     return None
 
@@ -99,9 +111,13 @@ def without_instruction(problem: str) -> tuple[str, str]:
     starts = [0, *(end for _, end in ends)]
     stops = [*(start for start, _ in ends), len(problem)]
     first = len(starts)
-    while first and (not (last := problem[starts[first - 1] : stops[first - 1]]).strip() or _SAYS_HOW.search(last)):
+    while first and (
+        not (last := problem[starts[first - 1] : stops[first - 1]]).strip()
+        or _SAYS_HOW.search(last)
+    ):
         first -= 1
     if first in (0, len(starts)):
         return problem, ""
-    rest, instruction = problem[: starts[first]].rstrip(), problem[starts[first] :].strip()
+    rest = problem[: starts[first]].rstrip()
+    instruction = problem[starts[first] :].strip()
     return (rest, instruction) if rest and _SAYS_WHERE.search(instruction) else (problem, "")

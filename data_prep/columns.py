@@ -19,15 +19,31 @@ if TYPE_CHECKING:
 
 OURS = ("problem", "answer", "images", "choices", "id")
 OPTIONS = ("decimal_comma", "answer_is", "image_dir")  # of how columns are read, beside their names
-ANSWER_IS = ("value", "index", "index-from-1")  # one of the options, or its place, counted from 0 or from 1
+ANSWER_IS = (
+    "value",
+    "index",
+    "index-from-1",
+)  # one of the options, or its place, counted from 0 or from 1
 _NEEDED = ("problem", "answer")
 _LISTED = ("images", "choices")  # may be spread over several columns
 # Names that a column of the user's own cannot have: those of the schema, those that TRL gives to a reward function, and
 # the one by which a template lists the choices.
 _TAKEN = (
-    *COLUMNS, "image", "prompt", "prompts", "completions", "completion_ids", "trainer_state", "environments",
-    "log_extra", "log_metric", "columns", "kwargs", "self", "multiple_choice",
-)  # fmt: skip
+    *COLUMNS,
+    "image",
+    "prompt",
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "environments",
+    "log_extra",
+    "log_metric",
+    "columns",
+    "kwargs",
+    "self",
+    "multiple_choice",
+)
 _SHOWN = 20  # names in a message
 _COMPARED = 1000  # names that a wrong one is compared with
 
@@ -41,7 +57,9 @@ class Columns:
     images: tuple[str, ...] = ()  # one column that holds all, or several that hold one each
     choices: tuple[str, ...] = ()  # as images
     id: str | None = None
-    extras: tuple[tuple[str, str], ...] = ()  # the user's own, our name to theirs: texts for prompts and rewards
+    extras: tuple[
+        tuple[str, str], ...
+    ] = ()  # the user's own, our name to theirs: texts for prompts and rewards
     optional: tuple[str, ...] = ()  # columns that a table may lack
     pictured: bool = False  # a row without an image is broken
     decimal_comma: bool = False  # `52,5` in an answer or option is a number
@@ -52,12 +70,16 @@ class Columns:
     def wanted(self) -> list[str]:
         own = (theirs for _, theirs in self.extras)
         one = () if self.id is None else (self.id,)
-        return list(dict.fromkeys((self.problem, self.answer, *self.images, *self.choices, *one, *own)))
+        return list(
+            dict.fromkeys((self.problem, self.answer, *self.images, *self.choices, *one, *own))
+        )
 
     def held_by(self, present: Iterable[str]) -> list[str]:
         """The columns of a table that have to be read for these."""
         known = set(present)
-        return list(dict.fromkeys(place for name in self.wanted for place, _ in _places(name, known)))
+        return list(
+            dict.fromkeys(place for name in self.wanted for place, _ in _places(name, known))
+        )
 
     @property
     def features(self) -> Features:
@@ -83,11 +105,20 @@ class Preset:
 
 
 _GEOMETRY3K = Columns(
-    "problem", "answer", ("images",), ("choices",), "id", optional=("choices", "id"), pictured=True, answer_is="value"
+    "problem",
+    "answer",
+    ("images",),
+    ("choices",),
+    "id",
+    optional=("choices", "id"),
+    pictured=True,
+    answer_is="value",
 )
 _CHAT = "messages|conversations"  # the answer is in it too
-_QUESTIONS, _SOLUTIONS = "messages|query|conversations|prompt|problem|question", f"solution|response|{_CHAT}"
-_ONE, _EITHER = ("images",), ("images|image",)
+_QUESTIONS = "messages|query|conversations|prompt|problem|question"
+_SOLUTIONS = f"solution|response|{_CHAT}"
+_ONE = ("images",)
+_EITHER = ("images|image",)
 PRESETS = {
     "geometry3k": Preset("hiyouga/geometry3k", _GEOMETRY3K),
     "easyr1": Preset(None, Columns("prompt|problem", "answer", _ONE, optional=_ONE)),
@@ -102,20 +133,28 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
     for name in _NEEDED:
         if name not in mapping:
             close = did_you_mean(name, [str(given) for given in mapping if given not in OURS])
-            raise UserError(f"{key}: {name} is missing{close}; write {name}=COLUMN, the table's column that has it")
+            raise UserError(
+                f"{key}: {name} is missing{close}; write {name}=COLUMN, the table's column that has it"
+            )
     found: dict[str, tuple[str, ...]] = {}
     given = {name: mapping[name] for name in OPTIONS if name in mapping}
     for name, values in (("decimal_comma", (True, False)), ("answer_is", ANSWER_IS)):
         if given.get(name, values[0]) not in values:
-            raise UserError(f"{key}: {name} is {given[name]!r:.60}; write one of {', '.join(map(str, values)).lower()}")
+            raise UserError(
+                f"{key}: {name} is {given[name]!r:.60}; write one of {', '.join(map(str, values)).lower()}"
+            )
     for name, theirs in mapping.items():
         if name in given:
             continue
         words = list(theirs) if isinstance(theirs, list | tuple) else str(theirs).split(",")
-        if not all(isinstance(word, str) and word.strip() for word in words) or isinstance(theirs, Mapping):
+        if not all(isinstance(word, str) and word.strip() for word in words) or isinstance(
+            theirs, Mapping
+        ):
             raise UserError(f"{key}: {name}={theirs!r:.60} is not the name of a column; write one")
         if len(words) > 1 and name not in _LISTED:
-            raise UserError(f"{key}: {name}={theirs!r:.60} names {len(words)} columns; only images and choices may")
+            raise UserError(
+                f"{key}: {name}={theirs!r:.60} names {len(words)} columns; only images and choices may"
+            )
         found[str(name)] = tuple(word.strip() for word in words)
     extras = tuple((name, theirs[0]) for name, theirs in found.items() if name not in OURS)
     for name, _ in extras:
@@ -125,9 +164,14 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
                 f"{', '.join(OURS)}, and others are plain words that are not taken"
             )
     return Columns(
-        found["problem"][0], found["answer"][0], found.get("images", ()), found.get("choices", ()),
-        found["id"][0] if "id" in found else None, extras, **given,
-    )  # fmt: skip
+        found["problem"][0],
+        found["answer"][0],
+        found.get("images", ()),
+        found.get("choices", ()),
+        found["id"][0] if "id" in found else None,
+        extras,
+        **given,
+    )
 
 
 def columns_of_words(words: Sequence[str]) -> Columns:
@@ -135,9 +179,16 @@ def columns_of_words(words: Sequence[str]) -> Columns:
     mapping: dict[str, str] = {}
     for word in words:
         name, sign, theirs = word.partition("=")
-        refuse((not sign or not name, f"--columns: {word!r:.60} is not NAME=COLUMN, such as problem=question"))
+        refuse(
+            (
+                not sign or not name,
+                f"--columns: {word!r:.60} is not NAME=COLUMN, such as problem=question",
+            )
+        )
         if name in mapping:
-            raise UserError(f"--columns: {name} is given twice, {mapping[name]!r:.60} and {theirs!r:.60}; give one")
+            raise UserError(
+                f"--columns: {name} is given twice, {mapping[name]!r:.60} and {theirs!r:.60}; give one"
+            )
         mapping[name] = theirs
     return columns_from(mapping, "--columns")
 
@@ -154,7 +205,9 @@ def _places(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
 ClassNames = Mapping[str, Sequence[str]]
 
 
-def picked(record: Mapping[str, Any], columns: Columns, names: ClassNames | None = None) -> dict[str, Any]:
+def picked(
+    record: Mapping[str, Any], columns: Columns, names: ClassNames | None = None
+) -> dict[str, Any]:
     """The wanted columns that a record has, also those inside of others. `names`: of `class_names`."""
     found = {}
     for name in columns.wanted:
@@ -199,7 +252,11 @@ def _inside(value: Any, path: str) -> list[Any]:
                 value = read_json(value)
             except (ValueError, RecursionError):
                 return []
-        if isinstance(value, list) and name.lstrip("-").isdecimal() and -len(value) <= int(name) < len(value):
+        if (
+            isinstance(value, list)
+            and name.lstrip("-").isdecimal()
+            and -len(value) <= int(name) < len(value)
+        ):
             value = value[int(name)]
         elif isinstance(value, Mapping) and name in value:
             value = value[name]
@@ -212,9 +269,15 @@ def require_columns(columns: Columns, present: Iterable[str], where: str) -> Non
     """Raise `UserError` for a named column that the table `where` lacks."""
     there = list(present)
     known = set(there)
-    absent = [name for name in columns.wanted if not any(_places(name, known)) and name not in columns.optional]
+    absent = [
+        name
+        for name in columns.wanted
+        if not any(_places(name, known)) and name not in columns.optional
+    ]
     lacking = [f"{name!r:.60}{did_you_mean(name, islice(there, _COMPARED))}" for name in absent]
     if lacking:
         more = f", ... ({len(there)} columns)" if len(there) > _SHOWN else ""
         listed = ", ".join(f"{column:.40}" for column in there[:_SHOWN]) or "none"
-        raise UserError(f"columns: {where} has no column {', and none '.join(lacking)}; it has {listed}{more}")
+        raise UserError(
+            f"columns: {where} has no column {', and none '.join(lacking)}; it has {listed}{more}"
+        )

@@ -37,13 +37,21 @@ class Conversion(Cleaning):
     subset: str | None = None  # of the hub, as `splits`
     splits: Mapping[str, str] = field(default_factory=dict)
     split_name: str | None = None  # of a single table, in place of what its name says
-    drop_instruction: bool = False  # take off what the problems of another trainer say on how to answer
+    drop_instruction: bool = (
+        False  # take off what the problems of another trainer say on how to answer
+    )
 
 
 def convert(
-    location: str, output: Path, columns: Columns, *, options: Conversion | None = None, revision: str | None = None,
-    workers: int = 1, overwrite: bool = False,
-) -> Manifest:  # fmt: skip
+    location: str,
+    output: Path,
+    columns: Columns,
+    *,
+    options: Conversion | None = None,
+    revision: str | None = None,
+    workers: int = 1,
+    overwrite: bool = False,
+) -> Manifest:
     """Convert the table, folder or hub id `location` into the prepared folder `output`. Returns the manifest.
 
     `revision`: of the hub. Raises `UserError`, and then nothing was written but, where too many rows were refused,
@@ -51,20 +59,30 @@ def convert(
     """
     wanted = options or Conversion()
     if wanted.name is not None and not _NAME.fullmatch(wanted.name):
-        raise UserError(f"name: {wanted.name!r:.60} is not one word of letters, digits, _ . and -; choose another")
+        raise UserError(
+            f"name: {wanted.name!r:.60} is not one word of letters, digits, _ . and -; choose another"
+        )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
         opened = open_own(location, columns, revision, wanted)
         name = wanted.name or _name_of(location)
         own = {"name": name, "splits": dict(wanted.splits), "columns": columns.described()}
-        description: dict[str, Any] = {"source": f"own/{opened.kind}", "input": location, "revision": opened.revision}
+        description: dict[str, Any] = {
+            "source": f"own/{opened.kind}",
+            "input": location,
+            "revision": opened.revision,
+        }
         description["arguments"] = {**recorded(asdict(wanted)), **own}
         drawn = DrawnTests(wanted.test_share, wanted.seed, columns) if wanted.test_share else None
-        rows = partial(tables.reads, opened, name=name, columns=columns, tests=drawn, limit=wanted.limit)
+        rows = partial(
+            tables.reads, opened, name=name, columns=columns, tests=drawn, limit=wanted.limit
+        )
         rows = partial(rows, drop_instruction=wanted.drop_instruction)
         totals = {} if wanted.test_share else opened.totals
         splits = tables.splits_of(opened, wanted.test_share)
-        return description, {split: SplitReads(partial(rows, split), totals.get(split)) for split in splits}
+        return description, {
+            split: SplitReads(partial(rows, split), totals.get(split)) for split in splits
+        }
 
     return prepare(output, wanted, begin, columns.features, workers=workers, overwrite=overwrite)
 
@@ -72,15 +90,43 @@ def convert(
 def open_own(location: str, columns: Columns, revision: str | None, options: Conversion) -> Opened:
     """The data set at a path, else of the hub. Raises `UserError`."""
     path = Path(location)
-    is_hub = not path.exists() and tables.HUB_ID.fullmatch(location) is not None and not path.parent.is_dir()
+    is_hub = (
+        not path.exists()
+        and tables.HUB_ID.fullmatch(location) is not None
+        and not path.parent.is_dir()
+    )
     if not is_hub:
-        for key, value in (("revision", revision), ("subset", options.subset), ("splits", options.splits)):
-            refuse((value, f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out"))
+        for key, value in (
+            ("revision", revision),
+            ("subset", options.subset),
+            ("splits", options.splits),
+        ):
+            refuse(
+                (
+                    value,
+                    f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out",
+                )
+            )
         return tables.named_split(open_local(path, columns), options.split_name)
-    refuse((columns.image_dir, f"image_dir: {columns.image_dir!r} is for paths in a table; leave it out with a hub id"))
-    refuse((options.split_name, f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits"))
+    refuse(
+        (
+            columns.image_dir,
+            f"image_dir: {columns.image_dir!r} is for paths in a table; leave it out with a hub id",
+        )
+    )
+    refuse(
+        (
+            options.split_name,
+            f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits",
+        )
+    )
     name, _, at = location.partition("@")
-    refuse((revision and at, f"revision: {revision!r} and {location!r} name one each; give one of them"))
+    refuse(
+        (
+            revision and at,
+            f"revision: {revision!r} and {location!r} name one each; give one of them",
+        )
+    )
     return open_hub(name, columns, revision or at or None, options.subset, options.splits)
 
 
@@ -91,14 +137,19 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
     columns = columns_from(mapping, "adora_columns")
     place = Path(location)
     where = str(place.resolve()) if place.exists() else location
-    key = hashlib.sha256(json.dumps([where, columns.described()], sort_keys=True).encode()).hexdigest()[:16]
-    folder, seen = cache / f"own-{key}", cache / f"own-{key}.files.json"
+    key = hashlib.sha256(
+        json.dumps([where, columns.described()], sort_keys=True).encode()
+    ).hexdigest()[:16]
+    folder = cache / f"own-{key}"
+    seen = cache / f"own-{key}.files.json"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(cache / f".own-{key}.lock"):
         try:
             manifest = read_manifest(folder)
             if manifest is None or not _unchanged(manifest, seen, location, columns):
-                held = _held(source_files(location, columns))  # before it is read: what changes now is seen next time
+                held = _held(
+                    source_files(location, columns)
+                )  # before it is read: what changes now is seen next time
                 convert(location, folder, columns, overwrite=True)
                 replace_file(seen, json.dumps(held))
         except UserError as error:
@@ -138,7 +189,10 @@ def source_files(location: str, columns: Columns) -> list[str]:
         found.append(str(part.file))
         for _, record in part.begin():
             if isinstance(record, Mapping):
-                held = pictures_beside(record, columns, texts_only=part.texts_only) + asked_in(record, columns)[1]
+                held = (
+                    pictures_beside(record, columns, texts_only=part.texts_only)
+                    + asked_in(record, columns)[1]
+                )
                 found += (str(path) for value in held for path in named_files(value, part.files))
     return list(dict.fromkeys(found))
 

@@ -76,11 +76,15 @@ class SeenRows:
     def add(self, split: str, asked: bytes, pictures: Sequence[bytes], row: Answered) -> bool:
         """Remember a row. Returns whether it repeats one of its split before it, answer and all."""
         self._number += 1
-        before = self._base.execute("SELECT gold FROM asked WHERE split = ? AND asked = ?", (split, asked)).fetchall()
+        before = self._base.execute(
+            "SELECT gold FROM asked WHERE split = ? AND asked = ?", (split, asked)
+        ).fetchall()
         values = (split, asked, self._number, row.row_id, row.gold, row.origin)
         self._base.execute("INSERT INTO asked VALUES (?, ?, ?, ?, ?, ?)", values)
         for picture in set(pictures):
-            counted = "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1"
+            counted = (
+                "INSERT INTO pictures VALUES (?, 1, ?) ON CONFLICT DO UPDATE SET count = count + 1"
+            )
             self._base.execute(counted, (picture, row.row_id))
         return any(_agree(gold, row.gold) for (gold,) in before)
 
@@ -89,7 +93,9 @@ class SeenRows:
         several = "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND MIN(gold) < MAX(gold)"
         found = {}
         for (asked,) in self._base.execute(several, (split,)):
-            where = "SELECT id, gold, origin FROM asked WHERE split = ? AND asked = ? ORDER BY number"
+            where = (
+                "SELECT id, gold, origin FROM asked WHERE split = ? AND asked = ? ORDER BY number"
+            )
             rows = [Answered(*row) for row in self._base.execute(where, (split, asked))]
             for row in rows:
                 other = next((one for one in rows if not _agree(one.gold, row.gold)), None)
@@ -111,7 +117,9 @@ def _agree(one: str, other: str) -> bool:
 Pairs = dict[str, tuple[Answered, Answered]]  # by the id of the first
 
 
-def leave_out(folder: Path, split: str, features: Features, contradicting: Pairs, quarantine: Quarantine) -> int:
+def leave_out(
+    folder: Path, split: str, features: Features, contradicting: Pairs, quarantine: Quarantine
+) -> int:
     """Write a split of `folder` once more without these rows, which go into the quarantine. Returns how many are left.
 
     They are known only when the last row was read, and by then the first is written: rows are never all in memory.
@@ -124,7 +132,8 @@ def leave_out(folder: Path, split: str, features: Features, contradicting: Pairs
                 yield row
                 continue
             own, other = contradicting[row["id"]]
-            where, answers = f"{other.origin} ({other.row_id})", f"{shown(other.gold)} and not {shown(own.gold)}"
+            where = f"{other.origin} ({other.row_id})"
+            answers = f"{shown(other.gold)} and not {shown(own.gold)}"
             wrong = f"its question and pictures are those of {where}, where the answer is {answers}"
             originals = [image["bytes"] for image in row["images"]]
             record = {name: row[name] for name in ("problem", "answer", "answer_raw", "choices")}

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adora_vl.data import dataset
-from adora_vl.data.dataset import SPLITS, Manifest, data_hash, read_manifest, split_files, stored_rows
+from adora_vl.data.dataset import (
+    SPLITS,
+    Manifest,
+    data_hash,
+    read_manifest,
+    split_files,
+    stored_rows,
+)
 from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
 from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import amount
@@ -29,7 +36,9 @@ from eval.inference.runner import infer
 from eval.records import Prediction
 from eval.scoring.score import grade_row
 
-RATES_FILE = "pass_rates.jsonl"  # in the output: id, right answers and answers of every problem of the split
+RATES_FILE = (
+    "pass_rates.jsonl"  # in the output: id, right answers and answers of every problem of the split
+)
 _ROUNDING = 1e-9  # so that 3 of 10 answers are within 0.3:0.9
 
 
@@ -56,7 +65,9 @@ class Tally(NamedTuple):
         return self.right / self.answers
 
 
-def tallies(rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False) -> dict[str, Tally]:
+def tallies(
+    rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False
+) -> dict[str, Tally]:
     """The right answers and all answers of each problem by its id, graded as in training."""
     options = Namespace(rounding=rounding, answer_tags=answer_tags)
     right: Counter[str] = Counter()
@@ -74,10 +85,16 @@ def samples_folder(output: Path) -> Path:
 
 
 def sample(
-    data: Path, split: str, folder: Path, settings: AnswerEngineSettings, *, samples: int,
-    system_prompt: str | None = SYSTEM_PROMPT, prompt: str | None = None,
+    data: Path,
+    split: str,
+    folder: Path,
+    settings: AnswerEngineSettings,
+    *,
+    samples: int,
+    system_prompt: str | None = SYSTEM_PROMPT,
+    prompt: str | None = None,
     build: Callable[[AnswerEngineSettings], AnswerEngine] = build_engine,
-) -> Path:  # fmt: skip
+) -> Path:
     """Get `samples` answers to every problem of the split, except those that `folder` has. Returns their file.
 
     `prompt`: the template of the text that is asked, as `adora_prompt`. Raises `UserError` if `folder` has answers that
@@ -86,19 +103,48 @@ def sample(
     options = Namespace(data=str(data), split=split, prompt=prompt)
     asked, hashed = load(options)
     fingerprint = {
-        "benchmark": "filter", "model": settings.model, "model_hash": model_hash(settings.model, settings.revision),
-        "data_hash": hashed, "split": split, "system_prompt": system_prompt, "prompt": options.prompt,
-    }  # fmt: skip
-    names = ("engine", "dtype", "max_tokens", "temperature", "seed", "min_pixels", "max_pixels", "batch_size")
+        "benchmark": "filter",
+        "model": settings.model,
+        "model_hash": model_hash(settings.model, settings.revision),
+        "data_hash": hashed,
+        "split": split,
+        "system_prompt": system_prompt,
+        "prompt": options.prompt,
+    }
+    names = (
+        "engine",
+        "dtype",
+        "max_tokens",
+        "temperature",
+        "seed",
+        "min_pixels",
+        "max_pixels",
+        "batch_size",
+    )
     fingerprint |= {name: getattr(settings, name) for name in names} | settings.described
-    infer(asked, folder, settings, fingerprint, system_prompt=system_prompt, build=build, samples=samples)
+    infer(
+        asked,
+        folder,
+        settings,
+        fingerprint,
+        system_prompt=system_prompt,
+        build=build,
+        samples=samples,
+    )
     return folder / PREDICTIONS
 
 
 def filter_dataset(
-    data: Path, output: Path, predictions: Path, keep: Keep, *, split: str = "train", rounding: bool = False,
-    overwrite: bool = False, arguments: Mapping[str, Any] | None = None,
-) -> Manifest:  # fmt: skip
+    data: Path,
+    output: Path,
+    predictions: Path,
+    keep: Keep,
+    *,
+    split: str = "train",
+    rounding: bool = False,
+    overwrite: bool = False,
+    arguments: Mapping[str, Any] | None = None,
+) -> Manifest:
     """Write a dataset with those rows of `split` whose pass rate is in `keep`, and with the other splits unchanged.
 
     `arguments`: what else the choice depends on. Raises `UserError` for answers of another split, or if no row is left.
@@ -111,16 +157,35 @@ def filter_dataset(
     kept = {pid for pid, tally in found.items() if tally.rate in keep}
     if not kept:
         shares = Counter(f"{tally.rate:.3g}" for tally in found.values())
-        seen = ", ".join(f"{rate} of {count}" for rate, count in sorted(shares.items(), key=lambda one: float(one[0])))
+        seen = ", ".join(
+            f"{rate} of {count}"
+            for rate, count in sorted(shares.items(), key=lambda one: float(one[0]))
+        )
         raise UserError(f"keep: {keep} leaves no row; the pass rates are {seen}")
-    given = {"split": split, "keep": str(keep), "rounding": rounding, "answers": held, **(arguments or {})}
-    description = {"source": "filter", "input": str(data), "revision": data_hash(data, split), "arguments": given}
+    given = {
+        "split": split,
+        "keep": str(keep),
+        "rounding": rounding,
+        "answers": held,
+        **(arguments or {}),
+    }
+    description = {
+        "source": "filter",
+        "input": str(data),
+        "revision": data_hash(data, split),
+        "arguments": given,
+    }
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
         counts = {}
         for name in split_files(data):
             chosen = (row for row in stored_rows(data, name) if name != split or row["id"] in kept)
-            counts[name] = dataset.write_split(chosen, folder, name, dataset.features_of(data, name))
-        lines = (json.dumps({"id": pid, "right": t.right, "answers": t.answers}) for pid, t in found.items())
+            counts[name] = dataset.write_split(
+                chosen, folder, name, dataset.features_of(data, name)
+            )
+        lines = (
+            json.dumps({"id": pid, "right": t.right, "answers": t.answers})
+            for pid, t in found.items()
+        )
         (folder / RATES_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
         rates = [tally.rate for tally in found.values()]
         summary = {
@@ -138,11 +203,17 @@ def check_input(data: Path, split: str) -> None:
     """Raise `UserError` where `data` is not a prepared dataset of mathematical problems, or has no such split."""
     manifest = read_manifest(data)
     if manifest is None:
-        raise UserError(f"input: {str(data)!r} is not a folder made by `python -m data_prep`; prepare it first")
+        raise UserError(
+            f"input: {str(data)!r} is not a folder made by `python -m data_prep`; prepare it first"
+        )
     if manifest["source"] == "knights":
-        raise UserError(f"input: {str(data)!r} holds puzzles; filter grades mathematical answers only")
+        raise UserError(
+            f"input: {str(data)!r} holds puzzles; filter grades mathematical answers only"
+        )
     if split not in split_files(data):
-        raise UserError(f"split: {str(data)!r} has no {split!r}; it has {', '.join(split_files(data))}")
+        raise UserError(
+            f"split: {str(data)!r} has no {split!r}; it has {', '.join(split_files(data))}"
+        )
 
 
 def check_output(data: Path, output: Path) -> None:
@@ -162,23 +233,32 @@ def asked_for_tags(predictions: Path) -> bool:
 def _check_covered(found: Mapping[str, Tally], data: Path, split: str, predictions: Path) -> None:
     """The same number of answers to each row of the split, and to nothing else."""
     ids = set(dataset.load_split(data, split)["id"])
-    missing, foreign = sorted(ids - found.keys()), sorted(found.keys() - ids)
+    missing = sorted(ids - found.keys())
+    foreign = sorted(found.keys() - ids)
     if missing or foreign:
-        name, what = (missing[0], "has no answer") if missing else (foreign[0], f"is not in the split {split!r}")
+        name, what = (
+            (missing[0], "has no answer")
+            if missing
+            else (foreign[0], f"is not in the split {split!r}")
+        )
         raise UserError(
             f"predictions: {name!r} {what} in {str(predictions)!r} ({len(missing)} of {len(ids)} rows have none, "
             f"{len(foreign)} rows are others); sample the whole split"
         )
     counts = Counter(tally.answers for tally in found.values())
     if len(counts) > 1:
-        few, many = min(counts), max(counts)
+        few = min(counts)
+        many = max(counts)
         unlike = f"{str(predictions)!r} has {few} answers to some problems and {many} to others"
         raise UserError(f"predictions: {unlike}; finish the sampling with the same command")
 
 
 def in_words(manifest: Manifest) -> str:
-    facts, keep = manifest["filtered"], manifest["arguments"]["keep"]
-    rows = ", ".join(f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"])
+    facts = manifest["filtered"]
+    keep = manifest["arguments"]["keep"]
+    rows = ", ".join(
+        f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"]
+    )
     return (
         f"{amount(facts['problems'], 'problem')}: {facts['kept']} kept with a pass rate of {keep}, {facts['below']} "
         f"below and {facts['above']} above ({facts['never_solved']} never solved, {facts['always_solved']} always). "

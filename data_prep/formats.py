@@ -23,8 +23,12 @@ from data_prep.columns import Columns, class_names, picked, require_columns
 from data_prep.records import BadRecord
 
 Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
-Table = tuple[list[str], str, Callable[[], Records]]  # its columns, how it is read, what begins to read it
-EXCEL, SAVED = (".xlsx", ".xlsm"), "state.json"  # of a data set that `save_to_disk` wrote
+Table = tuple[
+    list[str], str, Callable[[], Records]
+]  # its columns, how it is read, what begins to read it
+# of a data set that `save_to_disk` wrote
+EXCEL = (".xlsx", ".xlsm")
+SAVED = "state.json"
 TEXT_TABLES = (".csv", ".tsv", *EXCEL)  # a cell is one value, so a list is written as JSON
 ENDINGS = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet", ".arrow")
 _ARROW = (".parquet", ".arrow", SAVED)
@@ -38,7 +42,9 @@ _KEEP_ONE = "keep the right value in"  # of a key that is given twice
 
 def format_of(path: Path) -> str:
     """The ending of a file, or `state.json` for a data set of `save_to_disk`, whose folder has a file of that name."""
-    saved = path.name == SAVED and all(file.is_file() for file in (path, path.with_name("dataset_info.json")))
+    saved = path.name == SAVED and all(
+        file.is_file() for file in (path, path.with_name("dataset_info.json"))
+    )
     return SAVED if saved else path.suffix.lower()
 
 
@@ -53,7 +59,9 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
         if format_of(path) in _ARROW:
             (present, said, begin), features = _arrow(path, columns)
         else:
-            text = {**dict.fromkeys(EXCEL, _workbook), ".csv": _csv, ".tsv": _csv}.get(format_of(path), _json)
+            text = {**dict.fromkeys(EXCEL, _workbook), ".csv": _csv, ".tsv": _csv}.get(
+                format_of(path), _json
+            )
             present, said, begin = text(path, columns)
         double = next((name for name in columns.wanted if present.count(name) > 1), None)
         if double is not None:
@@ -77,8 +85,12 @@ def _readable(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, UnicodeError, csv.Error, pa.ArrowException) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
-        raise UserError(f"input: {str(path)!r} cannot be read ({reason:.200}); mend it, or save it again") from error
+        reason = (
+            error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
+        )
+        raise UserError(
+            f"input: {str(path)!r} cannot be read ({reason:.200}); mend it, or save it again"
+        ) from error
 
 
 def _described(path: Path) -> Mapping[str, Any]:
@@ -86,7 +98,9 @@ def _described(path: Path) -> Mapping[str, Any]:
     for folder in (path.parent, path.parent.parent):
         with suppress(Exception):  # any README may be there
             card = folder / "README.md"
-            if (folder / "dataset_infos.json").is_file() or "class_label" in card.read_text(encoding="utf-8"):
+            if (folder / "dataset_infos.json").is_file() or "class_label" in card.read_text(
+                encoding="utf-8"
+            ):
                 from datasets.info import DatasetInfosDict
 
                 infos = DatasetInfosDict.from_directory(str(folder))
@@ -103,9 +117,15 @@ def _stored(path: Path) -> Any:
     from datasets import Dataset, load_from_disk
 
     try:
-        return load_from_disk(str(path.parent)) if format_of(path) == SAVED else Dataset.from_file(str(path))
+        return (
+            load_from_disk(str(path.parent))
+            if format_of(path) == SAVED
+            else Dataset.from_file(str(path))
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"input: {str(path)!r} cannot be read ({in_one_line(error):.200}); save it again") from error
+        raise UserError(
+            f"input: {str(path)!r} cannot be read ({in_one_line(error):.200}); save it again"
+        ) from error
 
 
 def _arrow(path: Path, columns: Columns) -> tuple[Table, Mapping[str, Any]]:
@@ -151,14 +171,20 @@ def _csv(path: Path, columns: Columns) -> Table:
     encoding = _encoding(path)
     with path.open(encoding=encoding, newline="") as file:
         first = file.readline()
-        marked = first[4:5] if first.lower().startswith("sep=") and first[4:5] in _DELIMITERS else ""  # of Excel
+        marked = (
+            first[4:5] if first.lower().startswith("sep=") and first[4:5] in _DELIMITERS else ""
+        )  # of Excel
         start = (file.readline() if marked else first) + "".join(islice(file, _FIRST))
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
-    headers = {sign: _header(start, sign) for sign in ([marked] if marked else [usual, *_DELIMITERS])}
+    headers = {
+        sign: _header(start, sign) for sign in ([marked] if marked else [usual, *_DELIMITERS])
+    }
     found = {sign: (len(columns.held_by(names)), len(names)) for sign, names in headers.items()}
     delimiter = max(found, key=lambda sign: found[sign])
     other = [f"with {_DELIMITERS[delimiter]} between the cells"] if delimiter != usual else []
-    other += [{"cp1252": "in the encoding of Windows (cp1252)", "utf-16": "in UTF-16"}.get(encoding, "")]
+    other += [
+        {"cp1252": "in the encoding of Windows (cp1252)", "utf-16": "in UTF-16"}.get(encoding, "")
+    ]
     said = " ".join(filter(None, other))
     names = headers[delimiter]
     begin = partial(_csv_rows, path, encoding, delimiter, bool(marked), columns)
@@ -167,7 +193,9 @@ def _csv(path: Path, columns: Columns) -> Table:
 
 def _header(start: str, delimiter: str) -> list[str]:
     with suppress(csv.Error):  # a quote that only another sign closes
-        return [name.strip() for name in next(_reader(io.StringIO(start, newline=""), delimiter), [])]
+        return [
+            name.strip() for name in next(_reader(io.StringIO(start, newline=""), delimiter), [])
+        ]
     return []
 
 
@@ -184,25 +212,35 @@ def _encoding(path: Path) -> str:
                     decoder.decode(piece)
                 decoder.decode(b"", final=True)
                 return encoding
-    raise UserError(f"input: {str(path)!r} is not UTF-8 text; save it as UTF-8 (in Excel: as CSV UTF-8)")
+    raise UserError(
+        f"input: {str(path)!r} is not UTF-8 text; save it as UTF-8 (in Excel: as CSV UTF-8)"
+    )
 
 
 def _csv_rows(path: Path, encoding: str, delimiter: str, marked: bool, columns: Columns) -> Records:
     with path.open(encoding=encoding, newline="") as file:
         before = 1 if marked and file.readline() else 0
-        rows, skipped = _reader(file, delimiter), before
+        rows = _reader(file, delimiter)
+        skipped = before
         header = [name.strip() for name in next(rows, [])]
         held = {name: header.index(name) for name in columns.held_by(header)}
         before = rows.line_num + skipped
         for row in rows:
-            place, before = f"line {before + 1}", rows.line_num + skipped  # a cell in quotes may have several lines
+            # a cell in quotes may have several lines
+            place = f"line {before + 1}"
+            before = rows.line_num + skipped
             if not any(row):
                 continue  # an empty line
             if len(row) != len(header):
                 wrong = f"the line has {len(row)} cells and the header {len(header)}"
                 sign = {",": "comma", ";": "semicolon"}.get(delimiter, "tab")
                 remedy = f"quote cells that have a {sign} or a line break in"
-                yield place, BadRecord("not_a_row", wrong, remedy, delimiter.join(row).encode("utf-8", "replace"))
+                yield (
+                    place,
+                    BadRecord(
+                        "not_a_row", wrong, remedy, delimiter.join(row).encode("utf-8", "replace")
+                    ),
+                )
                 continue
             yield place, {name: row[at] for name, at in held.items()}
 
@@ -225,9 +263,13 @@ def _workbook(path: Path, columns: Columns) -> Table:
         sheets = openpyxl.load_workbook(path, read_only=True, data_only=True).worksheets
         headers = [next(_cells(sheet), (0, []))[1] for sheet in sheets]
     except Exception as error:  # zipfile, the XML parser and openpyxl raise their own
-        raise UserError(f"input: {str(path)!r} is no workbook that can be read ({in_one_line(error):.200})") from error
+        raise UserError(
+            f"input: {str(path)!r} is no workbook that can be read ({in_one_line(error):.200})"
+        ) from error
     filled = [
-        (sheet, [str(name).strip() for name in names]) for sheet, names in zip(sheets, headers, strict=True) if names
+        (sheet, [str(name).strip() for name in names])
+        for sheet, names in zip(sheets, headers, strict=True)
+        if names
     ]
     if not filled:
         return [], "", lambda: iter(())
@@ -261,7 +303,10 @@ def _sheet_rows(sheet: Any, names: list[str]) -> Records:
     rows = _cells(sheet)
     next(rows)
     for number, values in rows:
-        yield f"row {number}", dict(zip(names, [*values, *[None] * (len(names) - len(values))], strict=False))
+        yield (
+            f"row {number}",
+            dict(zip(names, [*values, *[None] * (len(names) - len(values))], strict=False)),
+        )
 
 
 def _json(path: Path, columns: Columns) -> Table:
@@ -292,7 +337,10 @@ def _lines(path: Path) -> Records:
                 found = BadRecord("given_twice", str(error), _KEEP_ONE)
             except (ValueError, RecursionError) as error:
                 found = BadRecord("not_json", f"it is not JSON ({in_one_line(error):.200})", remedy)
-            yield f"line {number}", replace(found, original=line) if isinstance(found, BadRecord) else found
+            yield (
+                f"line {number}",
+                replace(found, original=line) if isinstance(found, BadRecord) else found,
+            )
 
 
 def _has_lines(file: Any) -> bool:
@@ -308,9 +356,13 @@ def _has_lines(file: Any) -> bool:
 
 def _items(path: Path) -> Records:
     """The objects of a list, of which one at a time is in memory."""
-    decoder, number, wanted = json.JSONDecoder(object_pairs_hook=_once), 1, _PIECE
+    decoder = json.JSONDecoder(object_pairs_hook=_once)
+    number = 1
+    wanted = _PIECE
     with path.open(encoding="utf-8-sig") as file:
-        text, end, closed = file.read(_PIECE).lstrip()[1:].lstrip(), False, False
+        text = file.read(_PIECE).lstrip()[1:].lstrip()
+        end = False
+        closed = False
         while not closed:
             if number == 1 and text.startswith("]"):  # an empty list
                 text = text[1:]
@@ -323,20 +375,33 @@ def _items(path: Path) -> Records:
             except (ValueError, RecursionError) as error:
                 if end or isinstance(error, RecursionError):
                     what = f"item {number}: {getattr(error, 'msg', error)}"
-                    raise UserError(f"input: {str(path)!r} is not JSON ({what:.200}); mend it") from error
+                    raise UserError(
+                        f"input: {str(path)!r} is not JSON ({what:.200}); mend it"
+                    ) from error
                 sign = ""
             if sign:
                 yield f"item {number}", _record(item, "make it an object in")
-                number, wanted, closed, text = number + 1, _PIECE, sign == "]", rest[1:].lstrip()
+                number = number + 1
+                wanted = _PIECE
+                closed = sign == "]"
+                text = rest[1:].lstrip()
             else:  # the item may go on behind the text
-                more, wanted = file.read(wanted), 2 * wanted
-                text, end = (text + more).lstrip(), not more
+                more = file.read(wanted)
+                wanted = 2 * wanted
+                text = (text + more).lstrip()
+                end = not more
         if (text + file.read()).strip():
-            raise UserError(f"input: {str(path)!r} is not JSON (more stands behind its list); mend it")
+            raise UserError(
+                f"input: {str(path)!r} is not JSON (more stands behind its list); mend it"
+            )
 
 
 def _record(item: Any, remedy: str) -> dict[str, Any] | BadRecord:
-    return item if isinstance(item, dict | BadRecord) else BadRecord("not_json", f"it is {item!r:.60}", remedy)
+    return (
+        item
+        if isinstance(item, dict | BadRecord)
+        else BadRecord("not_json", f"it is {item!r:.60}", remedy)
+    )
 
 
 def _in_object(path: Path, columns: Columns) -> Records:
@@ -344,13 +409,16 @@ def _in_object(path: Path, columns: Columns) -> Records:
     try:
         content = json.loads(path.read_bytes(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"input: {str(path)!r} is not JSON ({in_one_line(error):.200}); mend it") from error
+        raise UserError(
+            f"input: {str(path)!r} is not JSON ({in_one_line(error):.200}); mend it"
+        ) from error
     items: Iterable[tuple[object, Any]] = [(1, content)]
     under = ""
     if isinstance(content, dict) and not columns.held_by(content):
         lists = [name for name, value in content.items() if _holds_rows(value)]
         if len(lists) == 1:
-            items, under = enumerate(content[lists[0]], 1), f" under {lists[0]!r}"
+            items = enumerate(content[lists[0]], 1)
+            under = f" under {lists[0]!r}"
         elif content and _holds_rows(list(content.values())):
             items = [(repr(name), value) for name, value in content.items()]
         else:
@@ -364,7 +432,11 @@ def _in_object(path: Path, columns: Columns) -> Records:
 
 
 def _holds_rows(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, dict | BadRecord) for item in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, dict | BadRecord) for item in value)
+    )
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
@@ -373,5 +445,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
         found = each_once(pairs)
     except GivenTwiceError as error:
         return BadRecord("given_twice", str(error), _KEEP_ONE)
-    inside = (one for value in found.values() for one in (value if isinstance(value, list) else [value]))
+    inside = (
+        one for value in found.values() for one in (value if isinstance(value, list) else [value])
+    )
     return next((one for one in inside if isinstance(one, BadRecord)), found)

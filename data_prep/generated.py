@@ -33,13 +33,20 @@ Draw = Callable[[int, str], Iterable[Row]]  # so many rows of a split
 class Drawn:
     sizes: dict[str, int]  # of its splits
     draw: Draw
-    description: dict[str, Any]  # what determines the rows, the arguments and the revision of the drawing code
+    description: dict[
+        str, Any
+    ]  # what determines the rows, the arguments and the revision of the drawing code
 
 
 def synthetic(
-    *, rows: int, test_rows: int = DEFAULT_TEST_ROWS, seed: int = 0, size: int = DEFAULT_SIZE,
-    families: tuple[str, ...] = (), **more: Any,
-) -> Drawn:  # fmt: skip
+    *,
+    rows: int,
+    test_rows: int = DEFAULT_TEST_ROWS,
+    seed: int = 0,
+    size: int = DEFAULT_SIZE,
+    families: tuple[str, ...] = (),
+    **more: Any,
+) -> Drawn:
     """Geometry problems, splits train and test. `more`: other arguments of `generate`. Raises `UserError`."""
     given = {"seed": seed, "size": size, "families": families, **more}
 
@@ -50,18 +57,30 @@ def synthetic(
     return _drawn("synthetic", SYNTHETIC_REVISION, draw, rows, test_rows, given)
 
 
-def puzzles(*, rows: int, test_rows: int = DEFAULT_TEST_ROWS, seed: int = 0, people: tuple[int, int] = PEOPLE) -> Drawn:
+def puzzles(
+    *,
+    rows: int,
+    test_rows: int = DEFAULT_TEST_ROWS,
+    seed: int = 0,
+    people: tuple[int, int] = PEOPLE,
+) -> Drawn:
     """Knights-and-knaves puzzles, splits train and test. Raises `UserError`."""
     given: dict[str, Any] = {"seed": seed, "people": people}
 
-    return _drawn("knights", KNIGHTS_REVISION, partial(knights.generate, **given), rows, test_rows, given)
+    return _drawn(
+        "knights", KNIGHTS_REVISION, partial(knights.generate, **given), rows, test_rows, given
+    )
 
 
 def _drawn(source: str, revision: str, draw: Draw, rows: int, test_rows: int, given: Any) -> Drawn:
-    as_json = {name: list(value) if isinstance(value, tuple) else value for name, value in given.items()}
+    as_json = {
+        name: list(value) if isinstance(value, tuple) else value for name, value in given.items()
+    }
     arguments = {"rows": rows, "test_rows": test_rows, **as_json}
     sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
-    return Drawn(sizes, draw, {"source": source, "input": None, "revision": revision, "arguments": arguments})
+    return Drawn(
+        sizes, draw, {"source": source, "input": None, "revision": revision, "arguments": arguments}
+    )
 
 
 def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Manifest:
@@ -96,16 +115,32 @@ def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
     return folder
 
 
-def prepare_knights_table(output: Path, location: Path, *, question: str = "box", overwrite: bool = False) -> Manifest:
+def prepare_knights_table(
+    output: Path, location: Path, *, question: str = "box", overwrite: bool = False
+) -> Manifest:
     """Write the puzzles of the reference's Parquet file or folder, under the splits that its rows name.
 
     `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Raises `UserError`.
     """
     found = read_puzzles(location, question)
-    texts = "\n".join(f"{row['split']}\t{row['problem']}\t{row['answer']}" for rows in found.values() for row in rows)
-    revision, arguments = hashlib.sha256(texts.encode()).hexdigest(), {"source": "parquet", "question": question}
-    description = {"source": "knights", "input": str(location), "revision": revision, "arguments": arguments}
-    table = Drawn({split: len(rows) for split, rows in found.items()}, lambda _, split: found[split], description)
+    texts = "\n".join(
+        f"{row['split']}\t{row['problem']}\t{row['answer']}"
+        for rows in found.values()
+        for row in rows
+    )
+    revision = hashlib.sha256(texts.encode()).hexdigest()
+    arguments = {"source": "parquet", "question": question}
+    description = {
+        "source": "knights",
+        "input": str(location),
+        "revision": revision,
+        "arguments": arguments,
+    }
+    table = Drawn(
+        {split: len(rows) for split, rows in found.items()},
+        lambda _, split: found[split],
+        description,
+    )
     return prepare_drawn(output, table, overwrite=overwrite)
 
 

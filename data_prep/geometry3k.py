@@ -31,7 +31,9 @@ _POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
 _SEGMENT = re.compile(  # over two points, however many letters follow
     rf"\\(overline|overrightarrow|overleftarrow|overleftrightarrow|vec|bar)(?:\s+|(?=[A-Z]))({_POINT}|[A-Z]'?)\s*({_POINT})"
 )
-_ARC = re.compile(rf"\\(?:widehat|overarc|arc|wideparen)(?:\s+|(?=[A-Z]))((?:[A-Z]'?\s*){{1,3}}{_POINT})")
+_ARC = re.compile(
+    rf"\\(?:widehat|overarc|arc|wideparen)(?:\s+|(?=[A-Z]))((?:[A-Z]'?\s*){{1,3}}{_POINT})"
+)
 # Words that the texts write as commands, which LaTeX does not have.
 _SHAPE = re.compile(
     r"\\(parallelogram|rectangle|rhombus|trapezoid|quadrilateral|pentagon|hexagon|octagon|kite|circle)(?![A-Za-z])"
@@ -39,7 +41,12 @@ _SHAPE = re.compile(
 _TIDY = (
     (re.compile(r"[\s\u00a0]+"), " "),
     (re.compile(r"\{ | (?=\})"), lambda m: m.group().strip()),  # `{ 3 }`
-    (re.compile(r"(\\(?:frac|sqrt|widehat|overline|overrightarrow|overleftrightarrow|text)) (?=[{\[])"), r"\1"),
+    (
+        re.compile(
+            r"(\\(?:frac|sqrt|widehat|overline|overrightarrow|overleftrightarrow|text)) (?=[{\[])"
+        ),
+        r"\1",
+    ),
     (re.compile(r"(?<=\}) (?=\{)"), ""),  # `\frac{1} {2}`
     (re.compile(r" ?([\^_]) ?"), r"\1"),
     (re.compile(r"\^\{?\\circ(?![A-Za-z])\}?"), r"^\\circ"),
@@ -90,7 +97,13 @@ class ProblemFolder:
             return archive.read(member)
         except KeyError:
             raise FileNotFoundError(2, "not in the zip file", member) from None
-        except (zipfile.BadZipFile, zlib.error, RuntimeError, NotImplementedError, EOFError) as error:
+        except (
+            zipfile.BadZipFile,
+            zlib.error,
+            RuntimeError,
+            NotImplementedError,
+            EOFError,
+        ) as error:
             raise OSError(5, str(error), member) from error
 
 
@@ -104,8 +117,15 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
     if root.is_file():
         found = _zipped(root)
     elif root.is_dir():
-        numbered = {split: [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()] for split in _SPLITS}
-        found = {split: [ProblemFolder(path) for path in paths] for split, paths in numbered.items() if paths}
+        numbered = {
+            split: [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
+            for split in _SPLITS
+        }
+        found = {
+            split: [ProblemFolder(path) for path in paths]
+            for split, paths in numbered.items()
+            if paths
+        }
         if len(found) < len(_SPLITS):
             found = _from_zips(sorted(root.glob("*.zip"))) | found
     else:
@@ -116,7 +136,10 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
             f"give the folder that holds {', '.join(_SPLITS)}, or a zip file of it"
         )
     held = {split: found[split] for split in _SPLITS if split in found}
-    return {split: sorted(folders, key=lambda one: (one.number, str(one))) for split, folders in held.items()}
+    return {
+        split: sorted(folders, key=lambda one: (one.number, str(one)))
+        for split, folders in held.items()
+    }
 
 
 def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
@@ -127,7 +150,9 @@ def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
         named = [path for path in having if path.stem == split] or having
         if len(named) > 1:
             names = " and ".join(repr(str(path)) for path in named[:2])
-            raise UserError(f"input: {names} both hold problems of {split!r}; give one of them with --input")
+            raise UserError(
+                f"input: {names} both hold problems of {split!r}; give one of them with --input"
+            )
         if named:
             found[split] = held[named[0]][split]
     return found
@@ -138,7 +163,9 @@ def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
     try:
         names = _archive(path).namelist()
     except (zipfile.BadZipFile, OSError) as error:
-        raise UserError(f"input: {str(path)!r} is not a readable zip file ({error}); download it again") from error
+        raise UserError(
+            f"input: {str(path)!r} is not a readable zip file ({error}); download it again"
+        ) from error
     folders: dict[str, str | None] = {}
     for name in names:
         match = _NUMBERED.fullmatch(name)
@@ -150,7 +177,10 @@ def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
             nowhere = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
             raise UserError(f"input: {nowhere}; call the file after its split, such as train.zip")
         within = dict.fromkeys(folders, path.stem)
-    held = {split: [ProblemFolder(path, folder) for folder, its in within.items() if its == split] for split in _SPLITS}
+    held = {
+        split: [ProblemFolder(path, folder) for folder, its in within.items() if its == split]
+        for split in _SPLITS
+    }
     return {split: found for split, found in held.items() if found}
 
 
@@ -160,7 +190,10 @@ def _archive(path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
-DIAGRAMS = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}  # point: with every vertex lettered
+DIAGRAMS = {
+    "plain": "img_diagram.png",
+    "point": "img_diagram_point.png",
+}  # point: with every vertex lettered
 _OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # theirs: ours
 
 
@@ -183,26 +216,41 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
             originals.append(folder.read(name))
     except OSError as error:
         wrong = f"{folder}/{name} cannot be read ({error.strerror})"
-        raise RowError(row_id, "file_missing", wrong, "put the file there", originals=originals) from error
+        raise RowError(
+            row_id, "file_missing", wrong, "put the file there", originals=originals
+        ) from error
     refuse = partial(RowError, row_id, originals=originals)
     try:
         data = read_json(originals[0].decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise refuse("not_json", f"{folder}/data.json is not JSON ({error})", "download the problem again") from error
+        raise refuse(
+            "not_json", f"{folder}/data.json is not JSON ({error})", "download the problem again"
+        ) from error
     if not isinstance(data, dict):
         wrong = f"{folder}/data.json is not a JSON object but {data!r:.40}"
         raise refuse("not_json", wrong, "download the problem again")
     field = partial(_field, data, refuse, f"{folder}/data.json")
-    problem, facts = field("problem_text", str), None
+    problem = field("problem_text", str)
+    facts = None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        facts = facts_in_words(form_of(read_json(folder.read("logic_form.json").decode("utf-8"))), problem)
+        facts = facts_in_words(
+            form_of(read_json(folder.read("logic_form.json").decode("utf-8"))), problem
+        )
     return RawProblem(
-        id=row_id, split=split, source="geometry3k", origin=str(folder), images=(originals[1],),
-        problem=readable(problem), answer=field("answer", str),
-        choices=tuple(field("choices", list)), goal=", ".join(field("problem_type_goal", list, [])),
-        shapes=tuple(field("problem_type_graph", list, [])), solution=field("detailed_solution", str, "").strip(),
-        other_files=(originals[0],), **with_facts(facts, row_id),
-    )  # fmt: skip
+        id=row_id,
+        split=split,
+        source="geometry3k",
+        origin=str(folder),
+        images=(originals[1],),
+        problem=readable(problem),
+        answer=field("answer", str),
+        choices=tuple(field("choices", list)),
+        goal=", ".join(field("problem_type_goal", list, [])),
+        shapes=tuple(field("problem_type_graph", list, [])),
+        solution=field("detailed_solution", str, "").strip(),
+        other_files=(originals[0],),
+        **with_facts(facts, row_id),
+    )
 
 
 def with_facts(facts: str | None, row_id: str) -> dict[str, Any]:
@@ -217,40 +265,63 @@ REDRAWN = "geometry3k, redrawn"
 def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
     """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`. Raises `UserError`."""
     if texts is None:
-        raise UserError("texts: missing; --source logic-forms has no questions, so name a table that has them")
+        raise UserError(
+            "texts: missing; --source logic-forms has no questions, so name a table that has them"
+        )
     forms = read_forms(path)
     held: dict[str, list[Callable[[], RawProblem]]] = {split: [] for split in _OUR_SPLITS.values()}
     undrawn = 0
     for where, record in open_table(texts, _TEXTS)[1]():
         row = record if isinstance(record, dict) else {}
         place = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
-        question, answer = text_of_chat(row.get("messages")), row.get("solution")
+        question = text_of_chat(row.get("messages"))
+        answer = row.get("solution")
         if place is None or question is None or not isinstance(answer, str):
             raise UserError(
                 f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, or images with a path "
                 "such as test/2401/img_diagram.png; put them in"
             )
-        split, form = _OUR_SPLITS[place[1]], forms.get(int(place[2]))
+        split = _OUR_SPLITS[place[1]]
+        form = forms.get(int(place[2]))
         if form is None or not can_be_drawn(form):
             undrawn += 1
         else:
             held[split].append(partial(_redrawn, form, split, place[2], question, answer))
     if undrawn:
-        print(f"{amount(undrawn, 'problem')} of {str(texts)!r} left out: not all points of the diagram have a place")
-    return {split: SplitReads(partial(iter, reads), len(reads)) for split, reads in held.items() if reads}
+        print(
+            f"{amount(undrawn, 'problem')} of {str(texts)!r} left out: not all points of the diagram have a place"
+        )
+    return {
+        split: SplitReads(partial(iter, reads), len(reads))
+        for split, reads in held.items()
+        if reads
+    }
 
 
 def _redrawn(form: Form, split: str, number: str, question: str, answer: str) -> RawProblem:
     row_id = f"geometry3k/{split}/{number}"
     problem = readable(without_instruction(question.replace(PLACEHOLDER, " ").strip())[0])
     facts = with_facts(facts_in_words(form, problem), row_id)
-    return RawProblem(row_id, split, REDRAWN, f"problem {number}", (png_bytes(drawn(form)),), problem, answer, **facts)
+    return RawProblem(
+        row_id,
+        split,
+        REDRAWN,
+        f"problem {number}",
+        (png_bytes(drawn(form)),),
+        problem,
+        answer,
+        **facts,
+    )
 
 
 def _field(
-    data: dict[str, Any], refuse: Callable[..., RowError], path: str, name: str, kind: type[str] | type[list[str]],
+    data: dict[str, Any],
+    refuse: Callable[..., RowError],
+    path: str,
+    name: str,
+    kind: type[str] | type[list[str]],
     default: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """`data[name]`, a text or a list of texts. Raises `RowError` where it is neither, or missing without a default."""
     value = data.get(name, default)
     if isinstance(value, kind) and all(isinstance(item, str) and storable(item) for item in value):
@@ -266,14 +337,29 @@ PRESET_ID = PRESET.id or ""
 
 
 def open_source(
-    kind: str, location: str | None, *, revision: str | None = None, diagram: str | None = None,
+    kind: str,
+    location: str | None,
+    *,
+    revision: str | None = None,
+    diagram: str | None = None,
     texts: str | None = None,
-) -> tuple[dict[str, SplitReads], str | None]:  # fmt: skip
+) -> tuple[dict[str, SplitReads], str | None]:
     """The rows of a source of `SOURCES` at a dataset id or a path, and the commit of the hub. Raises `UserError`."""
-    for name, value, of in (("revision", revision, "hub"), ("diagram", diagram, "intergps"), ("texts", texts, FORMS)):
+    for name, value, of in (
+        ("revision", revision, "hub"),
+        ("diagram", diagram, "intergps"),
+        ("texts", texts, FORMS),
+    ):
         if value is not None and kind != of:
-            raise UserError(f"{name}: {value!r} is for --source {of} alone; leave it out with --source {kind}")
-    refuse((kind != "hub" and not location, f"input: missing; --source {kind} needs the path of the data"))
+            raise UserError(
+                f"{name}: {value!r} is for --source {of} alone; leave it out with --source {kind}"
+            )
+    refuse(
+        (
+            kind != "hub" and not location,
+            f"input: missing; --source {kind} needs the path of the data",
+        )
+    )
     if kind == "intergps":
         return problems_of_folders(Path(location or ""), diagram or "plain"), None
     if kind == FORMS:
@@ -283,9 +369,15 @@ def open_source(
     else:
         opened = open_local(Path(location or ""), PRESET.columns)
         if opened.kind != "parquet":
-            raise UserError(f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the command convert")
-    begin = partial(reads, opened, name="geometry3k", columns=PRESET.columns, tests=None, limit=None)
-    return {split: SplitReads(partial(begin, split), total) for split, total in opened.totals.items()}, opened.revision
+            raise UserError(
+                f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the command convert"
+            )
+    begin = partial(
+        reads, opened, name="geometry3k", columns=PRESET.columns, tests=None, limit=None
+    )
+    return {
+        split: SplitReads(partial(begin, split), total) for split, total in opened.totals.items()
+    }, opened.revision
 
 
 @dataclass(frozen=True)
@@ -298,9 +390,15 @@ class Options(Cleaning):
 
 
 def prepare_geometry3k(
-    output: Path, *, source: str, location: str | None = None, revision: str | None = None,
-    options: Options | None = None, workers: int = 1, overwrite: bool = False,
-) -> Manifest:  # fmt: skip
+    output: Path,
+    *,
+    source: str,
+    location: str | None = None,
+    revision: str | None = None,
+    options: Options | None = None,
+    workers: int = 1,
+    overwrite: bool = False,
+) -> Manifest:
     """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path. Returns the manifest.
 
     `revision`: of the hub. `workers`: processes that clean rows, on which the output does not depend. `overwrite`:
@@ -308,15 +406,28 @@ def prepare_geometry3k(
     """
     wanted = options or Options()
     if wanted.seed is not None and wanted.limit is None:
-        raise UserError(f"seed: {wanted.seed} has nothing to choose without --limit; give both or none")
+        raise UserError(
+            f"seed: {wanted.seed} has nothing to choose without --limit; give both or none"
+        )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
-        splits, commit = open_source(source, location, revision=revision, diagram=wanted.diagram, texts=wanted.texts)
-        description: dict[str, Any] = {"source": f"geometry3k/{source}", "input": location or PRESET_ID}
+        splits, commit = open_source(
+            source, location, revision=revision, diagram=wanted.diagram, texts=wanted.texts
+        )
+        description: dict[str, Any] = {
+            "source": f"geometry3k/{source}",
+            "input": location or PRESET_ID,
+        }
         description |= {"revision": commit, "arguments": recorded(asdict(wanted))}
-        return description, {split: _chosen_of(split, found, wanted) for split, found in splits.items()}
+        return description, {
+            split: _chosen_of(split, found, wanted) for split, found in splits.items()
+        }
 
-    features = replace(PRESET.columns, extras=(("facts", "facts"),)).features if source in ("intergps", FORMS) else None
+    features = (
+        replace(PRESET.columns, extras=(("facts", "facts"),)).features
+        if source in ("intergps", FORMS)
+        else None
+    )
     return prepare(output, wanted, begin, features, workers=workers, overwrite=overwrite)
 
 
@@ -330,6 +441,8 @@ def _chosen_of(split: str, found: SplitReads, options: Options) -> SplitReads:
 
     def problems() -> Reads:
         # `islice` ends without reading the rest of the source
-        return islice((read for index, read in enumerate(found.problems()) if index in chosen), count)
+        return islice(
+            (read for index, read in enumerate(found.problems()) if index in chosen), count
+        )
 
     return SplitReads(problems, count)

@@ -44,7 +44,9 @@ def open_hub(
                 totals[ours] = int(known.num_examples)
     except UserError:
         raise
-    except Exception as error:  # the hub's library raises its own, the network's and the file system's
+    except (
+        Exception
+    ) as error:  # the hub's library raises its own, the network's and the file system's
         raise _unreachable(name, revision, missing or in_one_line(error)) from error
     return Opened("hub", parts, commit, totals)
 
@@ -55,14 +57,24 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
 
     missing = no_hub()
     try:
-        tables = partial(snapshot_download, repo_type="dataset", allow_patterns=["*.parquet"], max_workers=2)
+        tables = partial(
+            snapshot_download, repo_type="dataset", allow_patterns=["*.parquet"], max_workers=2
+        )
         folder = Path(tables(name, revision=revision))
-    except Exception as error:  # the hub's library raises its own, the network's and the file system's
+    except (
+        Exception
+    ) as error:  # the hub's library raises its own, the network's and the file system's
         raise _unreachable(name, revision, missing or in_one_line(error)) from error
     if next(folder.rglob("*.parquet"), None) is None:
-        raise UserError(f"input: {name!r} has no Parquet file on the hub; give another id, or a downloaded copy")
+        raise UserError(
+            f"input: {name!r} has no Parquet file on the hub; give another id, or a downloaded copy"
+        )
     # its files are links into a folder beside all snapshots; each snapshot's folder has the name of its commit
-    return replace(open_local(folder, columns, root=folder.parents[1].resolve()), kind="hub", revision=folder.name)
+    return replace(
+        open_local(folder, columns, root=folder.parents[1].resolve()),
+        kind="hub",
+        revision=folder.name,
+    )
 
 
 def _unreachable(name: str, revision: str | None, reason: str) -> UserError:
@@ -86,11 +98,15 @@ def _taken(name: str, there: list[str], splits: Mapping[str, str]) -> dict[str, 
         if found:
             return found
         has = f"{name!r} has {', '.join(there)}"
-        raise UserError(f"splits: {has}, none of which is train or test; write --splits train={there[0]}")
+        raise UserError(
+            f"splits: {has}, none of which is train or test; write --splits train={there[0]}"
+        )
     for theirs in splits.values():
         if theirs not in there:
             close = did_you_mean(theirs, there)
-            raise UserError(f"splits: {name!r} has no split {theirs!r}{close}; it has {', '.join(there)}")
+            raise UserError(
+                f"splits: {name!r} has no split {theirs!r}{close}; it has {', '.join(there)}"
+            )
     return dict(splits)
 
 
@@ -101,7 +117,9 @@ def _records(stream: Any, columns: Columns, location: str) -> Records:
             yield f"row {number}", picked(record, columns, names)
     except Exception as error:
         why = in_one_line(error)
-        raise UserError(f"input: {location} broke off ({why:.300}); start again, what was loaded is kept") from error
+        raise UserError(
+            f"input: {location} broke off ({why:.300}); start again, what was loaded is kept"
+        ) from error
 
 
 def _fetch(path: str) -> bytes:

@@ -18,7 +18,9 @@ from PIL import Image
 
 from adora_vl.data.images import diagram_hash
 
-_NO_SIGNS = re.compile(r"[^\w\\+\-*/^=<>]+")  # what two spellings of one question may differ in; 2+3 is not 2-3
+_NO_SIGNS = re.compile(
+    r"[^\w\\+\-*/^=<>]+"
+)  # what two spellings of one question may differ in; 2+3 is not 2-3
 _GRID = 16
 _INK = 245  # grey levels below it are drawing, above it paper
 _STEP = 8  # grey levels between neighbouring patches that are more than noise of a recompression
@@ -39,7 +41,12 @@ class Fingerprint:
 
 
 def fingerprint(
-    problem: str, answer: str, images: list[Image.Image], choices: Sequence[str] | None = None, *, near: bool = True
+    problem: str,
+    answer: str,
+    images: list[Image.Image],
+    choices: Sequence[str] | None = None,
+    *,
+    near: bool = True,
 ) -> Fingerprint:
     """Of a cleaned row: its text, its canonical gold, its pictures, its options. `near`: whether to compare with others
     by difference hashes too, which take time.
@@ -51,7 +58,9 @@ def fingerprint(
         hashlib.sha256(f"{question}\0{pixels}".encode()).digest()[:16],
         hashlib.sha256(f"{question}\0{answer}".encode()).digest()[:16],
         tuple(difference_hash(image) for image in images) if near else (),
-        hashlib.sha256("\0".join((" ".join(problem.split()), pixels, *(choices or ()))).encode()).digest()[:16],
+        hashlib.sha256(
+            "\0".join((" ".join(problem.split()), pixels, *(choices or ()))).encode()
+        ).digest()[:16],
         tuple(bytes.fromhex(digest)[:16] for digest in hashes),
     )
 
@@ -88,7 +97,9 @@ class LeakIndex:
             return other[1], "exact"
         for near, other_split, row_id in self._near.get(print_.question_and_gold, ()):
             pairs = zip(near, print_.near, strict=False)
-            alike = len(near) == len(print_.near) and all((a ^ b).bit_count() <= _NEAR_BITS for a, b in pairs)
+            alike = len(near) == len(print_.near) and all(
+                (a ^ b).bit_count() <= _NEAR_BITS for a, b in pairs
+            )
             if other_split != split and alike:
                 return row_id, "near"
         return None

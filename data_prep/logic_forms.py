@@ -28,8 +28,13 @@ _POINTS = {"Line": (2,), "Angle": (1, 3), "Arc": (2, 3), "Circle": (1,), "Cirle"
     name: (corners,) for name, corners in _CORNERS.items()
 }
 _WORDS = {
-    **{f"{name}Of": f"the {name.lower()} of {{}}" for name in ("Area", "Perimeter", "Height", "Diameter")},
-    **{name: f"{{}} is {name.lower()} to {{}}" for name in ("Perpendicular", "Parallel", "Tangent")},
+    **{
+        f"{name}Of": f"the {name.lower()} of {{}}"
+        for name in ("Area", "Perimeter", "Height", "Diameter")
+    },
+    **{
+        name: f"{{}} is {name.lower()} to {{}}" for name in ("Perpendicular", "Parallel", "Tangent")
+    },
     **{name: f"{name.lower()} {{}}" for name in ("Minor", "Major")},
     "MeasureOf": "{}",
 }
@@ -54,7 +59,8 @@ def term_of(text: str) -> Term | None:
     head, bracket, rest = text.partition("(")
     if not bracket or not re.fullmatch("[A-Z][A-Za-z]+", head):
         return Term(text) if text and text.count("(") == text.count(")") else None
-    parts, depth = [""], 1
+    parts = [""]
+    depth = 1
     for at, sign in enumerate(rest):
         depth += (sign == "(") - (sign == ")")
         if not depth:
@@ -93,7 +99,11 @@ class Form:
             if len(term.arguments) == 2 and len(ends := term.arguments[1].names) == 2:
                 on.setdefault(frozenset(ends), set(ends)).add(term.arguments[0].head)
         held = sorted(on.values(), key=lambda points: (-len(points), sorted(points)))
-        whole = [points for at, points in enumerate(held) if not any(points <= other for other in held[:at])]
+        whole = [
+            points
+            for at, points in enumerate(held)
+            if not any(points <= other for other in held[:at])
+        ]
         return [self._ordered(points) for points in whole]
 
     def _ordered(self, points: set[str]) -> list[str]:
@@ -111,7 +121,9 @@ class Form:
         for term in self.found("PointLiesOnCircle"):
             if len(term.arguments) == 2 and (circle := term.arguments[1].names):
                 on[circle[0], circle[1] if len(circle) > 1 else ""].append(term.arguments[0].head)
-        return dict(on) | {(name, ""): [] for name in self.circles if name and name not in {at for at, _ in on}}
+        return dict(on) | {
+            (name, ""): [] for name in self.circles if name and name not in {at for at, _ in on}
+        }
 
 
 _DISSOLVED = "dissolved_text_logic_form"
@@ -121,13 +133,21 @@ def form_of(held: Mapping[str, Any]) -> Form:
     """The form of InterGPS' `logic_form.json`, or of the same under shorter names. Raises `KeyError`, `TypeError`."""
     keys = ("lines", "circles", "points", "facts", "question")
     if "line_instances" in held:
-        theirs = ("line_instances", "circle_instances", "point_positions", "diagram_logic_form", _DISSOLVED)
+        theirs = (
+            "line_instances",
+            "circle_instances",
+            "point_positions",
+            "diagram_logic_form",
+            _DISSOLVED,
+        )
         held = dict(zip(keys, (held[key] for key in theirs), strict=True))
     points = {**(held.get("more_points") or {}), **held["points"]}
     found = (re.fullmatch(f"({NAME})({NAME})", line) for line in held["lines"])
     lines = tuple((line[1], line[2]) for line in found if line)
     places = {name: (float(x), float(y)) for name, (x, y) in points.items() if (x, y) != (-1, -1)}
-    return Form(lines, tuple(held["circles"]), places, tuple(held["facts"]), tuple(held["question"]))
+    return Form(
+        lines, tuple(held["circles"]), places, tuple(held["facts"]), tuple(held["question"])
+    )
 
 
 def read_forms(path: Path) -> dict[int, Form]:
@@ -149,11 +169,17 @@ def facts_in_words(form: Form, problem: str) -> str | None:
     They do not where one of them cannot be read, where the problem is about a shaded or coloured region, or a shape
     that the annotation does not name, and where it speaks of a point, an unknown or an angle that they do not have.
     """
-    said = [in_words(term) for term in form.terms if term is None or not term.head.startswith("PointLies")]
+    said = [
+        in_words(term)
+        for term in form.terms
+        if term is None or not term.head.startswith("PointLies")
+    ]
     if None in said or re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE):
         return None
     several = [(_list(row), set(row) <= form.points.keys()) for row in form.rows if len(row) > 2]
-    rows = [f"{points} lie on one line{', in this order' if known else ''}" for points, known in several]
+    rows = [
+        f"{points} lie on one line{', in this order' if known else ''}" for points, known in several
+    ]
     segments = [_joined(row) for row in form.rows if len(row) == 2]
     drawn = [f"drawn segments: {', '.join(segments)}"] if segments else []
     circles = [
@@ -174,7 +200,8 @@ def _suffices(text: str, form: Form) -> bool:
     known = on_lines.union(*form.rounds.values()) | {centre for centre, _ in form.rounds}
     given = [text, *(str(in_words(term)) for term in asked if term and term.head != "Find")]
     for term in _all(each for each in asked if each):
-        head, names = term.head, term.names
+        head = term.head
+        names = term.names
         clear = len(form.rounds) == 1 if head == "Circle" else len(on_lines) == _CORNERS.get(head)
         unknown = names[0] if head == "Find" and re.fullmatch("[a-z]", names[0]) else None
         number = names[0] if head == "Angle" and len(names) == 1 and names[0].isdigit() else None
@@ -198,8 +225,12 @@ def in_words(term: Term | None) -> str | None:
     """A term in words; None for one that has none."""
     if term is None or not term.arguments:
         return None if term is None or "$" in term.head else term.head
-    head, names, parts = term.head, term.names, [in_words(each) for each in term.arguments]
-    if len(names) in _POINTS.get(head, ()) and all(re.fullmatch(rf"{NAME}|\d+", name) for name in names):
+    head = term.head
+    names = term.names
+    parts = [in_words(each) for each in term.arguments]
+    if len(names) in _POINTS.get(head, ()) and all(
+        re.fullmatch(rf"{NAME}|\d+", name) for name in names
+    ):
         return f"{head.lower().replace('cirle', 'circle')} {_joined(names)}".removeprefix("line ")
     if None in parts:
         return None
@@ -213,7 +244,11 @@ def in_words(term: Term | None) -> str | None:
 
 
 def points_of(term: Term) -> set[str]:
-    return {each.head for each in _all([term]) if not each.arguments and re.fullmatch("[A-Z]'?", each.head)}
+    return {
+        each.head
+        for each in _all([term])
+        if not each.arguments and re.fullmatch("[A-Z]'?", each.head)
+    }
 
 
 def _joined(names: Sequence[str]) -> str:

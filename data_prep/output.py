@@ -9,7 +9,13 @@ from typing import Any
 
 from adora_vl.data.dataset import MANIFEST_NAME, read_manifest
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import is_partial, recover_folder, replacing_folder, unwritable, written_to
+from adora_vl.utils.files import (
+    is_partial,
+    recover_folder,
+    replacing_folder,
+    unwritable,
+    written_to,
+)
 
 _DECIDES_NO_ROW = "allow_quarantined"  # people are told to raise it, and the rows stay the same
 
@@ -33,8 +39,14 @@ def complete_or_absent(
             _refuse(output, description, overwrite)  # again, since preparing takes long
     except OSError as error:
         path = Path(error.filename or output)
-        places = [place for place in (path, *path.parents) if place.parent == output.parent and is_partial(place)]
-        hidden = any(place.name.startswith(f".{output.name}.") for place in places)  # in the hidden folder beside it
+        places = [
+            place
+            for place in (path, *path.parents)
+            if place.parent == output.parent and is_partial(place)
+        ]
+        hidden = any(
+            place.name.startswith(f".{output.name}.") for place in places
+        )  # in the hidden folder beside it
         if error.errno is None or not (hidden or path in (output, *output.parents)):
             raise  # something else than what is written here
         raise unwritable("output", output, error) from error
@@ -56,7 +68,11 @@ def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool
 
 def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     """What identifies a dataset: where it is equal, the same command makes it again."""
-    arguments = {key: one for key, one in (description.get("arguments") or {}).items() if key != _DECIDES_NO_ROW}
+    arguments = {
+        key: one
+        for key, one in (description.get("arguments") or {}).items()
+        if key != _DECIDES_NO_ROW
+    }
     found = {(key,): description.get(key) for key in ("source", "input", "revision")}
     return found | {("arguments", key): value for key, value in arguments.items()}
 

@@ -33,7 +33,8 @@ class PictureError(ValueError):
 
     def __init__(self, kind: str, why: str, remedy: str) -> None:
         super().__init__(why)
-        self.kind, self.remedy = kind, remedy
+        self.kind = kind
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,9 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
         assert files.fetch is not None
         try:
             return files.fetch(text)
-        except Exception as error:  # the hub's library raises its own, the network's and the file system's
+        except (
+            Exception
+        ) as error:  # the hub's library raises its own, the network's and the file system's
             why = f"is {shown(text)}, which the hub does not give ({type(error).__name__})"
             raise PictureError("file_missing", why, "check it in") from error
     if _WEB.match(text) and not text.lower().startswith(_FILE_URL):
@@ -114,7 +117,12 @@ def other_spelling(value: Any, files: FileRoot) -> str:
     """The name of the file that a path leads to only in another spelling of it; empty for any other value."""
     with suppress(PictureError, OSError):
         name = _path_in(value)
-        if name and files.folder and not _inside(name, files).exists() and (found := located(name, files)).is_file():
+        if (
+            name
+            and files.folder
+            and not _inside(name, files).exists()
+            and (found := located(name, files)).is_file()
+        ):
             return os.path.relpath(found, files.folder)
     return ""
 
@@ -123,22 +131,28 @@ def _of_base64(text: str, why: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
-        raise PictureError("not_base64", f"{why} ({error})", "encode the picture again in") from error
+        raise PictureError(
+            "not_base64", f"{why} ({error})", "encode the picture again in"
+        ) from error
 
 
 def _inside(name: str, files: FileRoot) -> Path:
     """The file that a path or file URL leads to. Raises `PictureError` where that is not in the input's folder."""
     if files.folder is None or files.root is None:
-        raise PictureError("not_a_file", f"is the path {shown(name)}, and there are no files", "put the bytes into")
+        raise PictureError(
+            "not_a_file", f"is the path {shown(name)}, and there are no files", "put the bytes into"
+        )
     path = unquote(name[len(_FILE_URL) :]) if name.lower().startswith(_FILE_URL) else name
     if Path(path).is_absolute():
         path = os.path.relpath(path, files.folder)
     try:
         return file_within(files.folder, path, files.root)
     except UnreadableImageError as error:
-        wrong, remedy = f"which is none ({error.__cause__})", "correct it in"
+        wrong = f"which is none ({error.__cause__})"
+        remedy = "correct it in"
         if error.kind == "path_outside":
-            wrong, remedy = "which leads out of the input's folder", "put the picture into it, and its path into"
+            wrong = "which leads out of the input's folder"
+            remedy = "put the picture into it, and its path into"
         raise PictureError(error.kind, f"is the path {shown(name)}, {wrong}", remedy) from error
 
 
@@ -148,19 +162,29 @@ def located(name: str, files: FileRoot) -> Path:
     Where there is none, the path as it is. Raises `PictureError` where that leads out of the input, or several fit.
     """
     literal = _inside(name, files)
-    folder, found = files.folder, [Path()]
+    folder = files.folder
+    found = [Path()]
     if literal.exists() or folder is None:
         return literal
     try:
-        parts = Path(os.path.relpath(_inside(unquote(name).replace("\\", "/"), files), folder)).parts
+        parts = Path(
+            os.path.relpath(_inside(unquote(name).replace("\\", "/"), files), folder)
+        ).parts
     except PictureError:
         return literal
     for part in parts:
-        key, up = _folded(part), [".."] if part == ".." else None
-        found = [before / name for before in found for name in up or _names_in(folder / before).get(key, [])]
+        key = _folded(part)
+        up = [".."] if part == ".." else None
+        found = [
+            before / name
+            for before in found
+            for name in up or _names_in(folder / before).get(key, [])
+        ]
     if len(found) > 1:
         listed = " or ".join(repr(str(path)) for path in found)
-        raise PictureError("file_missing", f"is {shown(name)}, which may be {listed}", "name one of them in")
+        raise PictureError(
+            "file_missing", f"is {shown(name)}, which may be {listed}", "name one of them in"
+        )
     return _inside(str(found[0]), files) if found else literal
 
 
@@ -190,7 +214,11 @@ def _of_file(name: str, files: FileRoot) -> bytes:
             why = f"is {shown(name)}, where there is no file{_near(file, files.folder)}"
             raise PictureError("file_missing", why, "put the file there for")
         if file.stat().st_size > MAX_FILE_BYTES:
-            raise PictureError("file_too_large", f"is {shown(name)} of over {MAX_FILE_BYTES} bytes", "shrink it for")
+            raise PictureError(
+                "file_too_large",
+                f"is {shown(name)} of over {MAX_FILE_BYTES} bytes",
+                "shrink it for",
+            )
         return file.read_bytes()
     except OSError as error:
         why = f"is {shown(name)}, which cannot be read ({error.strerror})"

@@ -33,7 +33,10 @@ from data_prep.quarantine import LEAK, MAX_SHARE, NOTES, Quarantine
 if TYPE_CHECKING:
     from datasets import Features
 
-HELD_OUT = ("test", "validation")  # read before train, so that a leak is known when its training row comes
+HELD_OUT = (
+    "test",
+    "validation",
+)  # read before train, so that a leak is known when its training row comes
 _SHOWN_LEAKS = 1000  # in the manifest; a dropped row is in the quarantine anyway
 
 
@@ -50,10 +53,14 @@ class Cleaned:
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
         """The error that sends this row to the quarantine."""
         record = {name: self.row[name] for name in ("problem", "answer", "answer_raw", "choices")}
-        return RowError(self.row["id"], kind, wrong, remedy, originals=self.originals, record=record)
+        return RowError(
+            self.row["id"], kind, wrong, remedy, originals=self.originals, record=record
+        )
 
 
-def clean_one(read: Callable[[], RawProblem], limits: PixelLimits, *, near: bool = True) -> Cleaned | RowError:
+def clean_one(
+    read: Callable[[], RawProblem], limits: PixelLimits, *, near: bool = True
+) -> Cleaned | RowError:
     """Read and clean one row. An error is returned, to be sent between processes. `near`: as for `fingerprint`."""
     try:
         raw = read()
@@ -63,7 +70,13 @@ def clean_one(read: Callable[[], RawProblem], limits: PixelLimits, *, near: bool
     print_ = fingerprint(row["problem"], row["answer"], row["images"], row["choices"], near=near)
     pairs = zip(raw.images, row["images"], strict=True)
     images = [{"bytes": stored_bytes(encoded, image), "path": None} for encoded, image in pairs]
-    return Cleaned({**row, "images": images}, print_, raw.originals, raw.origin, {**raw.notes, **_notes_on(row)})
+    return Cleaned(
+        {**row, "images": images},
+        print_,
+        raw.originals,
+        raw.origin,
+        {**raw.notes, **_notes_on(row)},
+    )
 
 
 # What tables write where they have no answer.
@@ -72,34 +85,50 @@ _NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNO
 
 def _notes_on(row: Row) -> dict[str, str]:
     """What is to be said of a row's reference answer, which can be met, but not by everything that is meant."""
-    answer, given = str(row["answer"]), row["answer_raw"]
-    unasked = answer.rstrip().endswith("%") and not re.search("%|per ?cent", row["problem"], re.IGNORECASE)
+    answer = str(row["answer"])
+    given = row["answer_raw"]
+    unasked = answer.rstrip().endswith("%") and not re.search(
+        "%|per ?cent", row["problem"], re.IGNORECASE
+    )
     notes = {"percent": row["id"]} if unasked else {}
     if row["choices"] is not None:
         return notes
-    beside = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)  # as in `3 apples` or `#### 5`
+    beside = re.search(r"[0-9]", answer) and re.search(
+        "[A-Za-z#]", answer
+    )  # as in `3 apples` or `#### 5`
     found = {
         "words": beside and read(answer).kind in ("text", "unreadable"),
         "no_answer": _NO_ANSWER.fullmatch(given.strip()),
         "letter": _LETTER.fullmatch(answer) and not _OPTIONS.search(row["problem"]),
         "signs": read(answer).reason == "not_read" and re.search(r"[^\w\s.'-]", answer),
     }
-    return notes | {name: f"{row['id']} ({shown(given, 40)})" for name, holds in found.items() if holds}
+    return notes | {
+        name: f"{row['id']} ({shown(given, 40)})" for name, holds in found.items() if holds
+    }
 
 
 _LETTER = re.compile("[A-F]")
-_OPTIONS = re.compile(r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL)  # in the problem
+_OPTIONS = re.compile(
+    r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL
+)  # in the problem
 
 
 class Deduplicator:
     """Drops rows whose id, or whose held-out diagram, was there before. It remembers hashes, not rows."""
 
     def __init__(self, quarantine: Quarantine, seen: SeenRows, *, keep_leaks: bool) -> None:
-        self.quarantine, self.seen = quarantine, seen
+        self.quarantine = quarantine
+        self.seen = seen
         self._keep_leaks = keep_leaks
         self._index = LeakIndex()
-        self.leaks: dict[str, Any] = {"found": 0, "dropped": 0, "rows": []}  # as the manifest has them
-        self.notes: dict[str, dict[str, Any]] = {}  # by the names of `NOTES`: how many rows, and the first one
+        self.leaks: dict[str, Any] = {
+            "found": 0,
+            "dropped": 0,
+            "rows": [],
+        }  # as the manifest has them
+        self.notes: dict[
+            str, dict[str, Any]
+        ] = {}  # by the names of `NOTES`: how many rows, and the first one
         self.read = 0
 
     def _note(self, name: str, example: str) -> None:
@@ -126,7 +155,9 @@ class Deduplicator:
     def _refused(self, split: str, cleaned: Cleaned) -> RowError | None:
         """The error for a row whose id was there, or a training row that is dropped as a leak; None for any other."""
         if not self.seen.is_new(cleaned.row["id"]):
-            return cleaned.refuse("duplicate_id", "another row has this id", "give every row an id of its own")
+            return cleaned.refuse(
+                "duplicate_id", "another row has this id", "give every row an id of its own"
+            )
         leak = self._index.find(split, cleaned.print_)
         if split in HELD_OUT:
             self._index.add(split, cleaned.row["id"], cleaned.print_)
@@ -184,7 +215,9 @@ def _end_with_parent() -> None:
     """End this worker when its parent ends; else it would wait for its next row for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent says what becomes of it
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent says what becomes of it
 
     def watch() -> None:
         parent.join()
@@ -198,7 +231,10 @@ MAX_WORKERS = 64
 
 def usable_cores() -> int:
     """How many cores this process may use, so many workers by default."""
-    return min(MAX_WORKERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    return min(
+        MAX_WORKERS,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -211,7 +247,9 @@ class SplitReads:
 class Cleaning:
     """How rows are cleaned, and which are kept. The options are written into the manifest."""
 
-    min_pixels: int | None = None  # images outside these limits are resized by the rule of the model
+    min_pixels: int | None = (
+        None  # images outside these limits are resized by the rule of the model
+    )
     max_pixels: int | None = None
     family: str = DEFAULT_FAMILY  # the model_type whose image tokens decide which sizes there are
     limit: int | None = None  # rows per split
@@ -223,9 +261,13 @@ class Cleaning:
         unit = VISIONS[self.family].unit
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and value < unit**2:
-                raise UserError(f"{name}: {value} is less than an image token of {self.family}, {unit**2}; raise it")
+                raise UserError(
+                    f"{name}: {value} is less than an image token of {self.family}, {unit**2}; raise it"
+                )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
-            raise UserError(f"min_pixels: {self.min_pixels} is over max_pixels, {self.max_pixels}; lower it")
+            raise UserError(
+                f"min_pixels: {self.min_pixels} is over max_pixels, {self.max_pixels}; lower it"
+            )
         return PixelLimits(self.min_pixels, self.max_pixels, unit)
 
 
@@ -234,20 +276,28 @@ _UNSAID = {"family": DEFAULT_FAMILY, "split_name": None, "drop_instruction": Fal
 
 def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options for a manifest. The usual values of some are left out, as before there were others."""
-    return {key: value for key, value in options.items() if key not in _UNSAID or value != _UNSAID[key]}
+    return {
+        key: value for key, value in options.items() if key not in _UNSAID or value != _UNSAID[key]
+    }
 
 
 def prepare(
-    output: Path, options: Cleaning, begin: Callable[[], tuple[dict[str, Any], Mapping[str, SplitReads]]],
-    features: Features | None = None, *, workers: int, overwrite: bool,
-) -> Manifest:  # fmt: skip
+    output: Path,
+    options: Cleaning,
+    begin: Callable[[], tuple[dict[str, Any], Mapping[str, SplitReads]]],
+    features: Features | None = None,
+    *,
+    workers: int,
+    overwrite: bool,
+) -> Manifest:
     """Clean and write every split of a source, the held-out ones first. Returns the manifest.
 
     `begin`: opens the source, for what its manifest is known by and the rows of its splits. `features`: the schema,
     where there are more columns than ours. Raises `UserError`, where it can before the source is opened; where too many
     rows were refused, `NAME.quarantine` stands beside `output` then.
     """
-    limits, report = options.check(), Path(f"{output.resolve()}.quarantine")
+    limits = options.check()
+    report = Path(f"{output.resolve()}.quarantine")
     for folder in (output, report):
         refuse_foreign(folder)
     description, splits = begin()
@@ -260,13 +310,26 @@ def prepare(
             counts = {}
             for split in sorted(splits, key=lambda split: split not in HELD_OUT):
                 results = mapped(work, splits[split].problems())
-                with tqdm(results, desc=split, total=splits[split].total, unit="row", disable=None) as bar:
-                    counts[split] = write_split(deduplicator.kept(split, bar), folder, split, features)
+                with tqdm(
+                    results, desc=split, total=splits[split].total, unit="row", disable=None
+                ) as bar:
+                    counts[split] = write_split(
+                        deduplicator.kept(split, bar), folder, split, features
+                    )
                 if contradicting := seen.contradicting(split):
-                    counts[split] = leave_out(folder, split, features or schema(), contradicting, quarantine)
-        refuse((not deduplicator.read, f"input: {description['input']!r} has no rows; give data that has some"))
+                    counts[split] = leave_out(
+                        folder, split, features or schema(), contradicting, quarantine
+                    )
+        refuse(
+            (
+                not deduplicator.read,
+                f"input: {description['input']!r} has no rows; give data that has some",
+            )
+        )
         try:
-            quarantine.check(deduplicator.read, sum(counts.values()), options.allow_quarantined, report)
+            quarantine.check(
+                deduplicator.read, sum(counts.values()), options.allow_quarantined, report
+            )
         except UserError:
             if (read_manifest(report) or {}).get("counts"):
                 holds = f"{str(report)!r} holds a dataset, where the refused rows should go"
@@ -280,6 +343,8 @@ def prepare(
             deduplicator.notes["one_picture"] = {"rows": sharing, "example": example}
         seen.close()
         noted = deduplicator.notes
-        manifest = write_manifest(folder, description, counts, quarantine.summary(), deduplicator.leaks, noted)
+        manifest = write_manifest(
+            folder, description, counts, quarantine.summary(), deduplicator.leaks, noted
+        )
     remove_report(report)
     return manifest

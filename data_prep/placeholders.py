@@ -45,7 +45,9 @@ def place_images(text: str, images: int) -> Placed | str:
 
 def in_words(text: str) -> str | None:
     """An option with "image 2" for the mark of an image, which the problem shows. None for a mark without a number."""
-    numbers = [next((number for number in mark.groups() if number), "") for mark in _MARK.finditer(text)]
+    numbers = [
+        next((number for number in mark.groups() if number), "") for mark in _MARK.finditer(text)
+    ]
     if not all(numbers):
         return None
     left = iter(numbers)
@@ -57,8 +59,13 @@ def _numbered(text: str, numbers: Sequence[int], images: int) -> Placed:
     first = min(numbers) if min(numbers) == 0 else 1
     distinct = list(dict.fromkeys(numbers))
     parts = max(numbers) - first >= images
-    shown = dict(zip(distinct, range(images), strict=False)) if parts else {n: n - first for n in distinct}
-    remaining, order = dict(shown), []
+    shown = (
+        dict(zip(distinct, range(images), strict=False))
+        if parts
+        else {n: n - first for n in distinct}
+    )
+    remaining = dict(shown)
+    order = []
     left = iter(numbers)
 
     def place(_: re.Match[str]) -> str:
@@ -79,4 +86,6 @@ def _before_the_text(problem: str) -> str:
     text = problem.strip()
     while text.startswith(PLACEHOLDER):
         text = text.removeprefix(PLACEHOLDER).lstrip()
-    return text if text and PLACEHOLDER not in text else problem.strip()  # the question may stand in the picture alone
+    return (
+        text if text and PLACEHOLDER not in text else problem.strip()
+    )  # the question may stand in the picture alone

@@ -23,11 +23,18 @@ class RowError(UserError):
     """
 
     def __init__(
-        self, row_id: str, kind: str, wrong: str, remedy: str, *, originals: Sequence[bytes] = (),
+        self,
+        row_id: str,
+        kind: str,
+        wrong: str,
+        remedy: str,
+        *,
+        originals: Sequence[bytes] = (),
         record: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(row_id, kind, wrong, remedy)  # so that it can be pickled
-        self.row_id, self.sentence = row_id, f"{wrong}; {remedy}"
+        self.row_id = row_id
+        self.sentence = f"{wrong}; {remedy}"
         self.kind = kind
         self.originals = tuple(originals)
         self.record = record or {}
@@ -78,7 +85,9 @@ class RawProblem:
     value_answer: bool = False
     text_only: bool = False  # it needs no image
     extras: Mapping[str, str | None] = field(default_factory=dict)  # more columns, as texts
-    notes: Mapping[str, str] = field(default_factory=dict)  # what is counted of such rows, by the names of `NOTES`
+    notes: Mapping[str, str] = field(
+        default_factory=dict
+    )  # what is counted of such rows, by the names of `NOTES`
     other_files: tuple[bytes, ...] = ()  # that the source has of the row, for the quarantine
 
     @property
@@ -87,11 +96,19 @@ class RawProblem:
 
     def refuse(self, kind: str, wrong: str, remedy: str) -> RowError:
         """The error for this row, with everything that the source has of it."""
-        record = {"problem": self.problem, "answer": self.answer, "choices": self.choices and list(self.choices)}
-        return RowError(self.id, kind, wrong, f"{remedy} {self.origin}", originals=self.originals, record=record)
+        record = {
+            "problem": self.problem,
+            "answer": self.answer,
+            "choices": self.choices and list(self.choices),
+        }
+        return RowError(
+            self.id, kind, wrong, f"{remedy} {self.origin}", originals=self.originals, record=record
+        )
 
 
-Reads = Iterator[Callable[[], RawProblem]]  # calls that can be pickled, so that other processes can make them
+Reads = Iterator[
+    Callable[[], RawProblem]
+]  # calls that can be pickled, so that other processes can make them
 
 
 @dataclass(frozen=True)
@@ -109,14 +126,28 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     if not raw.images and not raw.text_only:
         raise raw.refuse("no_image", "images [] is empty", "add the diagram in")
     with several_faults() as tried:
-        images = tried(lambda: [_clean_image(raw, number, limits) for number in range(len(raw.images))])
+        images = tried(
+            lambda: [_clean_image(raw, number, limits) for number in range(len(raw.images))]
+        )
         gold = tried(_gold, raw)
-    meta = {**dict.fromkeys(META, ""), "goal": raw.goal, "shapes": list(raw.shapes), "solution": raw.solution}
+    meta = {
+        **dict.fromkeys(META, ""),
+        "goal": raw.goal,
+        "shapes": list(raw.shapes),
+        "solution": raw.solution,
+    }
     row: Row = {
-        "id": raw.id, "images": images, "problem": raw.problem, "answer": gold, "answer_raw": raw.answer,
-        "choices": list(raw.choices) if raw.choices else None, "split": raw.split, "source": raw.source, "meta": meta,
+        "id": raw.id,
+        "images": images,
+        "problem": raw.problem,
+        "answer": gold,
+        "answer_raw": raw.answer,
+        "choices": list(raw.choices) if raw.choices else None,
+        "split": raw.split,
+        "source": raw.source,
+        "meta": meta,
         **raw.extras,
-    }  # fmt: skip
+    }
     wrong, _, remedy = (problem_with_row(row) or "").partition("; ")
     if wrong:
         kind = "placeholder" if PLACEHOLDER in raw.problem else "control_token"
@@ -159,7 +190,9 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
     """The canonical form of an open question's answer. Raises `RowError` where nobody could meet it: it is right
     against nothing, or a number among signs that are not read, so that only the same signs would be right.
     """
-    if read(gold).reason == "not_read":  # empty braces say nothing, and stand inside an answer such as `45${}^\circ$`
+    if (
+        read(gold).reason == "not_read"
+    ):  # empty braces say nothing, and stand inside an answer such as `45${}^\circ$`
         made = re.sub(r"\{\s*\}", " ", gold).strip()
         gold = made if read(made).kind in ("number", "expression", "percentage") else gold
     reason = verify_gold(gold)
@@ -189,7 +222,9 @@ def _chosen(raw: RawProblem, choices: Sequence[str]) -> str:
     if not choices:
         raise raw.refuse("no_choices", "choices [] is empty", "list the choices in")
     if len(raw.answer) != 1 or raw.answer not in letters:
-        wrong = f"the answer {raw.answer!r:.200} is not the letter of one of its {len(choices)} choices"
+        wrong = (
+            f"the answer {raw.answer!r:.200} is not the letter of one of its {len(choices)} choices"
+        )
         raise raw.refuse("letter_without_choice", wrong, f"write one of {', '.join(letters)} in")
     value = choices[letters.index(raw.answer)]
     if not value.strip():

@@ -32,12 +32,22 @@ class Quarantine:
         self.kinds: Counter[str] = Counter()
 
     def add(self, split: str, error: RowError) -> None:
-        line: dict[str, Any] = {"id": error.row_id, "split": split, "reason": error.kind, "detail": str(error)}
-        line |= {"record": error.record, "files": [self._kept(original) for original in error.originals]}
+        line: dict[str, Any] = {
+            "id": error.row_id,
+            "split": split,
+            "reason": error.kind,
+            "detail": str(error),
+        }
+        line |= {
+            "record": error.record,
+            "files": [self._kept(original) for original in error.originals],
+        }
         if error.more:
             line["also"] = [{"reason": one.kind, "detail": one.sentence} for one in error.more]
         with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(line, sort_keys=True) + "\n")  # ASCII: half a surrogate pair is kept as well
+            stream.write(
+                json.dumps(line, sort_keys=True) + "\n"
+            )  # ASCII: half a surrogate pair is kept as well
         self._rows += 1
         self.broken += error.kind != LEAK
         for one in {fault.kind: fault for fault in (*error.more, error)}.values():
@@ -54,9 +64,16 @@ class Quarantine:
             return
         share = self.broken / rows
         remedy = f"mend them, or accept them with --allow-quarantined {-(-share * 100 // 1) / 100:.2f}"  # rounded up
-        kinds = [(kind, count) for kind, count in self.kinds.most_common() if kind != LEAK or not self.broken]
+        kinds = [
+            (kind, count)
+            for kind, count in self.kinds.most_common()
+            if kind != LEAK or not self.broken
+        ]
         over = f"({share:.1%}) cannot be used, over the {allowed * 100:g}% allowed"
-        firsts = [f"{kind}: {amount(count, 'row')}, the first is {self._firsts[kind]}" for kind, count in kinds]
+        firsts = [
+            f"{kind}: {amount(count, 'row')}, the first is {self._firsts[kind]}"
+            for kind, count in kinds
+        ]
         last = f"all of them are in {report / QUARANTINE_NAME}; {remedy if kept else 'no row is left to use'}"
         raise MistakesError([f"input: {self.broken} of {rows} rows {over}", *firsts, last])
 
@@ -67,7 +84,9 @@ class Quarantine:
                 shutil.move(path, folder / path.name)
 
     def _kept(self, original: bytes) -> str:
-        ending = next((end for sign, end in _SIGNATURES.items() if original.startswith(sign)), "bin")
+        ending = next(
+            (end for sign, end in _SIGNATURES.items() if original.startswith(sign)), "bin"
+        )
         name = f"quarantine/{hashlib.sha256(original).hexdigest()[:24]}.{ending}"
         path = self._folder / name
         path.parent.mkdir(exist_ok=True)
@@ -82,7 +101,9 @@ def first_details(folder: Path) -> list[str]:
         for line in map(json.loads, stream):
             for fault in (line, *line.get("also", ())):
                 if fault["reason"] != LEAK and fault["reason"] not in found:
-                    found[fault["reason"]] = f"{'' if fault is line else line['id'] + ': '}{fault['detail']}"
+                    found[fault["reason"]] = (
+                        f"{'' if fault is line else line['id'] + ': '}{fault['detail']}"
+                    )
     return list(found.values())
 
 

@@ -6,10 +6,25 @@ from functools import partial
 from typing import Any
 
 from adora_vl.utils.cli import shown
-from data_prep.answers import MISSING, Record, Refuse, answer_of, choices_of, gold_of, letter_of, listed
+from data_prep.answers import (
+    MISSING,
+    Record,
+    Refuse,
+    answer_of,
+    choices_of,
+    gold_of,
+    letter_of,
+    listed,
+)
 from data_prep.chat import pictures_of_chat, pictures_of_text, text_of_chat, without_instruction
 from data_prep.columns import Columns
-from data_prep.pictures import FileRoot, PictureError, listed_pictures, other_spelling, picture_bytes
+from data_prep.pictures import (
+    FileRoot,
+    PictureError,
+    listed_pictures,
+    other_spelling,
+    picture_bytes,
+)
 from data_prep.placeholders import place_images
 from data_prep.problem import RawProblem, RowError, check_gold, several_faults, storable
 
@@ -39,13 +54,17 @@ class Context:
     said: str = ""  # of how it is read, for the notes
 
 
-def read_record(record: Record | BadRecord, place: str, number: int, context: Context) -> RawProblem:
+def read_record(
+    record: Record | BadRecord, place: str, number: int, context: Context
+) -> RawProblem:
     """The problem of a record: at `place` in its file, `number` in its split, from 0. Raises `RowError`."""
     origin = f"{place} of {context.location}"
     row_id = f"{context.name}/{context.split}/{number}"
     if isinstance(record, BadRecord):
         originals = (record.original,) if record.original else ()
-        raise RowError(row_id, record.kind, record.wrong, f"{record.remedy} {origin}", originals=originals)
+        raise RowError(
+            row_id, record.kind, record.wrong, f"{record.remedy} {origin}", originals=originals
+        )
     columns = context.columns
     refuse = partial(_refusal, record, columns, origin)
     row_id = _row_id(record, context, row_id, partial(refuse, row_id))
@@ -54,7 +73,10 @@ def read_record(record: Record | BadRecord, place: str, number: int, context: Co
         found: tuple[str, dict[str, str]] | None = read(_problem, record, context, refuse)
         problem, notes = found or ("", {})
         answer = read(answer_of, record, columns, refuse)
-        choices, named = read(choices_of, record, columns, context.texts_only, refuse) or (None, False)
+        choices, named = read(choices_of, record, columns, context.texts_only, refuse) or (
+            None,
+            False,
+        )
         pictures = read(_images, record, context, refuse)
         images, spelled, has_none = pictures or ((), "", False)
         if answer is not None and choices is not None:
@@ -80,18 +102,35 @@ def read_record(record: Record | BadRecord, place: str, number: int, context: Co
         notes["without_image"] = row_id
     extras = {name: _extra(record.get(theirs), theirs, refuse) for name, theirs in columns.extras}
     return RawProblem(
-        id=row_id, split=context.split, source=context.name, origin=origin,
-        images=tuple(images[number] for number in placed.order), problem=placed.text, answer=answer,
-        choices=None if choices is None else tuple(choices), value_answer=choices is not None, text_only=has_none,
-        extras=extras, notes=notes,
-    )  # fmt: skip
+        id=row_id,
+        split=context.split,
+        source=context.name,
+        origin=origin,
+        images=tuple(images[number] for number in placed.order),
+        problem=placed.text,
+        answer=answer,
+        choices=None if choices is None else tuple(choices),
+        value_answer=choices is not None,
+        text_only=has_none,
+        extras=extras,
+        notes=notes,
+    )
 
 
-def _refusal(record: Record, columns: Columns, origin: str, row_id: str, kind: str, wrong: str, todo: str) -> RowError:
-    held = {name: record[name] for name in columns.wanted if name in record and name not in columns.images}
+def _refusal(
+    record: Record, columns: Columns, origin: str, row_id: str, kind: str, wrong: str, todo: str
+) -> RowError:
+    held = {
+        name: record[name]
+        for name in columns.wanted
+        if name in record and name not in columns.images
+    }
     # as it can stand in a line of JSON, which knows neither bytes nor NaN
     plain = (type(None), str, int)
-    texts = {name: value if isinstance(value, plain) else f"{value!r:.200}" for name, value in held.items()}
+    texts = {
+        name: value if isinstance(value, plain) else f"{value!r:.200}"
+        for name, value in held.items()
+    }
     return RowError(row_id, kind, wrong, f"{todo} {origin}", record=texts)
 
 
@@ -103,9 +142,15 @@ def _row_id(record: Record, context: Context, by_number: str, refuse: Refuse) ->
         return by_number
     text = str(own) if isinstance(own, str | int) and not isinstance(own, bool) else ""
     if not text.strip() or len(text) > _LONGEST_ID or not storable(text):
-        raise refuse("field_type", f"{column!r} is {shown(own)}", f"make it a text of up to {_LONGEST_ID} letters in")
+        raise refuse(
+            "field_type",
+            f"{column!r} is {shown(own)}",
+            f"make it a text of up to {_LONGEST_ID} letters in",
+        )
     before = f"{context.name}/{context.split}/"
-    return text if text.startswith(before) else before + text  # a prepared folder has ids of this form
+    return (
+        text if text.startswith(before) else before + text
+    )  # a prepared folder has ids of this form
 
 
 def _problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, dict[str, str]]:
@@ -132,13 +177,17 @@ def asked_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
 
 def pictures_beside(record: Record, columns: Columns, *, texts_only: bool) -> list[Any]:
     if len(columns.images) > 1:  # one picture a column; those without one are empty
-        return [value for name in columns.images if (value := record.get(name)) not in _EMPTY_PICTURES]
+        return [
+            value for name in columns.images if (value := record.get(name)) not in _EMPTY_PICTURES
+        ]
     value = listed(record.get(columns.images[0]), texts_only) if columns.images else None
     value = value.strip() if isinstance(value, str) else value
     return [] if value in _EMPTY_PICTURES else listed_pictures(value)
 
 
-def _images(record: Record, context: Context, refuse: Refuse) -> tuple[tuple[bytes, ...], str, bool]:
+def _images(
+    record: Record, context: Context, refuse: Refuse
+) -> tuple[tuple[bytes, ...], str, bool]:
     """The pictures, the first path that was found in another spelling alone, and whether there are no pictures: no such
     column was named, or the row has nothing in it.
     """
@@ -148,7 +197,8 @@ def _images(record: Record, context: Context, refuse: Refuse) -> tuple[tuple[byt
         wrong = "there are pictures in the conversation and beside it"
         raise refuse("field_type", wrong, "leave them out of one of the two in")
     values = values or asked
-    found, spelled = [], ""
+    found = []
+    spelled = ""
     for number, value in enumerate(values):
         try:
             found.append(picture_bytes(value, context.files))

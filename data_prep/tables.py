@@ -21,8 +21,14 @@ from data_prep.problem import Reads
 from data_prep.records import BadRecord, Context, asked_in, pictures_beside, read_record
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(?:@[\w./-]+)?")
-SPLIT_OF = {"train": "train", "validation": "validation", "val": "validation", "valid": "validation",
-             "dev": "validation", "test": "test"}  # fmt: skip
+SPLIT_OF = {
+    "train": "train",
+    "validation": "validation",
+    "val": "validation",
+    "valid": "validation",
+    "dev": "validation",
+    "test": "test",
+}
 _NAMED = re.compile(rf"({'|'.join(SPLIT_OF)})(?:[-_.].*)?", re.IGNORECASE)
 
 
@@ -49,7 +55,8 @@ class Opened:
 def held_out(index: int, share: float, seed: int) -> bool:
     """Whether a question becomes one of the test: of every `1 / share` consecutive ones one does, drawn by `seed`."""
     block = floor(index * share)
-    first, end = ceil(block / share), ceil((block + 1) / share)
+    first = ceil(block / share)
+    end = ceil((block + 1) / share)
     return index == random.Random(f"{seed}/{block}").randrange(first, end)
 
 
@@ -60,8 +67,12 @@ class DrawnTests:
     """
 
     def __init__(self, share: float, seed: int, columns: Columns) -> None:
-        self._share, self._seed, self._columns = share, seed, columns
-        self._questions: dict[bytes, int] = {}  # each with its number, in the order in which they come
+        self._share = share
+        self._seed = seed
+        self._columns = columns
+        self._questions: dict[
+            bytes, int
+        ] = {}  # each with its number, in the order in which they come
         self._held: list[bool] = []  # of each row that was taken
 
     def takes(self, number: int, record: Record | BadRecord, part: TablePart) -> bool:
@@ -90,34 +101,69 @@ def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened
     `root`: the folder that no link and no path of a table may leave; by default that of the input.
     """
     if path.is_file():
-        root, found = root or path.parent.resolve(), {_split_named(path.stem) or "train": [path]}
+        root = root or path.parent.resolve()
+        found = {_split_named(path.stem) or "train": [path]}
     elif path.is_dir():
-        root, found = root or path.resolve(), _tables(path)
+        root = root or path.resolve()
+        found = _tables(path)
     else:
-        raise UserError(f"input: there is no file or folder {str(path)!r}, nor is it a hub id such as owner/name")
+        raise UserError(
+            f"input: there is no file or folder {str(path)!r}, nor is it a hub id such as owner/name"
+        )
     for file in (file for files in found.values() for file in files):
         if file.suffix.lower() not in ENDINGS:
             known = ", ".join(ENDINGS)
-            saved = "; save it as .xlsx or CSV UTF-8" if file.suffix.lower() in (".xls", ".xlsb", ".ods") else ""
-            raise UserError(f"input: {str(path)!r} is none of the known tables; give a file with one of {known}{saved}")
+            saved = (
+                "; save it as .xlsx or CSV UTF-8"
+                if file.suffix.lower() in (".xls", ".xlsb", ".ods")
+                else ""
+            )
+            raise UserError(
+                f"input: {str(path)!r} is none of the known tables; give a file with one of {known}{saved}"
+            )
         if path.is_dir() and not file.resolve().is_relative_to(root):
-            raise UserError(f"input: {str(file)!r} leads out of {str(path)!r}; copy the table into it")
-    parts = {split: [_part(file, path, root, columns) for file in found[split]] for split in SPLITS if split in found}
+            raise UserError(
+                f"input: {str(file)!r} leads out of {str(path)!r}; copy the table into it"
+            )
+    parts = {
+        split: [_part(file, path, root, columns) for file in found[split]]
+        for split in SPLITS
+        if split in found
+    }
     endings = {format_of(file).removeprefix(".") for files in found.values() for file in files}
     endings = {"save_to_disk" if ending == SAVED else ending for ending in endings}
-    totals = {split: sum(map(row_count, found[split])) for split in parts} if endings == {"parquet"} else {}
+    totals = (
+        {split: sum(map(row_count, found[split])) for split in parts}
+        if endings == {"parquet"}
+        else {}
+    )
     return Opened("+".join(sorted(endings)), parts, totals=totals)
 
 
 def reads(
-    opened: Opened, split: str, name: str, columns: Columns, tests: DrawnTests | None, limit: int | None, *,
+    opened: Opened,
+    split: str,
+    name: str,
+    columns: Columns,
+    tests: DrawnTests | None,
+    limit: int | None,
+    *,
     drop_instruction: bool = False,
-) -> Reads:  # fmt: skip
+) -> Reads:
     """One call per row of the split, in the order of the tables; the first `limit`. `tests`: None: none are drawn."""
     source = split if tests is None else "train"
     number = given = 0
     for part in opened.parts[source]:
-        context = Context(name, split, part.location, columns, part.files, part.texts_only, drop_instruction, part.said)
+        context = Context(
+            name,
+            split,
+            part.location,
+            columns,
+            part.files,
+            part.texts_only,
+            drop_instruction,
+            part.said,
+        )
         for place, record in part.begin():
             wanted = tests is None or tests.takes(number, record, part) == (split == "test")
             number += 1
@@ -133,7 +179,9 @@ def named_split(opened: Opened, split: str | None) -> Opened:
     if split is None:
         return opened
     if len(opened.parts) > 1:
-        raise UserError(f"split_name: {split!r} is for one table, and here are {', '.join(opened.parts)}; leave it out")
+        raise UserError(
+            f"split_name: {split!r} is for one table, and here are {', '.join(opened.parts)}; leave it out"
+        )
     (own,) = opened.parts
     totals = {split: opened.totals[own]} if opened.totals else {}
     return replace(opened, parts={split: opened.parts[own]}, totals=totals)
@@ -151,7 +199,9 @@ def splits_of(opened: Opened, share: float) -> list[str]:
         )
     if "test" in opened.parts:
         there = opened.parts["test"][0].location
-        raise UserError(f"test_share: there is a split test already, {there}; leave --test-share out")
+        raise UserError(
+            f"test_share: there is a split test already, {there}; leave --test-share out"
+        )
     return [*opened.parts, "test"]
 
 
@@ -162,7 +212,9 @@ def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
     if columns.image_dir:
         folder = Path(columns.image_dir)
         if not folder.is_dir():
-            raise UserError(f"image_dir: there is no folder {columns.image_dir!r}; name the one that has the pictures")
+            raise UserError(
+                f"image_dir: there is no folder {columns.image_dir!r}; name the one that has the pictures"
+            )
         files = FileRoot(folder.resolve(), folder.resolve())
     said, begin = open_table(file, columns)
     return TablePart(name, begin, files, format_of(file) in TEXT_TABLES, file, said)
@@ -201,20 +253,33 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
     for split, paths in found.items():
         if len({path.suffix.lower() for path in paths}) > 1:
             names = " and ".join(repr(path.name) for path in paths[:2])
-            raise UserError(f"input: {names} are both the split {split!r} in {str(folder)!r}; keep one of them")
+            raise UserError(
+                f"input: {names} are both the split {split!r} in {str(folder)!r}; keep one of them"
+            )
     if not found:
         known = ", ".join(ENDINGS)
-        raise UserError(f"input: {str(folder)!r} has no table ({known}), such as metadata.csv; put one into it")
+        raise UserError(
+            f"input: {str(folder)!r} has no table ({known}), such as metadata.csv; put one into it"
+        )
     return found
 
 
-_NO_TABLES = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", SAVED)  # but what describes some
+_NO_TABLES = (
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    SAVED,
+)  # but what describes some
 
 
 def _in(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
-    known = (path for path in folder.iterdir() if path.suffix.lower() in ENDINGS and path.name not in _NO_TABLES)
+    known = (
+        path
+        for path in folder.iterdir()
+        if path.suffix.lower() in ENDINGS and path.name not in _NO_TABLES
+    )
     opened = "~$"  # before the name of a file that Excel has open
     return sorted(path for path in known if path.is_file() and not path.name.startswith(opened))
 

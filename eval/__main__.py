@@ -19,7 +19,9 @@ _USAGE = f"usage: adora-vl-eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} 
 
 def _of(benchmark: str) -> str:
     """What its module says of itself in the first line, which is read without importing it."""
-    said = ast.get_docstring(ast.parse(Path(__file__).with_name(f"{benchmark}.py").read_bytes())) or ""
+    said = (
+        ast.get_docstring(ast.parse(Path(__file__).with_name(f"{benchmark}.py").read_bytes())) or ""
+    )
     return said.partition("\n")[0].partition(": ")[2]
 
 

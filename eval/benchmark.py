@@ -14,10 +14,20 @@ from adora_vl.utils.own_files import from_file, is_own
 from eval.records import Benchmark, Problem
 
 NAMES = (
-    "geometry3k", "mathvista", "mathvision", "mmstar", "wemath", "mathverse", "mmmu_pro", "logicvista", "dynamath",
+    "geometry3k",
+    "mathvista",
+    "mathvision",
+    "mmstar",
+    "wemath",
+    "mathverse",
+    "mmmu_pro",
+    "logicvista",
+    "dynamath",
     "knights",
-)  # fmt: skip
-_OF_SOURCES = {"knights": "knights"}  # the source in the manifest of a prepared data set, where not Geometry3K's grader
+)
+_OF_SOURCES = {
+    "knights": "knights"
+}  # the source in the manifest of a prepared data set, where not Geometry3K's grader
 
 
 def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benchmark:
@@ -25,7 +35,9 @@ def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benc
     if name in NAMES:
         found: Benchmark = import_module(f"eval.{name}").BENCHMARK
     elif is_own(name):
-        own = from_file(key, name, noun="benchmark", fits=lambda value: isinstance(value, Benchmark))
+        own = from_file(
+            key, name, noun="benchmark", fits=lambda value: isinstance(value, Benchmark)
+        )
         found = replace(own.value, file=own.hash)
     else:
         known = (*NAMES, *others)
@@ -39,12 +51,19 @@ def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str
 
     Raises `UserError` where two have the same id, by which answers are found, or where a text cannot be asked.
     """
-    from eval.inference.dataset import unaskable  # in here: pyarrow takes long, and Ctrl-C then ends with a line
+    from eval.inference.dataset import (
+        unaskable,
+    )  # in here: pyarrow takes long, and Ctrl-C then ends with a line
 
     problems, data_hash = benchmark.load(options)
     seen: set[str] = set()
     for problem in problems:
-        refuse((problem.pid in seen, f"data: the id {problem.pid!r} occurs twice; ids have to be unique"))
+        refuse(
+            (
+                problem.pid in seen,
+                f"data: the id {problem.pid!r} occurs twice; ids have to be unique",
+            )
+        )
         if fault := unaskable(problem.prompt, has_image=problem.n_images > 0):
             raise UserError(f"data: the problem {problem.pid!r} {fault}")
         seen.add(problem.pid)

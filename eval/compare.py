@@ -24,7 +24,12 @@ from eval.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
 from eval.scoring.table import percent
 
 _NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")
-_FREE = ("model", "model_hash", "revision", "seed")  # fields of a fingerprint in which compared runs may differ
+_FREE = (
+    "model",
+    "model_hash",
+    "revision",
+    "seed",
+)  # fields of a fingerprint in which compared runs may differ
 _SHOWN = 60  # characters of a value
 
 
@@ -45,10 +50,20 @@ class ScoreFile:
     @property
     def cells(self) -> dict[str, Any]:
         """The figures that get a column: of all answers, and the benchmark's own."""
-        own = {name: cell for cells in own_cells(self.score).values() for name, cell in cells.items()}
+        own = {
+            name: cell for cells in own_cells(self.score).values() for name, cell in cells.items()
+        }
         samples = self.score.get("samples") or {}
-        of_k = [name for name in (f"avg@{samples.get('k')}", f"pass@{samples.get('k')}") if name in samples]
-        return {"all": self.score} | own | {name: {"accuracy": samples[name]["value"]} for name in of_k}
+        of_k = [
+            name
+            for name in (f"avg@{samples.get('k')}", f"pass@{samples.get('k')}")
+            if name in samples
+        ]
+        return (
+            {"all": self.score}
+            | own
+            | {name: {"accuracy": samples[name]["value"]} for name in of_k}
+        )
 
 
 def read_run(path: str, name: str | None = None) -> ScoreFile:
@@ -60,15 +75,22 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
         raise UserError(f"run: {str(file)!r} is not a readable score file ({error})") from None
     missing = [key for key in _NEEDED if not isinstance(score, dict) or key not in score]
     if missing:
-        raise UserError(f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a benchmark")
+        raise UserError(
+            f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a benchmark"
+        )
     items = score["items"] if isinstance(score["items"], list) else []
-    if not items or not all(isinstance(item, dict) and {"pid", "verdict"} <= item.keys() for item in items):
-        raise UserError(f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions again")
+    if not items or not all(
+        isinstance(item, dict) and {"pid", "verdict"} <= item.keys() for item in items
+    ):
+        raise UserError(
+            f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions again"
+        )
     return ScoreFile.of(name or path, score)
 
 
 def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
-    first, name = runs[0], runs[0].score["benchmark"]
+    first = runs[0]
+    name = runs[0].score["benchmark"]
     other = next((run for run in runs if run.score["benchmark"] != name), None)
     if other is not None:
         of = f"is of {other.score['benchmark']} and {first.name!r} of {name}"
@@ -93,7 +115,9 @@ class Difference:
     def points(self) -> str:
         """Of shares, in percentage points with their interval: `+35.0 points, 95 % [+1.2, +68.0]`."""
         assert self.low is not None and self.high is not None
-        return f"{100 * self.value:+.1f} points, 95 % [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
+        return (
+            f"{100 * self.value:+.1f} points, 95 % [{100 * self.low:+.1f}, {100 * self.high:+.1f}]"
+        )
 
 
 def common_problems(runs: Sequence[ScoreFile]) -> list[str]:
@@ -125,13 +149,23 @@ def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str
     free = (*_FREE, *subject, *(_OF_A_VIEW if views_of(runs) else ()))
     fields = _differing(known, "fields", free)
     # `auto` and a limit that is not given are the model's own, which only the engine knows.
-    resolved = _differing([run for run in known if _part(run.score, "resolved")], "resolved", tuple(fields))
-    lines += [f"warning: the runs differ in {key}: {values}" for key, values in (fields | resolved).items()]
+    resolved = _differing(
+        [run for run in known if _part(run.score, "resolved")], "resolved", tuple(fields)
+    )
+    lines += [
+        f"warning: the runs differ in {key}: {values}"
+        for key, values in (fields | resolved).items()
+    ]
     rules = {json.dumps(run.score.get("rules") or {}, sort_keys=True) for run in runs}
     if len(rules) > 1:
-        lines.append("warning: the runs were scored by different rules: " + " | ".join(sorted(rules)))
+        lines.append(
+            "warning: the runs were scored by different rules: " + " | ".join(sorted(rules))
+        )
     versions = _differing(known, "versions", ())
-    return lines + [f"note: the runs differ in the version of {key}: {values}" for key, values in versions.items()]
+    return lines + [
+        f"note: the runs differ in the version of {key}: {values}"
+        for key, values in versions.items()
+    ]
 
 
 def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
@@ -141,7 +175,11 @@ def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
         if fields := _part(run.score, "fields"):
             same = json.dumps({**fields, **dict.fromkeys(_OF_A_VIEW)}, sort_keys=True)
             alike.setdefault(same, {}).setdefault(fields.get("view", "image"), run)
-    return [{view: found[view] for view in VIEWS if view in found} for found in alike.values() if len(found) > 1]
+    return [
+        {view: found[view] for view in VIEWS if view in found}
+        for found in alike.values()
+        if len(found) > 1
+    ]
 
 
 _OF_A_VIEW = ("view", "left_out", "seed")
@@ -159,7 +197,9 @@ def sees_or_reasons(found: Mapping[str, ScoreFile]) -> list[str]:
         lines.append(f"  {view:<6} {percent(mean['value'], mean['interval_95'])}  {VIEWS[view]}")
     if {"text", "image"} <= right.keys():
         from_words = [t * i for t, i in zip(right["text"], right["image"], strict=True)]
-        lines.append(f"of what it solves from words, it solves {_share(from_words, right['text'])} from the picture")
+        lines.append(
+            f"of what it solves from words, it solves {_share(from_words, right['text'])} from the picture"
+        )
     if {"text", "both"} <= right.keys():
         lines.append(f"the picture adds {_gain(right['text'], right['both']).points} to the words")
     if {"image", "blank"} <= right.keys():
@@ -184,11 +224,18 @@ def differ_in_tools(first: ScoreFile, other: ScoreFile) -> bool:
 
 def gain_and_harm(first: ScoreFile, other: ScoreFile) -> list[str]:
     """Of two runs that `differ_in_tools`: what is solved only with tools and only without, and whether they help."""
-    common, (without, having) = common_problems([first, other]), sorted([first, other], key=_tools)
+    common = common_problems([first, other])
+    (without, having) = sorted([first, other], key=_tools)
     before, after = ([run.shares[pid] for pid in common] for run in (without, having))
     gained, lost, p = _paired_test(before, after)
     how, test = ("more often", "") if p is None else ("only", f", McNemar p = {p:.3g}")
-    said = "helps" if _solves_more(before, after) else "harms" if _solves_more(after, before) else "shows no effect"
+    said = (
+        "helps"
+        if _solves_more(before, after)
+        else "harms"
+        if _solves_more(after, before)
+        else "shows no effect"
+    )
     return [
         f"  gain {gained} (solved {how} with {_tools(having)}), harm {lost} ({how} without){test}",
         f"  having {_tools(having)} {said}: {100 * fmean(after):.1f} % right, {100 * fmean(before):.1f} % without",
@@ -197,7 +244,11 @@ def gain_and_harm(first: ScoreFile, other: ScoreFile) -> list[str]:
 
 def _share(part: Sequence[float], whole: Sequence[float]) -> str:
     """The sum of paired values as a share of that of others."""
-    return percent(sum(part) / sum(whole), list(bootstrap_ratio(part, whole))) if sum(whole) else "nothing of nothing,"
+    return (
+        percent(sum(part) / sum(whole), list(bootstrap_ratio(part, whole)))
+        if sum(whole)
+        else "nothing of nothing,"
+    )
 
 
 def _gain(before: Sequence[float], after: Sequence[float]) -> Difference:
@@ -210,9 +261,15 @@ def _verdict(right: Mapping[str, Sequence[float]]) -> str:
     """Whether words and picture each let the model solve more than a grey picture, and by what it loses more."""
     reasons, sees = (_solves_more(right["blank"], right[view]) for view in ("text", "image"))
     if reasons and sees:
-        seeing = 100 * fmean(t * (1 - i) for t, i in zip(right["text"], right["image"], strict=True))
+        seeing = 100 * fmean(
+            t * (1 - i) for t, i in zip(right["text"], right["image"], strict=True)
+        )
         reasoning = 100 * (1 - fmean(right["text"]))
-        more = f" more by {'seeing' if seeing > reasoning else 'reasoning'}" if seeing != reasoning else ""
+        more = (
+            f" more by {'seeing' if seeing > reasoning else 'reasoning'}"
+            if seeing != reasoning
+            else ""
+        )
         return (
             f"it sees and it reasons, and loses{more}: of 100 problems {seeing:.0f} by seeing (solved from words, not "
             f"from the picture) and {reasoning:.0f} by reasoning (not solved from words)"
@@ -221,7 +278,9 @@ def _verdict(right: Mapping[str, Sequence[float]]) -> str:
         return "it reasons and does not see: the words let it solve more than a grey picture does, and the picture not"
     if sees:
         return "it sees and does not reason from words: what it solves beyond guessing it takes from the picture alone"
-    return "it does not reason: neither words nor picture let it solve more than a grey picture does"
+    return (
+        "it does not reason: neither words nor picture let it solve more than a grey picture does"
+    )
 
 
 def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
@@ -232,7 +291,9 @@ def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
 
 def _paired_test(before: Sequence[float], after: Sequence[float]) -> tuple[int, int, float | None]:
     """How many values are larger after, how many before, and McNemar's p; None if they are not all 0 or 1."""
-    gained, lost = (sum(sign * (b - a) > 0 for a, b in zip(before, after, strict=True)) for sign in (1, -1))
+    gained, lost = (
+        sum(sign * (b - a) > 0 for a, b in zip(before, after, strict=True)) for sign in (1, -1)
+    )
     return gained, lost, mcnemar(lost, gained) if {*before, *after} <= {0.0, 1.0} else None
 
 
@@ -244,7 +305,11 @@ def _part(score: Score, name: str) -> dict[str, Any]:
 def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> dict[str, str]:
     """The keys of a part of the fingerprints in which the scores are not alike, with everybody's value."""
     parts = [(run.name, _part(run.score, part)) for run in runs]
-    keys = [key for key in dict.fromkeys(key for _, found in parts for key in found) if key not in without]
+    keys = [
+        key
+        for key in dict.fromkeys(key for _, found in parts for key in found)
+        if key not in without
+    ]
     return {
         key: ", ".join(f"{name} {shortened(json.dumps(found.get(key)))}" for name, found in parts)
         for key in keys
@@ -272,7 +337,14 @@ def build_parser() -> Parser:
     parser = Parser(prog="python -m eval.compare", description="Scores side by side, with tests.")
     add = parser.add_argument
     add("runs", nargs="+", type=text, metavar="RUN", help="a score file, or the folder of a `run`")
-    add("--by", action="append", type=text, default=[], metavar="GROUP", help="also by group; may be repeated")
+    add(
+        "--by",
+        action="append",
+        type=text,
+        default=[],
+        metavar="GROUP",
+        help="also by group; may be repeated",
+    )
     add("--no-published", action="store_true", help="leave the published rows out")
     return parser
 
@@ -286,7 +358,9 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
     width = max(map(len, [*(run.name for run in runs), *(f"{name} (quoted)" for name in rows)]))
     columns = list(dict.fromkeys(name for run in runs for name in run.cells))
     lines = [f"{benchmark}: accuracy in %, [95 % interval], problems", _line("", width, columns)]
-    lines += [_line(run.name, width, [_cell(run.cells.get(name)) for name in columns]) for run in runs]
+    lines += [
+        _line(run.name, width, [_cell(run.cells.get(name)) for name in columns]) for run in runs
+    ]
     for name, figures in rows.items():
         shown = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
         lines.append(_line(f"{name} (quoted)", width, shown))
@@ -324,7 +398,9 @@ def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
     lines = []
     for value in dict.fromkeys(value for _, group in groups for value in group):
         lines.append(f"{key} = {value}")
-        lines += [_line(f"  {name}", width + 2, [_cell(group.get(value))]) for name, group in groups]
+        lines += [
+            _line(f"  {name}", width + 2, [_cell(group.get(value))]) for name, group in groups
+        ]
     return lines
 
 
@@ -346,11 +422,15 @@ def _test(first: ScoreFile, other: ScoreFile) -> list[str]:
 def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
     """What a reader has to know before comparing: settings and problems that differ, and partial scores."""
     if len(runs) > 1:
-        notes = cautions(runs, _OF_TOOLS if all(differ_in_tools(runs[0], other) for other in runs[1:]) else ())
+        notes = cautions(
+            runs, _OF_TOOLS if all(differ_in_tools(runs[0], other) for other in runs[1:]) else ()
+        )
     else:
         notes = [f"warning: {line}" for line in [missing_answers(runs[0].score)] if line]
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):
-        notes.append("warning: the runs do not have the same problems; the tests use the common ones, the table all")
+        notes.append(
+            "warning: the runs do not have the same problems; the tests use the common ones, the table all"
+        )
     caution = quoted.caution if quoted else None
     found = [caution(run.score) for run in runs] if caution else []
     return notes + [f"note: {line}" for line in dict.fromkeys(found) if line]

@@ -45,7 +45,8 @@ def short_answer(response: str) -> tuple[str, str]:
     """The official extraction (evaluation/opensource_json_eval.py in DynaMath/DynaMath), and how it was found: the key
     `short answer` of the JSON in a response, whose backslashes are removed; else the last line without its last sign.
     """
-    start, end = response.find("{"), response.rfind("}")
+    start = response.find("{")
+    end = response.rfind("}")
     text = response
     if 0 <= start < end:
         text = response[start : end + 1].replace("\\", "")
@@ -74,10 +75,14 @@ def official_hit(answer: str, reference: str, kind: str) -> bool:
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     answer, how = short_answer(row["response"])
     groups = {name: [row[name]] for name in ("subject", "level", "answer_type")}
-    return RowGrade(verdict(official_hit(answer, row["answer"], row["answer_type"])), answer, how, groups)
+    return RowGrade(
+        verdict(official_hit(answer, row["answer"], row["answer_type"])), answer, how, groups
+    )
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+) -> OwnFigures:
     """The worst case: the share of problems of which every variant is right; by the accuracy it is the robustness."""
     variants: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
@@ -89,26 +94,47 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     most = max(map(len, variants.values()))
     part = f"the worst case is over {most} of the {len(SPLITS)} variants; --split all"
     warnings = [part] if most < len(SPLITS) else []
-    return OwnFigures({"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warnings)
+    return OwnFigures(
+        {"variants": {"worst_case": worst, "robustness": robustness}}, warnings=warnings
+    )
 
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, or with `all` of every variant, and a hash of the data."""
-    problems, hashes = list[Problem](), list[str]()
+    problems = list[Problem]()
+    hashes = list[str]()
     several = options.split == "all" and not Path(options.data).is_file()
     for split in SPLITS if several else (options.split,):
         found, hashed = load_problems(
-            options, ("id", *COLUMNS), ("decoded_image", "image"), prompt=prompt, check=check, id_column="id",
-            split=split, renamed={"ground_truth": "answer", "knowledge_level": "level"},
-        )  # fmt: skip
-        problems += [replace(one, fields={**one.fields, "pid": f"{split}/{one.pid}"}) for one in found]
+            options,
+            ("id", *COLUMNS),
+            ("decoded_image", "image"),
+            prompt=prompt,
+            check=check,
+            id_column="id",
+            split=split,
+            renamed={"ground_truth": "answer", "knowledge_level": "level"},
+        )
+        problems += [
+            replace(one, fields={**one.fields, "pid": f"{split}/{one.pid}"}) for one in found
+        ]
         hashes.append(hashed)
     return problems, "+".join(hashes)
 
 
 BENCHMARK = Benchmark(
-    "dynamath", "all", load, grade, lambda options: {"rules": "official"}, None, add_revision_option, check,
-    ("data_revision",), id_column="id", summary=_summary, item=extraction_item,
-)  # fmt: skip
+    "dynamath",
+    "all",
+    load,
+    grade,
+    lambda options: {"rules": "official"},
+    None,
+    add_revision_option,
+    check,
+    ("data_revision",),
+    id_column="id",
+    summary=_summary,
+    item=extraction_item,
+)
 if __name__ == "__main__":
     raise SystemExit(main(BENCHMARK))

@@ -15,9 +15,12 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     """The verdict on a row, in the groups of its number of people."""
     verdict, extracted = knights_verdict(row["response"], row["answer"])
     reason = {"correct": "everyone_right", "wrong": "someone_wrong"}.get(verdict, "no_whole_answer")
-    family, groups = str((row.get("metadata") or {}).get("family") or ""), {}
+    family = str((row.get("metadata") or {}).get("family") or "")
+    groups = {}
     number, _, word = family.partition(" ")
-    if word == "people" and number.isdecimal():  # ID, OOD: the published model was trained on at most 5 people
+    if (
+        word == "people" and number.isdecimal()
+    ):  # ID, OOD: the published model was trained on at most 5 people
         half = "2 to 5 people (ID)" if int(number) <= 5 else "6 to 8 people (OOD)"
         groups = {"people": [family], "half": [half]}
     return RowGrade(verdict, extracted, reason, groups)
@@ -29,6 +32,8 @@ def _check(row: Prediction) -> str | None:
     return None
 
 
-BENCHMARK = Benchmark("knights", "test", load, grade, lambda options: {"rules": "everyone's kind"}, check=_check)
+BENCHMARK = Benchmark(
+    "knights", "test", load, grade, lambda options: {"rules": "everyone's kind"}, check=_check
+)
 if __name__ == "__main__":
     raise SystemExit(main(BENCHMARK))

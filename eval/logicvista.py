@@ -15,7 +15,12 @@ with imports():
     from eval.inference.predictions import TEXT, TEXTS, wrong_fields
     from eval.records import Benchmark, Extraction, Prediction, RowGrade
     from eval.scoring.choice import extract_choice
-    from eval.scoring.judge import Question, add_extraction_options, extraction_rules, with_extractions
+    from eval.scoring.judge import (
+        Question,
+        add_extraction_options,
+        extraction_rules,
+        with_extractions,
+    )
     from eval.scoring.score import verdict
 
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
@@ -40,8 +45,13 @@ def by_rules(response: str) -> Extraction:
     """The letters in a response: in a box, or stated together such as `B and D`; else the one by our rules."""
     response = answer_block(response) or response
     several = list(_SEVERAL.finditer(response.strip()))
-    for text, how in ((last_boxed(response) or "", "box"), (several[-1][1] if several else "", "stated_letters")):
-        if re.fullmatch(_JOINED, plain := re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)):
+    for text, how in (
+        (last_boxed(response) or "", "box"),
+        (several[-1][1] if several else "", "stated_letters"),
+    ):
+        if re.fullmatch(
+            _JOINED, plain := re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
+        ):
             return Extraction(plain, how)
     return extract_choice(response, [""] * len(_LETTERS))
 
@@ -49,22 +59,39 @@ def by_rules(response: str) -> Extraction:
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     """Right if the letters are those of the reference answer, all of them and no other."""
     read: Extraction = row["read"]
-    named, right = letters_of(read.text), letters_of(row["answer"])
-    return RowGrade(verdict(named == right), ", ".join(named), read.how, {"skill": row["skill"]}, read)
+    named = letters_of(read.text)
+    right = letters_of(row["answer"])
+    return RowGrade(
+        verdict(named == right), ", ".join(named), read.how, {"skill": row["skill"]}, read
+    )
 
 
 # The question as it is: its options are in the picture.
 load = partial(
-    load_problems, needed=("id", *COLUMNS), image_columns=("image", "imagename"), prompt=itemgetter("question"),
-    check=check, id_column="id", pictures="images",
-)  # fmt: skip
+    load_problems,
+    needed=("id", *COLUMNS),
+    image_columns=("image", "imagename"),
+    prompt=itemgetter("question"),
+    check=check,
+    id_column="id",
+    pictures="images",
+)
 BENCHMARK = Benchmark(
-    "logicvista", "test", load, grade, lambda options: {"rules": "official", **extraction_rules(options)},
-    add_extraction_options, add_revision_option, check, ("data_revision",), id_column="id",
+    "logicvista",
+    "test",
+    load,
+    grade,
+    lambda options: {"rules": "official", **extraction_rules(options)},
+    add_extraction_options,
+    add_revision_option,
+    check,
+    ("data_revision",),
+    id_column="id",
     prepare=partial(
-        with_extractions, question_of=lambda row: Question("text", row["question"], (), row["response"]),
+        with_extractions,
+        question_of=lambda row: Question("text", row["question"], (), row["response"]),
         rules=lambda row: by_rules(row["response"]),
     ),
-)  # fmt: skip
+)
 if __name__ == "__main__":
     raise SystemExit(main(BENCHMARK))

@@ -18,7 +18,16 @@ with imports():
     from eval.inference.dataset import add_revision_option, load_problems
     from eval.inference.predictions import ANY, TEXT, one_of, or_null, wrong_fields
     from eval.inference.views import without_images
-    from eval.records import JUDGE_FAILED, Benchmark, Extraction, Graded, OwnFigures, Prediction, Problem, RowGrade
+    from eval.records import (
+        JUDGE_FAILED,
+        Benchmark,
+        Extraction,
+        Graded,
+        OwnFigures,
+        Prediction,
+        Problem,
+        RowGrade,
+    )
     from eval.scoring.choice import extract_choice, lettered_options
     from eval.scoring.judge import (
         Question,
@@ -33,31 +42,49 @@ with imports():
     from eval.scoring.score import cell, metadata_groups, verdict
 
 TEXT_ONLY = "Text Only"
-VERSIONS = ("Text Dominant", "Text Lite", "Vision Intensive", "Vision Dominant", "Vision Only", TEXT_ONLY)
+VERSIONS = (
+    "Text Dominant",
+    "Text Lite",
+    "Vision Intensive",
+    "Vision Dominant",
+    "Vision Only",
+    TEXT_ONLY,
+)
 _SPLITS = ("testmini", "testmini_text_only")  # the five versions with images, and the one without
 _MOST_CHOICES = 6
 _OPTION = re.compile(r"(?:^|\s)([A-H])\s*[:.]")
 _STATED = re.compile(r"(?:\banswer\b[^.\n:=]{0,40}?(?:\bis\b|[:：=]))\s*:?\s*", re.IGNORECASE)
 # What an answer may have around its value: a name before it, as in `Area = 9` and `f(x) = 3x`, and a unit behind it.
-_NAME = re.compile(r"^\s*(?:[A-Za-z][A-Za-z. ]*|[A-Za-z](?:_\d)?\s*\([a-z]\)|\(x, ?y\))?\s*=(?!.*=)\s*")
+_NAME = re.compile(
+    r"^\s*(?:[A-Za-z][A-Za-z. ]*|[A-Za-z](?:_\d)?\s*\([a-z]\)|\(x, ?y\))?\s*=(?!.*=)\s*"
+)
 _PAIR = re.compile(r"([(\[])([^,]+),([^,]+)([)\]])")  # a point or an interval
 _BARE_WORDS = 4  # an answer on a single line with at most so many words is not a sentence
 _UNIT_WORD = r"(?:[cdkm]?m|[ck]?g|km/h|square|cubic|units?|met(?:er|re)s?|lit(?:er|re)s?|inch(?:es)?|feet|degrees?|T)"
 _UNIT = re.compile(
-    rf"(.*(?:[\d)}}]|\\pi))\s*{_UNIT_WORD}(?:\s+{_UNIT_WORD})*\s*(?:\^\s*\{{?[23]\}}?|[²³])?", re.IGNORECASE | re.DOTALL
+    rf"(.*(?:[\d)}}]|\\pi))\s*{_UNIT_WORD}(?:\s+{_UNIT_WORD})*\s*(?:\^\s*\{{?[23]\}}?|[²³])?",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
 def choices_of(row: Prediction) -> list[str]:
     """The options of a question, [] where they stand in its picture alone. `question_for_eval` has them even so."""
     question = _asked(row)
-    return lettered_options(re.split(r"Choices?:", question)[-1], _OPTION) if "Choice" in question else []
+    return (
+        lettered_options(re.split(r"Choices?:", question)[-1], _OPTION)
+        if "Choice" in question
+        else []
+    )
 
 
 def value_of(answer: str) -> str:
     r"""The value in an answer, without a name before it or a unit behind it: `9` of `Area $=9 \mathrm{~cm}^{2}$`."""
     spaced = re.sub(r"\\mathrm\s*\{~?\s*([A-Za-z]+)\s*\}", r" \1", answer.replace("掳", "°"))
-    shown = re.sub(r"\s+", " ", plain(spaced).replace("\\quad", " ").replace("$", "")).strip().rstrip(".")
+    shown = (
+        re.sub(r"\s+", " ", plain(spaced).replace("\\quad", " ").replace("$", ""))
+        .strip()
+        .rstrip(".")
+    )
     value = _NAME.sub("", shown).strip()
     found = _UNIT.fullmatch(value)
     return (found[1] if found else value).strip()
@@ -69,19 +96,24 @@ def same_answer(answer: str, reference: str) -> tuple[bool, str]:
     The rules are those of the training's grader. Beside it a decimal is met by a value that is rounded to it, points
     and intervals are compared by their ends, equations by their difference, and anything else as text.
     """
-    given, wanted = value_of(answer), value_of(reference)
+    given = value_of(answer)
+    wanted = value_of(reference)
     if not given:
         return False, "no_answer"
     if given.replace(" ", "").lower() == wanted.replace(" ", "").lower():
         return True, "same_text"
-    pair, other = _PAIR.fullmatch(given), _PAIR.fullmatch(wanted)
+    pair = _PAIR.fullmatch(given)
+    other = _PAIR.fullmatch(wanted)
     if pair and other:
         same = all(same_answer(pair[i], other[i])[0] for i in (2, 3))
         return same and (pair[1], pair[4]) == (other[1], other[4]), "pair"
     if given.count("=") == 1 == wanted.count("="):
         given, wanted = ("({})-({})".format(*each.split("=")) for each in (given, wanted))
     found = graded_answer(rf"\boxed{{{given}}}", wanted)
-    if found.verdict != "correct" and graded_answer(rf"\boxed{{{wanted}}}", given, rounding=True).reason == "rounded":
+    if (
+        found.verdict != "correct"
+        and graded_answer(rf"\boxed{{{wanted}}}", given, rounding=True).reason == "rounded"
+    ):
         return True, "rounded"
     return found.verdict == "correct", found.reason
 
@@ -97,9 +129,13 @@ def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
 
 
 COLUMNS = {
-    "problem_index": ANY, "problem_version": one_of(*VERSIONS), "question": or_null(TEXT), "answer": TEXT,
-    "question_type": one_of("multi-choice", "free-form"), "metadata": ANY,
-}  # fmt: skip
+    "problem_index": ANY,
+    "problem_version": one_of(*VERSIONS),
+    "question": or_null(TEXT),
+    "answer": TEXT,
+    "question_type": one_of("multi-choice", "free-form"),
+    "metadata": ANY,
+}
 
 
 def check(row: Prediction) -> str | None:
@@ -124,7 +160,11 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
     read = with_extractions(rows, options, question_of, by_rules, judge)
     if judge is None:
         return read
-    words = reports([_asks_whether_same(row) if _is_left_to_judge(row) else None for row in read], judge, _one_or_zero)
+    words = reports(
+        [_asks_whether_same(row) if _is_left_to_judge(row) else None for row in read],
+        judge,
+        _one_or_zero,
+    )
     return [{**row, "same": word} for row, word in zip(read, words, strict=True)]
 
 
@@ -178,7 +218,8 @@ def by_rules(row: Prediction) -> Extraction:
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
-    extraction, groups = row["read"], groups | metadata_groups(row, ("subject", "subfield"))
+    extraction = row["read"]
+    groups = groups | metadata_groups(row, ("subject", "subfield"))
     answer = "" if extraction.text is None else str(extraction.text)
     same: Extraction | None = row.get("same")
     if same is not None:
@@ -188,28 +229,44 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
         right, reason = same_answer(answer, row["answer"])
         return RowGrade(verdict(right), answer, reason, groups, extraction)
     choices = choices_of(row)
-    found, wanted = re.fullmatch(r"\W*([A-H])\W*", answer), reference_letter(row, choices)
-    letter = found[1] if found else str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
+    found = re.fullmatch(r"\W*([A-H])\W*", answer)
+    wanted = reference_letter(row, choices)
+    letter = (
+        found[1] if found else str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
+    )
     if wanted is None:
         return RowGrade(verdict(False), letter, "gold_several_letters", groups, extraction)
     return RowGrade(verdict(letter == wanted), letter, "letter", groups, extraction)
 
 
 def _rules(options: Namespace) -> dict[str, Any]:
-    ours, judged = "in place of the official judge", "and a judge where they do not find a free answer right"
+    ours = "in place of the official judge"
+    judged = "and a judge where they do not find a free answer right"
     found = extraction_rules(options)
     return {"rules": f"ours, {judged if found['judge'] else ours}", **found}
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+) -> OwnFigures:
     """The overall figure, which the benchmark takes over its five versions with images; and what no answer can meet."""
-    five = [item for row, item in zip(rows, graded, strict=True) if row["problem_version"] != TEXT_ONLY]
+    five = [
+        item for row, item in zip(rows, graded, strict=True) if row["problem_version"] != TEXT_ONLY
+    ]
     several = sum(item.grade.reason == "gold_several_letters" for item in graded)
-    warnings = [f"{amount(several, 'reference answer')} with several letters, which no answer meets"] if several else []
+    warnings = (
+        [f"{amount(several, 'reference answer')} with several letters, which no answer meets"]
+        if several
+        else []
+    )
     lines = ["note: not the official score, which asks a judge whether an answer is right"]
     if options.extraction == "judge":
-        lines = [f"note: {options.judge_model} was the judge; the official score's own may say otherwise"]
-    return OwnFigures({"overall": {"five_versions": cell(five) if five else None}}, lines=lines, warnings=warnings)
+        lines = [
+            f"note: {options.judge_model} was the judge; the official score's own may say otherwise"
+        ]
+    return OwnFigures(
+        {"overall": {"five_versions": cell(five) if five else None}}, lines=lines, warnings=warnings
+    )
 
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
@@ -217,16 +274,25 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
     The version without images counts its samples from 1 again, so its ids say what they are of.
     """
-    problems, hashes = list[Problem](), list[str]()
+    problems = list[Problem]()
+    hashes = list[str]()
     for split in _SPLITS if options.split == "all" else (options.split,):
         found, hashed = load_problems(
-            options, ("sample_index", *COLUMNS, "query_wo", "query_cot"), ("image",), check=check, split=split,
-            prompt=itemgetter(f"query_{options.query}"), kept=(*COLUMNS, *_MAY_HAVE), id_column="sample_index",
+            options,
+            ("sample_index", *COLUMNS, "query_wo", "query_cot"),
+            ("image",),
+            check=check,
+            split=split,
+            prompt=itemgetter(f"query_{options.query}"),
+            kept=(*COLUMNS, *_MAY_HAVE),
+            id_column="sample_index",
             config=split,
-        )  # fmt: skip
+        )
         for one in found:
             if one.fields["problem_version"] == TEXT_ONLY:
-                one = replace(without_images(one), fields={**one.fields, "pid": f"text_only_{one.pid}"})
+                one = replace(
+                    without_images(one), fields={**one.fields, "pid": f"text_only_{one.pid}"}
+                )
             problems.append(one)
         hashes.append(hashed)
     return problems, "+".join(hashes)
@@ -239,8 +305,18 @@ def _data_options(parser: ArgumentParser) -> None:
 
 
 BENCHMARK = Benchmark(
-    "mathverse", "testmini", load, grade, _rules, add_extraction_options, _data_options, check,
-    ("data_revision", "query"), id_column="sample_index", prepare=_prepare, summary=_summary,
-)  # fmt: skip
+    "mathverse",
+    "testmini",
+    load,
+    grade,
+    _rules,
+    add_extraction_options,
+    _data_options,
+    check,
+    ("data_revision", "query"),
+    id_column="sample_index",
+    prepare=_prepare,
+    summary=_summary,
+)
 if __name__ == "__main__":
     raise SystemExit(main(BENCHMARK))

@@ -20,8 +20,23 @@ with imports():
     from eval.inference.dataset import add_revision_option, load_problems
     from eval.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
     from eval.mathvision_value import latex_value
-    from eval.records import CORRECT, Benchmark, Extraction, Graded, OwnFigures, Prediction, Published, RowGrade
-    from eval.scoring.judge import Question, add_extraction_options, by_rules, extraction_rules, with_extractions
+    from eval.records import (
+        CORRECT,
+        Benchmark,
+        Extraction,
+        Graded,
+        OwnFigures,
+        Prediction,
+        Published,
+        RowGrade,
+    )
+    from eval.scoring.judge import (
+        Question,
+        add_extraction_options,
+        by_rules,
+        extraction_rules,
+        with_extractions,
+    )
     from eval.scoring.number import extract_number
     from eval.scoring.score import extraction_item, verdict
 
@@ -49,7 +64,18 @@ _STATED = ("the final answer is", "the answer is", "the correct answer is", "the
 # What the official score removes from an answer, in this order.
 _REMOVED = (
     *("\\text", "\\mbox"),
-    *("\\left", "\\right", "^{\\circ}", "^\\circ", "{m}^3", "m^3", "{units}", "units", "{km}", "km"),
+    *(
+        "\\left",
+        "\\right",
+        "^{\\circ}",
+        "^\\circ",
+        "{m}^3",
+        "m^3",
+        "{units}",
+        "units",
+        "{km}",
+        "km",
+    ),
     "\\!",
 )
 
@@ -71,7 +97,9 @@ def official_answer(response: str) -> str:
         float(tail)
         answer = tail
     if "oxed{" not in answer:
-        for statement in (form for stated in _STATED for form in (stated, stated.replace("the", "The"))):
+        for statement in (
+            form for stated in _STATED for form in (stated, stated.replace("the", "The"))
+        ):
             if statement in answer:
                 answer = answer.split(statement)[-1].strip().split("\n")[0].split(". ")[0]
             else:
@@ -90,11 +118,17 @@ def _without_latex(answer: str) -> str:
     answer = answer.lower().replace("{}", "")
     boxed = re.findall(r"oxed{(.*)}", answer, flags=re.DOTALL)
     answer = boxed[-1] if boxed else answer
-    closed, opened = answer.find("}"), answer.find("{")
+    closed = answer.find("}")
+    opened = answer.find("{")
     if closed != -1 and (opened == -1 or closed < opened):
         answer = answer[:closed]
     answer = answer.split("=")[-1].split("\\approx")[-1]
-    answer = answer.replace(" ", "").replace("\\,", "").replace("∞", "\\infty").replace("+\\infty", "\\infty")
+    answer = (
+        answer.replace(" ", "")
+        .replace("\\,", "")
+        .replace("∞", "\\infty")
+        .replace("+\\infty", "\\infty")
+    )
     answer = answer.replace("\\\\", "\\").replace("\n", "")
     for part in _REMOVED:
         answer = answer.replace(part, "")
@@ -130,18 +164,21 @@ def _braced(part: str, arguments: int) -> str:
     for _ in range(arguments):
         if part.startswith("{"):
             break
-        found, part = found + f"{{{part[0]}}}", part[1:]
+        found = found + f"{{{part[0]}}}"
+        part = part[1:]
     return found + part
 
 
 def officially_equal(one: str, other: str) -> bool:
     """Equal as text without capitals, as tuples, or as numbers rounded to two places."""
-    one, other = one.lower(), other.lower()
+    one = one.lower()
+    other = other.lower()
     if not one.replace(" ", "") or not other.replace(" ", ""):
         return False
     if one.strip() == other.strip():
         return True
-    one, other = _tuple_of_numbers(one), _tuple_of_numbers(other)
+    one = _tuple_of_numbers(one)
+    other = _tuple_of_numbers(other)
     if one == other:
         return True
     values = latex_value(one), latex_value(other)
@@ -153,7 +190,9 @@ def _tuple_of_numbers(answer: str) -> str:
     parts = answer[1:-1].split(",")
     if len(parts) < 2 or answer[0] + answer[-1] not in ("()", "[]"):
         return answer
-    values = [part if "infty" in part or part in ("a", "-a") else latex_value(part) for part in parts]
+    values = [
+        part if "infty" in part or part in ("a", "-a") else latex_value(part) for part in parts
+    ]
     if None in values:
         return answer
     shown = (value if isinstance(value, str) else str(round(value or 0, 2)) for value in values)
@@ -180,13 +219,21 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
     """The rows, each with its `Extraction` under the key `read`. Raises `UserError`."""
     official = options.rules == "official"
     if official and options.extraction != "rules":
-        raise UserError(f"extraction: {options.extraction} needs --rules strict; official has its own extraction")
-    extract = (lambda row: Extraction(official_answer(row["response"]), "official")) if official else _by_our_rules
+        raise UserError(
+            f"extraction: {options.extraction} needs --rules strict; official has its own extraction"
+        )
+    extract = (
+        (lambda row: Extraction(official_answer(row["response"]), "official"))
+        if official
+        else _by_our_rules
+    )
     return with_extractions(rows, options, question_of, extract)
 
 
 def question_of(row: Prediction) -> Question:
-    return Question("choice" if row["options"] else "text", row["question"], row["options"], row["response"])
+    return Question(
+        "choice" if row["options"] else "text", row["question"], row["options"], row["response"]
+    )
 
 
 def _by_our_rules(row: Prediction) -> Extraction:
@@ -205,11 +252,16 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
         hit = official_hit(answer, row["answer"], row["options"])
     else:
         boxed = rf"\boxed{{{answer}}}"
-        hit = graded_as_in_training(boxed, row["answer"], choices=row["options"] or None).verdict == CORRECT
+        hit = (
+            graded_as_in_training(boxed, row["answer"], choices=row["options"] or None).verdict
+            == CORRECT
+        )
     return RowGrade(verdict(hit), answer, read.how, groups, read)
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+) -> OwnFigures:
     """How many questions number parts of a picture that they have whole."""
     parts = len({row["pid"] for row in rows if len(_PLACE.findall(row["question"])) > 1})
     line = f"{amount(parts, 'question')} with several numbered images, which are the parts of one picture"
@@ -217,31 +269,60 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 
 
 def _rules(options: Namespace) -> dict[str, Any]:
-    return {"rules": options.rules, **(extraction_rules(options) if options.rules != "official" else {})}
+    return {
+        "rules": options.rules,
+        **(extraction_rules(options) if options.rules != "official" else {}),
+    }
 
 
 load = partial(
-    load_problems, needed=("id", *COLUMNS), image_columns=("decoded_image", "image"), prompt=build_query, check=check,
+    load_problems,
+    needed=("id", *COLUMNS),
+    image_columns=("decoded_image", "image"),
+    prompt=build_query,
+    check=check,
     id_column="id",
-)  # fmt: skip
+)
 
 
 def _score_options(parser: ArgumentParser) -> None:
     add_extraction_options(parser)
-    parser.add_argument("--rules", choices=RULE_SETS, default="official", help="strict: as in training")
+    parser.add_argument(
+        "--rules", choices=RULE_SETS, default="official", help="strict: as in training"
+    )
 
 
 _PUBLISHED = Published(
     "MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
     {
-        "Gemini-Pro": {"all": 17.66}, "InternLM-XComposer2-VL": {"all": 14.54}, "Qwen-VL-Max with CoT": {"all": 12.63},
-        "ShareGPT4V-7B": {"all": 10.53}, "SPHINX-v2": {"all": 9.70}, "LLaVA-v1.5-7B": {"all": 8.52},
+        "Gemini-Pro": {"all": 17.66},
+        "InternLM-XComposer2-VL": {"all": 14.54},
+        "Qwen-VL-Max with CoT": {"all": 12.63},
+        "ShareGPT4V-7B": {"all": 10.53},
+        "SPHINX-v2": {"all": 9.70},
+        "LLaVA-v1.5-7B": {"all": 8.52},
     },
-    lambda score: None if score["rules"].get("rules") == "official" else "the quoted rows are by the rules `official`",
-)  # fmt: skip
+    lambda score: (
+        None
+        if score["rules"].get("rules") == "official"
+        else "the quoted rows are by the rules `official`"
+    ),
+)
 BENCHMARK = Benchmark(
-    "mathvision", "test", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
-    id_column="id", prepare=_prepare, summary=_summary, item=extraction_item, published=_PUBLISHED,
-)  # fmt: skip
+    "mathvision",
+    "test",
+    load,
+    grade,
+    _rules,
+    _score_options,
+    add_revision_option,
+    check,
+    ("data_revision",),
+    id_column="id",
+    prepare=_prepare,
+    summary=_summary,
+    item=extraction_item,
+    published=_PUBLISHED,
+)
 if __name__ == "__main__":
     raise SystemExit(main(BENCHMARK))

@@ -40,8 +40,16 @@ _CALLED: dict[str, Callable[[float], Number]] = {
 }
 _FUNCTIONS = {*_CALLED, r"\ln", r"\sqrt", r"\lfloor"}
 _CONSTANTS = {r"\pi": math.pi, r"\tau": math.tau}
-_CLOSING = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\lbrace": r"\rbrace", r"\lfloor": r"\rfloor"}
-_TIMES, _DIVIDED = ("*", r"\times", r"\cdot"), ("/", ":", r"\div")
+_CLOSING = {
+    "(": ")",
+    "[": "]",
+    "{": "}",
+    r"\{": r"\}",
+    r"\lbrace": r"\rbrace",
+    r"\lfloor": r"\rfloor",
+}
+_TIMES = ("*", r"\times", r"\cdot")
+_DIVIDED = ("/", ":", r"\div")
 _SIDES = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
 _ASSIGNS = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
 _NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\\%)?"
@@ -52,7 +60,16 @@ _NAMES = (
 )
 _STOPS = re.compile(rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_NAMES}|")
 # A command is the longest known one that the text starts with: in `\pix` it is `\pi`.
-_KNOWN = {r"\frac", r"\binom", *_FUNCTIONS, *_CONSTANTS, *_CLOSING, *_CLOSING.values(), *_TIMES, *_DIVIDED}
+_KNOWN = {
+    r"\frac",
+    r"\binom",
+    *_FUNCTIONS,
+    *_CONSTANTS,
+    *_CLOSING,
+    *_CLOSING.values(),
+    *_TIMES,
+    *_DIVIDED,
+}
 _COMMANDS = "|".join(map(re.escape, sorted(_KNOWN, key=len, reverse=True)))
 _TOKEN = re.compile(
     r"(?:[\s$'~]|\\,|\\q?quad|\\displaystyle(?![a-z]))+"  # skipped
@@ -181,7 +198,11 @@ class _Reader:
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if isinstance(base, int) and isinstance(exponent, int) and base.bit_length() * exponent > _MOST_BITS:
+    if (
+        isinstance(base, int)
+        and isinstance(exponent, int)
+        and base.bit_length() * exponent > _MOST_BITS
+    ):
         raise _NoValueError
     value = base**exponent
     if isinstance(value, complex):
@@ -191,6 +212,11 @@ def _power(base: Number, exponent: Number) -> Number:
 
 
 def _binomial(above: Number, below: Number) -> Number:
-    if not (isinstance(above, int) and isinstance(below, int) and 0 <= above <= _MOST_FACTORIAL and below >= 0):
+    if not (
+        isinstance(above, int)
+        and isinstance(below, int)
+        and 0 <= above <= _MOST_FACTORIAL
+        and below >= 0
+    ):
         raise _NoValueError
     return math.comb(above, below)

@@ -13,8 +13,22 @@ with imports():
     from eval.command import main
     from eval.inference.dataset import add_revision_option, load_problems
     from eval.inference.predictions import ANY, TEXT, one_of, wrong_fields
-    from eval.records import Benchmark, Extraction, Graded, OwnFigures, Prediction, Published, RowGrade
-    from eval.scoring.judge import Kind, Question, add_extraction_options, extraction_rules, with_extractions
+    from eval.records import (
+        Benchmark,
+        Extraction,
+        Graded,
+        OwnFigures,
+        Prediction,
+        Published,
+        RowGrade,
+    )
+    from eval.scoring.judge import (
+        Kind,
+        Question,
+        add_extraction_options,
+        extraction_rules,
+        with_extractions,
+    )
     from eval.scoring.score import by_problem, counted, metadata_groups, verdict
 
 _NUMBER = "requiring a floating-point number with {} and provide the final value, e.g., {}"
@@ -135,7 +149,9 @@ def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> st
 
 def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
     """`lists`: a list is right if it is the same text; before it never was, whatever the extraction (pull 1680)."""
-    if row["question_type"] == "multi_choice":  # compares letters, so only the first of two equal choices is right
+    if (
+        row["question_type"] == "multi_choice"
+    ):  # compares letters, so only the first of two equal choices is right
         choices = row["choices"]
         index = inferred(extraction, choices)
         text = None if index is None else choices[index]
@@ -152,17 +168,22 @@ def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
 
 
 METADATA_GROUPS = ("language", "source", "category", "task", "context", "grade", "skills")
-_GEOMETRY_TASK, _GEOMETRY_SKILL = "geometry problem solving", "geometry reasoning"
+_GEOMETRY_TASK = "geometry problem solving"
+_GEOMETRY_SKILL = "geometry reasoning"
 ID_OOD = (
     "ID pools the items of task `geometry problem solving` and the items with skill `geometry reasoning`, an item in "
     "both counted twice; OOD is everything correct minus ID's, over all items minus ID's. The split of ADORA's table, "
     "inferred from its figures; because of the double count the intervals are a little too narrow."
 )
 COLUMNS = {
-    "question": TEXT, "question_type": one_of("multi_choice", "free_form"),
-    "answer_type": one_of("text", "integer", "float", "list"), "precision": ANY, "choices": ANY, "answer": TEXT,
+    "question": TEXT,
+    "question_type": one_of("multi_choice", "free_form"),
+    "answer_type": one_of("text", "integer", "float", "list"),
+    "precision": ANY,
+    "choices": ANY,
+    "answer": TEXT,
     "metadata": ANY,
-}  # fmt: skip
+}
 _MOST_PLACES = 15  # decimal places that a float holds
 
 
@@ -173,7 +194,9 @@ def check(row: Prediction) -> str | None:
     if row["question_type"] == "multi_choice" and not 1 <= len(row["choices"] or []) <= 26:
         return f"is multiple choice with choices = {row['choices']!r}, expected 1 to 26 of them"
     precision = row["precision"]
-    if row["answer_type"] == "float" and not (isinstance(precision, int | float) and 0 <= precision <= _MOST_PLACES):
+    if row["answer_type"] == "float" and not (
+        isinstance(precision, int | float) and 0 <= precision <= _MOST_PLACES
+    ):
         return f"has precision = {precision!r}, expected a number from 0 to {_MOST_PLACES} for a float answer"
     return None
 
@@ -194,20 +217,29 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
-    grade, fields = graded.grade, {"correct": graded.correct, "answer": row["answer"]}
+    grade = graded.grade
+    fields = {"correct": graded.correct, "answer": row["answer"]}
     read = {"extraction": row["read"].text, "prediction": grade.extracted}
     return {"verdict": grade.verdict, **fields, **read, "how": grade.reason}
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+) -> OwnFigures:
     """ID and OOD as ADORA's table has them (docs/evaluation.md)."""
     groups = [item.grade.groups for item in graded]
-    times = [g.get("task", []).count(_GEOMETRY_TASK) + g.get("skills", []).count(_GEOMETRY_SKILL) for g in groups]
-    correct, total = sum(n * item.correct for n, item in zip(times, graded, strict=True)), sum(times)
+    times = [
+        g.get("task", []).count(_GEOMETRY_TASK) + g.get("skills", []).count(_GEOMETRY_SKILL)
+        for g in groups
+    ]
+    correct = sum(n * item.correct for n, item in zip(times, graded, strict=True))
+    total = sum(times)
     answers_each = max(map(len, by_problem(graded).values()))
     # By the double count, ID of a small set can have more answers than there are; then OOD has no figure.
     ood = counted(sum(item.correct for item in graded) - correct, len(graded) - total, answers_each)
-    return OwnFigures({"id_ood": {"definition": ID_OOD, "ID": counted(correct, total, answers_each), "OOD": ood}})
+    return OwnFigures(
+        {"id_ood": {"definition": ID_OOD, "ID": counted(correct, total, answers_each), "OOD": ood}}
+    )
 
 
 def _rules(options: Namespace) -> dict[str, Any]:
@@ -217,20 +249,38 @@ def _rules(options: Namespace) -> dict[str, Any]:
 
 # `query` is the official prompt where the data has it.
 load = partial(
-    load_problems, needed=("pid", *COLUMNS), image_columns=("decoded_image", "image"),
-    prompt=lambda row: row.get("query") or build_query(row), check=check,
-    kept=("question", "question_type", "answer_type", "precision", "unit", "choices", "answer", "metadata"),
-)  # fmt: skip
+    load_problems,
+    needed=("pid", *COLUMNS),
+    image_columns=("decoded_image", "image"),
+    prompt=lambda row: row.get("query") or build_query(row),
+    check=check,
+    kept=(
+        "question",
+        "question_type",
+        "answer_type",
+        "precision",
+        "unit",
+        "choices",
+        "answer",
+        "metadata",
+    ),
+)
 
 
 def _score_options(parser: ArgumentParser) -> None:
     add_extraction_options(parser)
-    parser.add_argument("--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold")
+    parser.add_argument(
+        "--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold"
+    )
     what = "an empty extraction is wrong, not the nearest choice"
-    parser.add_argument("--ignore-empty-extractions", action=BooleanOptionalAction, default=False, help=what)
+    parser.add_argument(
+        "--ignore-empty-extractions", action=BooleanOptionalAction, default=False, help=what
+    )
 
 
-_BY_OTHER_RULES = "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
+_BY_OTHER_RULES = (
+    "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
+)
 _PUBLISHED = Published(
     "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     {
@@ -244,8 +294,19 @@ _PUBLISHED = Published(
     lambda score: None if score["rules"].get("rules") == "vlmevalkit" else _BY_OTHER_RULES,
 )
 BENCHMARK = Benchmark(
-    "mathvista", "testmini", load, grade, _rules, _score_options, add_revision_option, check, ("data_revision",),
-    prepare=partial(with_extractions, question_of=question_of), summary=_summary, item=_item, published=_PUBLISHED,
-)  # fmt: skip
+    "mathvista",
+    "testmini",
+    load,
+    grade,
+    _rules,
+    _score_options,
+    add_revision_option,
+    check,
+    ("data_revision",),
+    prepare=partial(with_extractions, question_of=question_of),
+    summary=_summary,
+    item=_item,
+    published=_PUBLISHED,
+)
 if __name__ == "__main__":
     raise SystemExit(main(BENCHMARK))

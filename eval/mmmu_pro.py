@@ -54,7 +54,11 @@ def official_letter(response: str, options: Sequence[str]) -> str | None:
             return max(found, key=lambda letter: response.rfind(place.format(letter)))
     lowered = response.lower()
     texts = dict(zip(letters, map(str.lower, options), strict=True))
-    found = [letter for letter in letters if texts[letter] in lowered] if len(response.split()) > 5 else []
+    found = (
+        [letter for letter in letters if texts[letter] in lowered]
+        if len(response.split()) > 5
+        else []
+    )
     return max(found, key=lambda letter: lowered.rfind(texts[letter]), default=None)
 
 
@@ -65,44 +69,78 @@ def check(row: Prediction) -> str | None:
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
     expected = f"a letter from A to {letters[-1:]}"
-    return fault or wrong_fields(row, {"answer": ((lambda answer: answer in (*letters,)), expected)})
+    return fault or wrong_fields(
+        row, {"answer": ((lambda answer: answer in (*letters,)), expected)}
+    )
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     choices = options_of(row)
     if options.rules == "official":
-        letter, how = official_letter(row["response"], choices), "official"
+        letter = official_letter(row["response"], choices)
+        how = "official"
     else:
         letter, how = extract_choice(row["response"], choices)
-    return RowGrade(verdict(letter == row["answer"]), letter, how if letter else "drawn", {"subject": [row["subject"]]})
+    return RowGrade(
+        verdict(letter == row["answer"]),
+        letter,
+        how if letter else "drawn",
+        {"subject": [row["subject"]]},
+    )
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+) -> OwnFigures:
     drawn = sum(item.grade.reason == "drawn" for item in graded)
     line = f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws one at random"
-    return OwnFigures(notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else [])
+    return OwnFigures(
+        notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else []
+    )
 
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, the same question for each, and a hash of the data."""
     return load_problems(
-        options, ("id", *COLUMNS), ("image",), prompt=lambda row: QUERIES[options.query], check=check, id_column="id",
+        options,
+        ("id", *COLUMNS),
+        ("image",),
+        prompt=lambda row: QUERIES[options.query],
+        check=check,
+        id_column="id",
         config="vision",
-    )  # fmt: skip
+    )
 
 
 def _data_options(parser: ArgumentParser) -> None:
     add_revision_option(parser)
-    parser.add_argument("--query", choices=QUERIES, default="cot", help="for reasoning (cot), or the letter alone")
+    parser.add_argument(
+        "--query", choices=QUERIES, default="cot", help="for reasoning (cot), or the letter alone"
+    )
 
 
 def _score_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--rules", choices=RULE_SETS, default="official", help="letter: ours, for any form of answer")
+    parser.add_argument(
+        "--rules",
+        choices=RULE_SETS,
+        default="official",
+        help="letter: ours, for any form of answer",
+    )
 
 
 BENCHMARK = Benchmark(
-    "mmmu_pro", "test", load, grade, rule_set, _score_options, _data_options, check, ("data_revision", "query"),
-    id_column="id", summary=_summary, item=extraction_item,
-)  # fmt: skip
+    "mmmu_pro",
+    "test",
+    load,
+    grade,
+    rule_set,
+    _score_options,
+    _data_options,
+    check,
+    ("data_revision", "query"),
+    id_column="id",
+    summary=_summary,
+    item=extraction_item,
+)
 if __name__ == "__main__":
     raise SystemExit(main(BENCHMARK))

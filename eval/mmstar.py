@@ -24,8 +24,11 @@ with imports():
 
 RULE_SETS = ("official", "letter")
 COLUMNS = {
-    "question": TEXT, "answer": matching(r"\s*[A-Za-z]\s*", "a letter"), "category": TEXT, "l2_category": TEXT,
-}  # fmt: skip
+    "question": TEXT,
+    "answer": matching(r"\s*[A-Za-z]\s*", "a letter"),
+    "category": TEXT,
+    "l2_category": TEXT,
+}
 _OPTION = re.compile(r"(?:^|[\s,])([A-Z]): ")
 check = partial(wrong_fields, kinds=COLUMNS)
 
@@ -35,8 +38,11 @@ def official_hit(response: str, answer: str) -> bool:
 
     It is made for answers that start with the letter. Of a chain of thought it reads the first letter: `Based on` is B.
     """
-    letter, text = answer.lower().strip().replace("\n", " "), response.lower().strip().replace("\n", " ")
-    return text.startswith(tuple(f"{before}{letter}" for before in ("", "(", "option ", "the answer is ")))
+    letter = answer.lower().strip().replace("\n", " ")
+    text = response.lower().strip().replace("\n", " ")
+    return text.startswith(
+        tuple(f"{before}{letter}" for before in ("", "(", "option ", "the answer is "))
+    )
 
 
 def options_of(question: str) -> list[str]:
@@ -54,19 +60,25 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     return RowGrade(verdict(extracted == row["answer"].strip().upper()), extracted, how, groups)
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+) -> OwnFigures:
     leakage = _leakage(rows, graded, options)
     lines = []
     if leakage is not None:
         shown = percent(leakage["MG"], leakage["MG_bootstrap_95"])
-        lines.append(f"multi-modal gain MG: {shown}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}")
+        lines.append(
+            f"multi-modal gain MG: {shown}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}"
+        )
         if "ML" in leakage:
             shown = percent(leakage["ML"], leakage["ML_bootstrap_95"])
             lines.append(f"leakage ML: {shown}, S_t {leakage['S_t']:.3f}")
     return OwnFigures(notes={"leakage": leakage}, lines=lines)
 
 
-def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> dict[str, Any] | None:
+def _leakage(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+) -> dict[str, Any] | None:
     """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024, MMStar, section 3.3).
 
     Shares of right answers to the same items: S_v of this run, S_wv without the image, S_t of the language backbone.
@@ -89,15 +101,23 @@ def _leakage(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
     return leakage
 
 
-def _others(path: Path | None, rows: Sequence[Prediction], options: Namespace, name: str) -> list[float] | None:
+def _others(
+    path: Path | None, rows: Sequence[Prediction], options: Namespace, name: str
+) -> list[float] | None:
     """The shares of right answers of another run to the problems of this one, in their order."""
     if path is None:
         return None
     other = {key(row): row for row in read_predictions(path, check, BENCHMARK.id_column)}
     absent = [row["pid"] for row in rows if key(row) not in other]
     if absent or len(other) != len(rows):
-        first = f"pid {absent[0]!r} is missing" if absent else f"it has {len(other)} rows and this run {len(rows)}"
-        raise UserError(f"{name}: {path} does not have the items of this run ({first}); run it on the same data")
+        first = (
+            f"pid {absent[0]!r} is missing"
+            if absent
+            else f"it has {len(other)} rows and this run {len(rows)}"
+        )
+        raise UserError(
+            f"{name}: {path} does not have the items of this run ({first}); run it on the same data"
+        )
     return _shares([grade_row(BENCHMARK, other[key(row)], options) for row in rows])
 
 
@@ -112,34 +132,71 @@ def _mean(values: Sequence[float]) -> float:
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split, the question as it is (its options are in it), and a hash of the data."""
     return load_problems(
-        options, ("index", *COLUMNS), ("image",), prompt=itemgetter("question"), check=check, id_column="index",
-        kept=("index", *COLUMNS, "meta_info"), blind=options.no_image,
-    )  # fmt: skip
+        options,
+        ("index", *COLUMNS),
+        ("image",),
+        prompt=itemgetter("question"),
+        check=check,
+        id_column="index",
+        kept=("index", *COLUMNS, "meta_info"),
+        blind=options.no_image,
+    )
 
 
 def _data_options(parser: ArgumentParser) -> None:
     add_revision_option(parser)
     # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a no.
-    parser.add_argument("--no-image", action="store_true", help="ask without the image, for the leakage metrics")
+    parser.add_argument(
+        "--no-image", action="store_true", help="ask without the image, for the leakage metrics"
+    )
 
 
 def _score_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rules", choices=RULE_SETS, default="letter", help="official is made for answers that start with the letter")
-    add("--without-image", type=optional(path), metavar="FILE.jsonl", help="predictions made with --no-image")
-    add("--text-only", type=optional(path), metavar="FILE.jsonl", help="predictions of the language backbone")
+    add(
+        "--rules",
+        choices=RULE_SETS,
+        default="letter",
+        help="official is made for answers that start with the letter",
+    )
+    add(
+        "--without-image",
+        type=optional(path),
+        metavar="FILE.jsonl",
+        help="predictions made with --no-image",
+    )
+    add(
+        "--text-only",
+        type=optional(path),
+        metavar="FILE.jsonl",
+        help="predictions of the language backbone",
+    )
 
 
 _PUBLISHED = Published(
     "ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     {
-        "Qwen2.5-VL-7B-Instruct": {"all": 63.9}, "MM-EUREKA-8B": {"all": 64.3}, "MMR1-math-v0": {"all": 64.9},
-        "GRPO": {"all": 61.9}, "ADORA": {"all": 63.8},
+        "Qwen2.5-VL-7B-Instruct": {"all": 63.9},
+        "MM-EUREKA-8B": {"all": 64.3},
+        "MMR1-math-v0": {"all": 64.9},
+        "GRPO": {"all": 61.9},
+        "ADORA": {"all": 63.8},
     },
-)  # fmt: skip
+)
 BENCHMARK = Benchmark(
-    "mmstar", "val", load, grade, rule_set, _score_options, _data_options, check, ("data_revision", "no_image"),
-    id_column="index", summary=_summary, item=extraction_item, published=_PUBLISHED,
-)  # fmt: skip
+    "mmstar",
+    "val",
+    load,
+    grade,
+    rule_set,
+    _score_options,
+    _data_options,
+    check,
+    ("data_revision", "no_image"),
+    id_column="index",
+    summary=_summary,
+    item=extraction_item,
+    published=_PUBLISHED,
+)
 if __name__ == "__main__":
     raise SystemExit(main(BENCHMARK))

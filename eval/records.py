@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Prediction = dict[str, Any]  # a row of `predictions.jsonl`
-Score = dict[str, Any]  # the content of a score file: `docs/evaluation.md` describes it, `eval.scoring.score` makes it
-CORRECT, WRONG = "correct", "wrong"
+Score = dict[
+    str, Any
+]  # the content of a score file: `docs/evaluation.md` describes it, `eval.scoring.score` makes it
+CORRECT = "correct"
+WRONG = "wrong"
 FAILED = "failed"  # not asked, or the extraction failed; counts as not correct
 JUDGE_FAILED = "judge_failed"  # the `how` of an extraction that no judge could make
 
@@ -26,8 +29,12 @@ class Problem:
     prompt: str
     n_images: int
     images: Callable[[], list[Image.Image]]
-    sizes: Callable[[], list[tuple[int, int]]] | None = None  # width and height of each, without decoding
-    facts: str | None = None  # what the picture says, in words, where they suffice to solve the problem without it
+    sizes: Callable[[], list[tuple[int, int]]] | None = (
+        None  # width and height of each, without decoding
+    )
+    facts: str | None = (
+        None  # what the picture says, in words, where they suffice to solve the problem without it
+    )
 
     @property
     def pid(self) -> str:
@@ -46,7 +53,9 @@ class RowGrade(NamedTuple):
     extracted: str | None  # the answer that was compared
     reason: str  # how it was found, or why it got its verdict
     groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed; by kind, those in which the answer is counted
-    extraction: Extraction | None = None  # the answer as it was read out of the response, if that is a step of its own
+    extraction: Extraction | None = (
+        None  # the answer as it was read out of the response, if that is a step of its own
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,9 @@ class Published:
 
     source: str
     rows: Mapping[str, Mapping[str, float]]
-    caution: Callable[[Mapping[str, Any]], str | None] | None = None  # why a score of ours is not comparable, or None
+    caution: Callable[[Mapping[str, Any]], str | None] | None = (
+        None  # why a score of ours is not comparable, or None
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,9 @@ class Benchmark:
     rules: Callable[[Namespace], dict[str, Any]]
     add_score_options: Callable[[ArgumentParser], None] | None = None  # of its own, for `score`
     add_data_options: Callable[[ArgumentParser], None] | None = None  # and for `infer`
-    check: Callable[[Prediction], str | None] | None = None  # what is wrong with a predictions row, or None
+    check: Callable[[Prediction], str | None] | None = (
+        None  # what is wrong with a predictions row, or None
+    )
     fingerprint: tuple[str, ...] = ()  # names of its own options on which an answer depends
     id_column: str = "pid"  # of the data, with the id of a row, which is `pid` in a predictions row
     # The rows as `grade` gets them, for work that is done on all of them at once.
@@ -120,7 +133,9 @@ class Benchmark:
     # What the score file says about an answer, in place of verdict, extracted answer and reason.
     item: Callable[[Prediction, Graded], dict[str, Any]] | None = None
     published: Published | None = None  # figures of others to compare with
-    file: str | None = None  # the hash of the user's own file that it stands in, which `named` fills in
+    file: str | None = (
+        None  # the hash of the user's own file that it stands in, which `named` fills in
+    )
 
 
 class Scored(NamedTuple):

@@ -21,12 +21,19 @@ with imports():
 # The columns of the tables of autumn 2026, by the place of their data on the hub.
 SUITES = {
     "reasoning": {
-        "mathvista": "AI4Math/MathVista", "mathvision": "MathLLMs/MathVision", "mathverse": "AI4Math/MathVerse",
-        "wemath": "We-Math/We-Math", "mmstar": "Lin-Chen/MMStar", "mmmu_pro": "MMMU/MMMU_Pro",
+        "mathvista": "AI4Math/MathVista",
+        "mathvision": "MathLLMs/MathVision",
+        "mathverse": "AI4Math/MathVerse",
+        "wemath": "We-Math/We-Math",
+        "mmstar": "Lin-Chen/MMStar",
+        "mmmu_pro": "MMMU/MMMU_Pro",
         "logicvista": "lscpku/LogicVista",
     }
-}  # fmt: skip
-_FIGURE = {"mathverse": "five_versions", "wemath": "strict"}  # what papers quote; else the accuracy of all answers
+}
+_FIGURE = {
+    "mathverse": "five_versions",
+    "wemath": "strict",
+}  # what papers quote; else the accuracy of all answers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,9 +52,25 @@ def build_parser() -> Parser:
     )
     add = parser.add_argument
     add("--suite", choices=tuple(SUITES), default="reasoning", help="which benchmarks")
-    add("--data", type=optional(path), metavar="DIR", help="folders that are named as the benchmarks; default: the hub")
-    add("--output", type=path, required=True, metavar="DIR", help="a run of each benchmark in it is resumed")
-    add("--beside", type=optional(path), metavar="DIR", help="another model's --output: with paired differences to it")
+    add(
+        "--data",
+        type=optional(path),
+        metavar="DIR",
+        help="folders that are named as the benchmarks; default: the hub",
+    )
+    add(
+        "--output",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="a run of each benchmark in it is resumed",
+    )
+    add(
+        "--beside",
+        type=optional(path),
+        metavar="DIR",
+        help="another model's --output: with paired differences to it",
+    )
     return parser
 
 
@@ -58,18 +81,40 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
         benchmark = named(name)
         here = given.data / name if given.data else None
         if here is not None and not here.exists():
-            raise UserError(f"data: {str(given.data)!r} has no {name!r}; put it there, or leave --data out for the hub")
-        words = ["run", "--data", str(here or on_the_hub), "--output", str(given.output / name), *more]
+            raise UserError(
+                f"data: {str(given.data)!r} has no {name!r}; put it there, or leave --data out for the hub"
+            )
+        words = [
+            "run",
+            "--data",
+            str(here or on_the_hub),
+            "--output",
+            str(given.output / name),
+            *more,
+        ]
         tasks.append((benchmark, parse(words, benchmark)))
         check_output(tasks[-1][1].output)
-    others = [read_run(str(given.beside / each.name), str(given.beside)) for each, _ in tasks] if given.beside else []
+    others = (
+        [read_run(str(given.beside / each.name), str(given.beside)) for each, _ in tasks]
+        if given.beside
+        else []
+    )
     settings = check_options(tasks[0][1])
     asked = [questions(*task) for task in tasks]
-    problems, told = [problem for each in asked for problem in each.problems], settings.told(tasks[0][1].system_prompt)
+    problems = [problem for each in asked for problem in each.problems]
+    told = settings.told(tasks[0][1].system_prompt)
     # Built at the first call, for the longest text and the most images of all.
-    engine, processes = cache(lambda: build_engine(bounded(settings, problems, told))), ranks()
+    engine = cache(lambda: build_engine(bounded(settings, problems, told)))
+    processes = ranks()
     for (benchmark, options), each in zip(tasks, asked, strict=True):
-        ask(benchmark, options, settings, each, replace(processes, run=benchmark.name), lambda _: engine())
+        ask(
+            benchmark,
+            options,
+            settings,
+            each,
+            replace(processes, run=benchmark.name),
+            lambda _: engine(),
+        )
         if processes.rank == 0:
             write_score(benchmark, options.output / PREDICTIONS, options)
     if processes.rank == 0:
@@ -80,16 +125,24 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
 def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str]:
     """The lines of the table: a column for each run, of other runs too, and their paired differences."""
     names = [run.score["benchmark"] for run in runs]
-    rows = [("", names)] + [(side[0].name, [_figure(run) for run in side]) for side in (others, runs) if side]
+    rows = [("", names)] + [
+        (side[0].name, [_figure(run) for run in side]) for side in (others, runs) if side
+    ]
     if others:
         found = [between_problems([other], [run]) for other, run in zip(others, runs, strict=True)]
         shown = [
-            f"{100 * one.value:+.1f} [{100 * (one.low or 0):+.1f}, {100 * (one.high or 0):+.1f}]" if one else "-"
+            f"{100 * one.value:+.1f} [{100 * (one.low or 0):+.1f}, {100 * (one.high or 0):+.1f}]"
+            if one
+            else "-"
             for one in found
         ]
         rows.append(("difference of accuracy", shown))
-    first, wide = max(len(name) for name, _ in rows), max(len(cell) for _, cells in rows for cell in cells)
-    return [" ".join([f"{name:<{first}}", *(f"{cell:>{wide}}" for cell in cells)]) for name, cells in rows] + [
+    first = max(len(name) for name, _ in rows)
+    wide = max(len(cell) for _, cells in rows for cell in cells)
+    return [
+        " ".join([f"{name:<{first}}", *(f"{cell:>{wide}}" for cell in cells)])
+        for name, cells in rows
+    ] + [
         "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
         + ("; differences by paired bootstrap over the problems" if others else "")
     ]
@@ -98,7 +151,9 @@ def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str
 def _figure(run: ScoreFile) -> str:
     cell = run.cells.get(_FIGURE.get(run.score["benchmark"], "all")) or {"accuracy": float("nan")}
     low, high = cell.get("wilson_95", (None, None))
-    return f"{100 * cell['accuracy']:.1f}" + ("" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]")
+    return f"{100 * cell['accuracy']:.1f}" + (
+        "" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
+    )
 
 
 if __name__ == "__main__":

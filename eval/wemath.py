@@ -30,11 +30,18 @@ Regarding the format, please answer following the template below, and be sure to
 _OPTION = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
 COLUMNS = {
     "ID": TEXT,
-    "key": matching("2steps_(?:[12]|multi)|3steps_(?:[123]|multi)", "such as 2steps_1, 3steps_3 or 3steps_multi"),
-    "knowledge concept": TEXT, "question": TEXT, "option": TEXT, "answer": matching("[A-H]", "a letter from A to H"),
-}  # fmt: skip
+    "key": matching(
+        "2steps_(?:[12]|multi)|3steps_(?:[123]|multi)", "such as 2steps_1, 3steps_3 or 3steps_multi"
+    ),
+    "knowledge concept": TEXT,
+    "question": TEXT,
+    "option": TEXT,
+    "answer": matching("[A-H]", "a letter from A to H"),
+}
 check = partial(wrong_fields, kinds=COLUMNS)
-_TEMPLATE = re.compile(r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>")
+_TEMPLATE = re.compile(
+    r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"
+)
 _STEPS = {"2": "two steps", "3": "three steps"}
 
 
@@ -53,14 +60,17 @@ def official_letter(response: str) -> str | None:
 def grade(row: Prediction, options: Namespace) -> RowGrade:
     """The verdict on a row by `options.rules`, by its number of steps, and for one step by its concept."""
     if options.rules == "official":
-        letter, how = official_letter(row["response"]), "official"
+        letter = official_letter(row["response"])
+        how = "official"
     else:
         plain = _TEMPLATE.sub(lambda match: match[1] or match[2] or match[3] or "", row["response"])
         letter, how = extract_choice(plain, lettered_options(row["option"], _OPTION) or [""] * 5)
     steps, _, step = row["key"].partition("steps_")  # `3steps_2`; `3steps_multi` is the whole
-    groups = {"steps": [_STEPS[steps]]} if step == "multi" else {
-        "steps": ["one step"], "concept": [row["knowledge concept"]]
-    }  # fmt: skip
+    groups = (
+        {"steps": [_STEPS[steps]]}
+        if step == "multi"
+        else {"steps": ["one step"], "concept": [row["knowledge concept"]]}
+    )
     return RowGrade(verdict(letter == row["answer"]), letter, how, groups)
 
 
@@ -84,17 +94,25 @@ _DEFINITION = (
 )
 
 
-def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace) -> OwnFigures:
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+) -> OwnFigures:
     answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
     for row, item in zip(rows, graded, strict=True):
         answers[row["ID"], item.sample][row["key"]] = item.correct
-    whole = {at: found for at, found in answers.items() if len(found) == 1 + int(next(iter(found))[0])}
+    whole = {
+        at: found for at, found in answers.items() if len(found) == 1 + int(next(iter(found))[0])
+    }
     missing = len({ID for ID, _ in answers} - {ID for ID, _ in whole})
     lacking = f"{amount(missing, 'problem')} without an answer to every step and the whole, left out of the diagnosis"
     warnings = [lacking] if missing else []
     if not whole:
-        return OwnFigures({"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings)
-    told = [[right[key] for key in sorted(right)] for right in whole.values()]  # the steps, and at last the whole
+        return OwnFigures(
+            {"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings
+        )
+    told = [
+        [right[key] for key in sorted(right)] for right in whole.values()
+    ]  # the steps, and at last the whole
     each = max(map(len, by_problem(graded).values()))
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
@@ -115,19 +133,37 @@ def _summary(rows: Sequence[Prediction], graded: Sequence[Graded], options: Name
 
 # Every step of a composite problem, and the whole.
 load = partial(
-    load_problems, needed=("question number", *COLUMNS), image_columns=("image_path",), prompt=prompt, check=check,
+    load_problems,
+    needed=("question number", *COLUMNS),
+    image_columns=("image_path",),
+    prompt=prompt,
+    check=check,
     id_column="question number",
-)  # fmt: skip
+)
 
 
 def _score_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rules", choices=RULE_SETS, default="letter", help="official is made for answers in the official form")
+    add(
+        "--rules",
+        choices=RULE_SETS,
+        default="letter",
+        help="official is made for answers in the official form",
+    )
 
 
 BENCHMARK = Benchmark(
-    "wemath", "testmini", load, grade, rule_set, _score_options, add_revision_option, check, ("data_revision",),
-    id_column="question number", summary=_summary,
-)  # fmt: skip
+    "wemath",
+    "testmini",
+    load,
+    grade,
+    rule_set,
+    _score_options,
+    add_revision_option,
+    check,
+    ("data_revision",),
+    id_column="question number",
+    summary=_summary,
+)
 if __name__ == "__main__":
     raise SystemExit(main(BENCHMARK))

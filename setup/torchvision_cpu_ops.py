@@ -12,7 +12,9 @@ torchvision is first imported, and nothing at all on a machine with CUDA.
 import importlib.abc
 import sys
 
-SCHEMAS = tuple(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms"))
+SCHEMAS = tuple(
+    f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
+)
 _libraries = []  # torch drops the declarations when their Library object is collected
 
 

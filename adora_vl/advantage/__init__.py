@@ -22,6 +22,15 @@ from adora_vl.advantage.method import Method, option
 from adora_vl.advantage.methods import METHODS, AdvantagePipeline
 
 __all__ = [
-    "METHODS", "Adora", "AdoraWeighting", "AdvantagePipeline", "Groups", "Method", "Schedule", "group_advantages",
-    "is_constant", "option", "weigh_groups",
-]  # fmt: skip
+    "METHODS",
+    "Adora",
+    "AdoraWeighting",
+    "AdvantagePipeline",
+    "Groups",
+    "Method",
+    "Schedule",
+    "group_advantages",
+    "is_constant",
+    "option",
+    "weigh_groups",
+]

@@ -45,7 +45,9 @@ def bin_sums(values_PG: Tensor, bins_P: Tensor, bins: int) -> Tensor:
     return zero.index_add(0, bins_P[inside_P], values_PG.to(torch.float64).sum(dim=1)[inside_P])
 
 
-def bin_losses(advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bins: int, measure: str) -> Tensor:
+def bin_losses(
+    advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bins: int, measure: str
+) -> Tensor:
     """L_mu of each bin, 0 for an empty bin. float64, (bins,). `measure` is the option `bin_loss`."""
     terms_PG = advantages_PG.abs() if measure == "magnitude" else advantages_PG
     terms_M = bin_sums(terms_PG.to(torch.float64) * tokens_PG, bins_P, bins)
@@ -68,7 +70,9 @@ class DaroWeights:
 
     def update(self, losses_M: Tensor, present_M: Tensor) -> None:
         """Take one optimizer step on `sum w_mu L_mu - ln w_mu`, over the bins for which `present_M` (bool) is true."""
-        for log, loss, present in zip(self.logs, losses_M.tolist(), present_M.tolist(), strict=True):
+        for log, loss, present in zip(
+            self.logs, losses_M.tolist(), present_M.tolist(), strict=True
+        ):
             # the derivative of exp(v) L - v by v; Adam leaves a bin without a gradient, and its moments, alone
             log.grad = (log.detach().exp() * max(loss, self.floor) - 1) if present else None
         self.optimizer.step()
@@ -84,13 +88,18 @@ class DaroWeights:
     def load(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned. Raises `ValueError` if it has another number of bins."""
         if len(state["log_weights"]) != len(self.logs):
-            raise ValueError(f"DARO: {len(state['log_weights'])} saved weights, but {len(self.logs)} bins")
+            raise ValueError(
+                f"DARO: {len(state['log_weights'])} saved weights, but {len(self.logs)} bins"
+            )
         with torch.no_grad():
-            for log, value, moment in zip(self.logs, state["log_weights"], state["adam"], strict=True):
+            for log, value, moment in zip(
+                self.logs, state["log_weights"], state["adam"], strict=True
+            ):
                 log.fill_(value)
                 dtypes = {"step": torch.float32}  # as Adam keeps it
                 self.optimizer.state[log] = {
-                    name: torch.tensor(number, dtype=dtypes.get(name, torch.float64)) for name, number in moment.items()
+                    name: torch.tensor(number, dtype=dtypes.get(name, torch.float64))
+                    for name, number in moment.items()
                 }
 
 
@@ -101,20 +110,33 @@ class Daro(Method):
 
     learning_rate: float = option(0.05, "Of the weights, which Adam updates once per generation.")
     bin_loss: str = option(
-        "magnitude", "A bin's loss: the magnitude of its terms, or surrogate, the absolute value of their signed sum.",
-        "magnitude", "surrogate",
-    )  # fmt: skip
+        "magnitude",
+        "A bin's loss: the magnitude of its terms, or surrogate, the absolute value of their signed sum.",
+        "magnitude",
+        "surrogate",
+    )
     by_bin_tokens: bool = option(True, "Divide by the tokens of the bin instead of by all tokens.")
-    drop_outside: bool = option(True, "Give 0 to prompts without a right rollout and to those with only right ones.")
-    floor: float = option(1e-2, "The smallest loss of a bin that counts; no weight can grow beyond 1 / floor.")
+    drop_outside: bool = option(
+        True, "Give 0 to prompts without a right rollout and to those with only right ones."
+    )
+    floor: float = option(
+        1e-2, "The smallest loss of a bin that counts; no weight can grow beyond 1 / floor."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.learning_rate < 0 or self.floor <= 0:
-            raise ValueError(f"learning_rate: {self.learning_rate} must be at least 0 and floor: {self.floor} above 0")
+            raise ValueError(
+                f"learning_rate: {self.learning_rate} must be at least 0 and floor: {self.floor} above 0"
+            )
 
     def weighed(
-        self, advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, weights_M: Tensor, scored_PG: Tensor
+        self,
+        advantages_PG: Tensor,
+        tokens_PG: Tensor,
+        bins_P: Tensor,
+        weights_M: Tensor,
+        scored_PG: Tensor,
     ) -> Tensor:
         """Advantages, (P, G), with which TRL's token-mean loss (`loss_type: dapo`) becomes `sum w_mu L_mu`: TRL divides
         by all T tokens of the loss (`tokens_PG`), and `w_mu T / T_mu` by those of the bin's rollouts that have not left
@@ -133,16 +155,23 @@ class Daro(Method):
 
         This runs on the CPU. On a GPU sums by index are added in any order, and all ranks have to agree to the bit.
         """
-        generations, bins = advantages_PG.shape[1], max(1, advantages_PG.shape[1] - 1)
+        generations = advantages_PG.shape[1]
+        bins = max(1, advantages_PG.shape[1] - 1)
         raw_PG, tokens_PG, rates_P, scored_PG = (
-            t.cpu() for t in (advantages_PG, groups.loss_tokens_PG, groups.pass_rate_P, groups.scored_PG)
+            t.cpu()
+            for t in (advantages_PG, groups.loss_tokens_PG, groups.pass_rate_P, groups.scored_PG)
         )
-        bins_P, learned = bins_of(rates_P, generations), run.daro_weights(bins, self)
+        bins_P = bins_of(rates_P, generations)
+        learned = run.daro_weights(bins, self)
         weights_M = learned.weights_M
         weighed_PG = self.weighed(raw_PG, tokens_PG, bins_P, weights_M, scored_PG)
-        losses_M = bin_losses(raw_PG, torch.where(scored_PG, tokens_PG, 0.0), bins_P, bins, self.bin_loss)
+        losses_M = bin_losses(
+            raw_PG, torch.where(scored_PG, tokens_PG, 0.0), bins_P, bins, self.bin_loss
+        )
         present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bins) > 0
-        for number, (weight, loss, present) in enumerate(zip(weights_M, losses_M, present_M, strict=True), 1):
+        for number, (weight, loss, present) in enumerate(
+            zip(weights_M, losses_M, present_M, strict=True), 1
+        ):
             run.figures[f"daro/weight_{number}_of_{generations}"] = weight.item()
             if present:
                 run.figures[f"daro/loss_{number}_of_{generations}"] = loss.item()

@@ -29,18 +29,24 @@ class McGrpo(Method):
     source = "arXiv 2601.22582"
 
     centre: str = option("median", "What is subtracted.", "median", "mean")
-    spread: str = option("mad", "The divisor: the median absolute deviation or the standard one.", "mad", "std")
+    spread: str = option(
+        "mad", "The divisor: the median absolute deviation or the standard one.", "mad", "std"
+    )
     exclude_pivot: bool = option(True, "Leave the median rollout out of the update.")
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         rewards = groups.rewards_PG
         count_P1 = groups.scored_PG.sum(dim=1, keepdim=True).to(rewards.dtype)
-        share = torch.where(count_P1 > 1, count_P1 / (count_P1 - 1), 1.0) if self.exclude_pivot else 1.0
+        share = (
+            torch.where(count_P1 > 1, count_P1 / (count_P1 - 1), 1.0) if self.exclude_pivot else 1.0
+        )
         if (self.centre, self.spread) == ("mean", "std"):
             return group_advantages(rewards) * share
-        mean, median = torch.nanmean(rewards, dim=1, keepdim=True), torch.nanmedian(rewards, dim=1, keepdim=True)
+        mean = torch.nanmean(rewards, dim=1, keepdim=True)
+        median = torch.nanmedian(rewards, dim=1, keepdim=True)
         middle_P1 = mean if self.centre == "mean" else median.values
-        centred_PG, spread_P1 = rewards - middle_P1, deviation(rewards, middle_P1)
+        centred_PG = rewards - middle_P1
+        spread_P1 = deviation(rewards, middle_P1)
         if self.spread == "mad":
             mad_P1 = torch.nanmedian(centred_PG.abs(), dim=1, keepdim=True).values
             spread_P1 = torch.where(mad_P1 > 0, mad_P1, spread_P1)
@@ -88,7 +94,9 @@ class AGrae(Method):
     source = "arXiv 2602.05548"
 
     curriculum: bool = option(True, "Easy prompts first, hard ones later.")
-    alpha: float | None = option(1.0, "Pass rate of the batch from which on nothing is reduced; null: always.")
+    alpha: float | None = option(
+        1.0, "Pass rate of the batch from which on nothing is reduced; null: always."
+    )
 
     def __post_init__(self) -> None:
         if self.alpha is not None and self.alpha <= 0:
@@ -99,12 +107,15 @@ class AGrae(Method):
         return not self.curriculum and self.alpha is None
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
-        rates_P, judged_P = groups.pass_rate_P, groups.scored_PG.any(dim=1)  # not of a group that all have left
+        # not of a group that all have left
+        rates_P = groups.pass_rate_P
+        judged_P = groups.scored_PG.any(dim=1)
         if not bool(judged_P.any()):
             return advantages_PG
         progress = rates_P[judged_P].mean()
         if self.curriculum:
-            root_P, eps = rates_P.sqrt(), 1e-6
+            root_P = rates_P.sqrt()
+            eps = 1e-6
             factor_P = (1 - progress) * 0.5 / (1 - root_P + eps) + progress * 0.5 / (root_P + eps)
             mixed_P = (rates_P > 0) & (rates_P < 1)
             advantages_PG = advantages_PG * torch.where(mixed_P, factor_P, 1.0)[:, None]
@@ -122,7 +133,9 @@ def upper_half(measure: Tensor) -> Tensor:
     count = (~torch.isnan(measure)).sum(dim=1, keepdim=True)
     above_PG = (measure[:, :, None] < measure[:, None, :]).sum(dim=2)
     tied_PG = (measure[:, :, None] == measure[:, None, :]).sum(dim=2)
-    share_PG = ((count - count // 2 - above_PG) / tied_PG.clamp(min=1)).clamp(0.0, 1.0).to(torch.float32)
+    share_PG = (
+        ((count - count // 2 - above_PG) / tied_PG.clamp(min=1)).clamp(0.0, 1.0).to(torch.float32)
+    )
     return torch.where(torch.isnan(measure), 0.0, share_PG)
 
 
@@ -131,14 +144,22 @@ class Canon(Method):
     """`inter (r - mean of the other half) + (1 - inter) (r - mean of the own half)`, not divided by a deviation."""
 
     remakes = True
-    settings: ClassVar[Settings] = {"loss_type": "dr_grpo", "scale_rewards": "none", "epsilon_high": 0.28}
+    settings: ClassVar[Settings] = {
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        "epsilon_high": 0.28,
+    }
     source = "arXiv 2509.23962"
 
     measure: str = option(
-        "entropy", "What makes the halves: length, or entropy, the mean of -log p over the sampled tokens.",
-        "length", "entropy",
-    )  # fmt: skip
-    inter: Schedule = option(Schedule(1.0), "1 compares with the other half, 0 with the own one, 0.5 is Dr. GRPO.")
+        "entropy",
+        "What makes the halves: length, or entropy, the mean of -log p over the sampled tokens.",
+        "length",
+        "entropy",
+    )
+    inter: Schedule = option(
+        Schedule(1.0), "1 compares with the other half, 0 with the own one, 0.5 is Dr. GRPO."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,8 +174,12 @@ class Canon(Method):
         measure_PG = groups.lengths_PG if self.measure == "length" else groups.surprisal_PG
         if measure_PG is None:
             raise ValueError("measure: entropy needs the log-probabilities of the rollouts")
-        rewards, scored_PG, inter = groups.rewards_PG, groups.scored_PG, self.inter.at(groups.step)
-        if inter == 0.5:  # both halves together are the group: this gives its mean to the bit, also for odd groups
+        rewards = groups.rewards_PG
+        scored_PG = groups.scored_PG
+        inter = self.inter.at(groups.step)
+        if (
+            inter == 0.5
+        ):  # both halves together are the group: this gives its mean to the bit, also for odd groups
             return group_advantages(rewards, scale="none")
         upper_PG = upper_half(torch.where(scored_PG, measure_PG, torch.nan))
         means = []
@@ -162,7 +187,9 @@ class Canon(Method):
             weight_PG = torch.where(scored_PG, share_PG, 0.0)
             total_P1 = (weight_PG * torch.nan_to_num(rewards)).sum(dim=1, keepdim=True)
             weight_P1 = weight_PG.sum(dim=1, keepdim=True)
-            mean_P1 = torch.nanmean(rewards, dim=1, keepdim=True)  # used for a half without scored rollouts
+            mean_P1 = torch.nanmean(
+                rewards, dim=1, keepdim=True
+            )  # used for a half without scored rollouts
             means.append(torch.where(weight_P1 > 0, total_P1 / weight_P1.clamp(min=1e-6), mean_P1))
         upper_P1, lower_P1 = means
         as_upper_PG = rewards - inter * lower_P1 - (1 - inter) * upper_P1
@@ -188,10 +215,14 @@ def most_varied(values: Tensor, keep: int) -> Tensor:
     ordered_PN = values.to(torch.float64).sort(dim=1).values
     zero_P1 = ordered_PN.new_zeros(len(values), 1)
     sums = [torch.cat([zero_P1, (ordered_PN**power).cumsum(dim=1)], dim=1) for power in (1, 2)]
-    lowest_K = torch.arange(keep + 1, device=values.device)  # how many of the smallest values are taken
+    lowest_K = torch.arange(
+        keep + 1, device=values.device
+    )  # how many of the smallest values are taken
     first, second = (s[:, lowest_K] + s[:, -1:] - s[:, count - keep + lowest_K] for s in sums)
     spread_PK = second - first**2 / keep
-    best_P1 = lowest_K[(spread_PK - spread_PK.amax(dim=1, keepdim=True)).abs().lt(1e-12).int().argmax(dim=1)][:, None]
+    best_P1 = lowest_K[
+        (spread_PK - spread_PK.amax(dim=1, keepdim=True)).abs().lt(1e-12).int().argmax(dim=1)
+    ][:, None]
     smaller_PN = (values[:, None, :] < values[:, :, None]).sum(dim=2)
     larger_PN = (values[:, None, :] > values[:, :, None]).sum(dim=2)
     tied_PN = count - smaller_PN - larger_PN
@@ -209,7 +240,9 @@ class D3s(Method):
     source = "arXiv 2509.22115"
 
     keep: Schedule = option(Schedule(0.5), "The share of the rollouts that is kept.")
-    across: str = option("group", "Choose within each group, or among all of the batch.", "group", "batch")
+    across: str = option(
+        "group", "Choose within each group, or among all of the batch.", "group", "batch"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,10 +252,15 @@ class D3s(Method):
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         pool = advantages_PG if self.across == "group" else advantages_PG.reshape(1, -1)
         there = groups.scored_PG.reshape(pool.shape)
-        counts_N, chosen, keep = there.sum(dim=1), torch.zeros_like(pool), self.keep.at(groups.step)
-        for count in sorted({*counts_N.tolist()} - {0}):  # rows of one count form a tensor without gaps
+        counts_N = there.sum(dim=1)
+        chosen = torch.zeros_like(pool)
+        keep = self.keep.at(groups.step)
+        for count in sorted(
+            {*counts_N.tolist()} - {0}
+        ):  # rows of one count form a tensor without gaps
             places = there & (counts_N == count)[:, None]
-            values, kept = pool[places].view(-1, count), min(count, max(2, round(keep * count)))
+            values = pool[places].view(-1, count)
+            kept = min(count, max(2, round(keep * count)))
             if kept < count:
                 values = values * most_varied(values, kept) * (count / kept)
             chosen[places] = values.flatten()
@@ -241,11 +279,15 @@ class Ssb(Method):
     source = "arXiv 2504.08837, 2504.16656"
 
     share: float = option(1.0, "The share of the free places that are filled; 0 is GRPO.")
-    replay_alpha: float = option(1.0, "0 draws all samples equally often; more prefers large advantages.")
+    replay_alpha: float = option(
+        1.0, "0 draws all samples equally often; more prefers large advantages."
+    )
 
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1 or self.replay_alpha < 0:
-            raise ValueError(f"share: {self.share} must be in 0 to 1, replay_alpha: {self.replay_alpha} at least 0")
+            raise ValueError(
+                f"share: {self.share} must be in 0 to 1, replay_alpha: {self.replay_alpha} at least 0"
+            )
 
     @property
     def plain(self) -> bool:
@@ -257,7 +299,9 @@ class Ssb(Method):
         if self.share == 0 or not bool(live_PG.any()):
             return advantages_PG
         # divide by the largest first, because powers of huge advantages would overflow
-        chance_PG = torch.where(live_PG, (magnitude_PG / magnitude_PG.max()) ** self.replay_alpha, 0.0)
+        chance_PG = torch.where(
+            live_PG, (magnitude_PG / magnitude_PG.max()) ** self.replay_alpha, 0.0
+        )
         free = (~live_PG & groups.scored_PG).sum()
         return advantages_PG * (1 + self.share * free * chance_PG / chance_PG.sum())
 
@@ -271,7 +315,9 @@ class Rrb(Method):
 
     source = "arXiv 2603.01106"
 
-    rule: str = option("range", "range is that of the paper's notes; all_low the repository's.", "range", "all_low")
+    rule: str = option(
+        "range", "range is that of the paper's notes; all_low the repository's.", "range", "all_low"
+    )
     full_range: float = option(1.0, "range: the best reward minus the worst, 1 for our presets.")
     range_power: float = option(1.0, "range: 1 in the paper; 0 is GRPO.")
     low: float = option(0.15, "all_low: rewards below it are low.")
@@ -279,7 +325,8 @@ class Rrb(Method):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        full, power = self.full_range, self.range_power
+        full = self.full_range
+        power = self.range_power
         if full <= 0 or power < 0:
             raise ValueError(f"full_range: {full} must be above 0, range_power: {power} at least 0")
         if not 0 <= self.low_factor <= 1:
@@ -290,7 +337,8 @@ class Rrb(Method):
         return self.range_power == 0 if self.rule == "range" else self.low_factor == 1
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
-        rewards, unscored_PG = groups.rewards_PG, ~groups.scored_PG
+        rewards = groups.rewards_PG
+        unscored_PG = ~groups.scored_PG
         if self.rule == "all_low":
             low_P1 = (unscored_PG | (rewards < self.low)).all(dim=1, keepdim=True)
             return torch.where(low_P1, advantages_PG * self.low_factor, advantages_PG)
@@ -298,7 +346,9 @@ class Rrb(Method):
             return advantages_PG
         highest_P1 = rewards.masked_fill(unscored_PG, -torch.inf).amax(dim=1, keepdim=True)
         lowest_P1 = rewards.masked_fill(unscored_PG, torch.inf).amin(dim=1, keepdim=True)
-        share_P1 = ((highest_P1 - lowest_P1) / self.full_range).clamp(0.0, 1.0)  # -inf where nothing was scored
+        share_P1 = ((highest_P1 - lowest_P1) / self.full_range).clamp(
+            0.0, 1.0
+        )  # -inf where nothing was scored
         return advantages_PG * share_P1**self.range_power
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:

@@ -30,8 +30,12 @@ class Schedule:
         if self.shape not in SHAPES:
             raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):
-            raise ValueError(f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}")
-        if self.shape != "constant" and (self.end is None or not 0 <= self.steps[0] < self.steps[1]):
+            raise ValueError(
+                f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}"
+            )
+        if self.shape != "constant" and (
+            self.end is None or not 0 <= self.steps[0] < self.steps[1]
+        ):
             steps = "steps: [first, last] with 0 <= first < last"
             raise ValueError(f"shape: {self.shape} needs end: a number, and {steps}")
 
@@ -70,7 +74,9 @@ class Groups:
     surprisal_PG: Tensor | None = None  # nats per token: the mean of -log p over the sampled tokens
     correct_above: float = 0.5
     step: int = 0
-    varied_P: Tensor | None = None  # bool: whether rewards differ within it; None means whether `rewards_PG` do
+    varied_P: Tensor | None = (
+        None  # bool: whether rewards differ within it; None means whether `rewards_PG` do
+    )
 
     @property
     def scored_PG(self) -> Tensor:
@@ -107,12 +113,16 @@ class Groups:
     @property
     def longest_correct_P(self) -> Tensor:
         """Tokens, float32; -inf where no rollout is correct."""
-        return torch.where(self.correct_PG, self.lengths_PG.to(torch.float32), -torch.inf).amax(dim=1)
+        return torch.where(self.correct_PG, self.lengths_PG.to(torch.float32), -torch.inf).amax(
+            dim=1
+        )
 
     @property
     def mean_finished_wrong_P(self) -> Tensor:
         """Tokens, float32; NaN where there is no untruncated wrong rollout."""
-        total_P = torch.where(self.finished_wrong_PG, self.lengths_PG.to(torch.float32), 0.0).sum(dim=1)
+        total_P = torch.where(self.finished_wrong_PG, self.lengths_PG.to(torch.float32), 0.0).sum(
+            dim=1
+        )
         return total_P / self.finished_wrong_PG.sum(dim=1)
 
     @property
@@ -121,7 +131,9 @@ class Groups:
         return self.longest_correct_P == self.mean_finished_wrong_P
 
 
-def lacking_scores(rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int) -> Tensor:
+def lacking_scores(
+    rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int
+) -> Tensor:
     """Which scores a rollout lacks, bool, (B, F): of functions with a weight that apply to its problem.
 
     `rewards_BF` is NaN where a function returned None, `failed_BF` true where the call failed; `weights_F`: TRL's

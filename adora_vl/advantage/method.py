@@ -33,7 +33,9 @@ class RunKeys(Protocol):
 
 def option(default: Any, help: str, *choices: str) -> Any:
     """An option of a method: a field of its dataclass. `choices`: the words that it takes, or that a list of it has."""
-    return field(default=default, metadata={"help": help, **({"choices": list(choices)} if choices else {})})
+    return field(
+        default=default, metadata={"help": help, **({"choices": list(choices)} if choices else {})}
+    )
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,8 @@ class Method:
     def __post_init__(self) -> None:
         """Raises `ValueError` for a value that an option does not take; its text begins with the option."""
         for each in fields(self):
-            value, choices = getattr(self, each.name), each.metadata.get("choices")
+            value = getattr(self, each.name)
+            choices = each.metadata.get("choices")
             for word in value if isinstance(each.default, tuple) else (value,):
                 if choices and word not in choices:
                     raise ValueError(f"{each.name}: {word!r} is not one of {', '.join(choices)}")

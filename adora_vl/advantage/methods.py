@@ -14,18 +14,34 @@ from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo
 from adora_vl.advantage.method import Method
 
 METHODS: Mapping[str, type[Method]] = {
-    "grpo": Grpo, "dr_grpo": DrGrpo, "lite_ppo": LitePpo, "dapo": Dapo, "adora": Adora, "daro": Daro, "mc_grpo": McGrpo,
-    "ngrpo": Ngrpo, "a_grae": AGrae, "canon": Canon, "d3s": D3s, "ssb": Ssb, "rrb": Rrb,
-}  # fmt: skip
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "lite_ppo": LitePpo,
+    "dapo": Dapo,
+    "adora": Adora,
+    "daro": Daro,
+    "mc_grpo": McGrpo,
+    "ngrpo": Ngrpo,
+    "a_grae": AGrae,
+    "canon": Canon,
+    "d3s": D3s,
+    "ssb": Ssb,
+    "rrb": Rrb,
+}
 
 
 class AdvantagePipeline:
     """Applies the chosen methods in order. Holds their state and the figures of the last batch."""
 
     def __init__(
-        self, chosen: Mapping[str, Method], *, scale: str = "group", max_length: int = 0, sums_rewards: bool = True,
+        self,
+        chosen: Mapping[str, Method],
+        *,
+        scale: str = "group",
+        max_length: int = 0,
+        sums_rewards: bool = True,
         seed: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`chosen`: the methods by name, in order. `scale`: TRL's `scale_rewards`. `max_length`: its
         `max_completion_length`. `sums_rewards`: whether the advantages come from the sum of the rewards, so that a
         group of equal sums gets 0. `seed`: that of the run.
@@ -34,7 +50,10 @@ class AdvantagePipeline:
         adora = self.chosen.get("adora")
         # What its criteria say is logged even where it is not among the methods.
         self.judged_by = adora if isinstance(adora, Adora) else Adora(mode="off")
-        self.scale, self.max_length, self.sums_rewards, self.seed = scale, max_length, sums_rewards, seed
+        self.scale = scale
+        self.max_length = max_length
+        self.sums_rewards = sums_rewards
+        self.seed = seed
         self.rate = 1.0  # by which the learning rate of the present generation's optimizer steps is multiplied
         self.figures: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None  # of the last batch
@@ -49,7 +68,9 @@ class AdvantagePipeline:
     def weigh(self, groups: Groups) -> AdoraWeighting:
         """ADORA's weights and their reasons. The weights are 1 if ADORA is not among the methods."""
         weighting = weigh_groups(groups, self.judged_by, groups.step)
-        return self.judged_by.assigned(weighting, self.signal(groups), seed=self.seed, step=groups.step)
+        return self.judged_by.assigned(
+            weighting, self.signal(groups), seed=self.seed, step=groups.step
+        )
 
     def signal(self, groups: Groups) -> Tensor:
         """Which groups have something to teach, bool, (P,). Each is judged alone, whatever else is in the batch, so
@@ -66,7 +87,8 @@ class AdvantagePipeline:
 
         Afterwards `weighting` holds the weights that were applied, and their reasons.
         """
-        self.figures, self.weighting = {}, self.weigh(groups)
+        self.weighting = self.weigh(groups)
+        self.figures = {}
         self.rate = self.weighting.rate
         if self.judged_by.assign == "rate":
             self.figures["rate_scale"] = self.rate
@@ -94,5 +116,6 @@ class AdvantagePipeline:
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned. Call it before the first batch."""
-        self._saved, self._daro = state.get("daro"), None
+        self._saved = state.get("daro")
+        self._daro = None
         self.rate = float(state.get("rate", 1.0))

@@ -21,9 +21,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = Parser(prog="python -m adora_vl.builtin", description=__doc__)
     by_default = "%(default)s by default"
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--output", type=path, metavar="DIR", help="replaced if it holds a tiny model")
-    what.add_argument("--find", choices=(*SHIPPED, TINY_TEXT_MODEL), help="print its folder, built if it is missing")
-    parser.add_argument("--start", choices=("drawn", "perimeter", "zoom"), default="drawn", help=by_default)
+    what.add_argument(
+        "--output", type=path, metavar="DIR", help="replaced if it holds a tiny model"
+    )
+    what.add_argument(
+        "--find",
+        choices=(*SHIPPED, TINY_TEXT_MODEL),
+        help="print its folder, built if it is missing",
+    )
+    parser.add_argument(
+        "--start", choices=("drawn", "perimeter", "zoom"), default="drawn", help=by_default
+    )
     parser.add_argument("--family", choices=TINY_FAMILIES, default=DEFAULT_FAMILY, help=by_default)
     what_steps = "of the warm start (%(default)s); 0: random weights"
     parser.add_argument("--steps", type=whole(0), default=defaults.steps, help=what_steps)
@@ -43,9 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return
         if options.start == "drawn":
             short = min(defaults.short_prompt_steps, options.steps // 2)
-            facts = build_tiny_model(options.output, WarmStart(options.steps, short, seed=options.seed), options.family)
+            facts = build_tiny_model(
+                options.output, WarmStart(options.steps, short, seed=options.seed), options.family
+            )
         else:
-            facts = (build_zoom_model if options.start == "zoom" else build_perimeter_model)(options.output)
+            facts = (build_zoom_model if options.start == "zoom" else build_perimeter_model)(
+                options.output
+            )
         print(json.dumps(facts, indent=2))
 
     return exit_code_of(command, "nothing was written, and what was there before is unchanged")

@@ -22,8 +22,11 @@ from adora_vl.utils.files import cache_folder
 from data_prep.convert import ensure_converted
 from data_prep.generated import ensure_drawn, puzzles, synthetic
 
-SYNTHETIC_DATA, KNIGHTS_DATA = "synthetic", "knights"
-SYNTHETIC_TEST_ROWS, SYNTHETIC_SIZE, SYNTHETIC_SEED = 512, 56, 0
+SYNTHETIC_DATA = "synthetic"
+KNIGHTS_DATA = "knights"
+SYNTHETIC_TEST_ROWS = 512
+SYNTHETIC_SIZE = 56
+SYNTHETIC_SEED = 0
 KNIGHTS_PEOPLE = TextStart.people  # what the tiny model was taught a little of
 BUILDERS: dict[str, tuple[Callable[[Path], object], Any]] = {  # each with the plan that it goes by
     load.TINY_MODEL: (build_tiny_model, WarmStart()),
@@ -37,9 +40,12 @@ def resolve_model(name: str) -> str:
     """As `local_model`, but the tiny models are built in this process where they are missing, or were built by another
     plan than this version's. Machines that share the folder build it once.
     """
-    if name not in BUILDERS or (name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file()):
+    if name not in BUILDERS or (
+        name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file()
+    ):
         return local_model(name)
-    folder, (build, plan) = cache_folder() / name, BUILDERS[name]
+    folder = cache_folder() / name
+    (build, plan) = BUILDERS[name]
     if not is_built(folder, asdict(plan)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
@@ -55,7 +61,9 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = No
     if name == KNIGHTS_DATA:
         drawn = puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
     elif name == SYNTHETIC_DATA:
-        drawn = synthetic(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE)
+        drawn = synthetic(
+            rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE
+        )
     elif columns is None or _is_prepared(name):
         return name
     else:
@@ -72,13 +80,19 @@ def data_folders(script: AdoraScriptArguments) -> list[str]:
     """The folder of each data set, made where it is missing. Raises `UserError`."""
     columns = script.adora_columns
     assert not isinstance(columns, str), "the arguments have read it"
-    file = next((name for name in script.dataset_name if columns is None and Path(name).is_file()), None)
+    file = next(
+        (name for name in script.dataset_name if columns is None and Path(name).is_file()), None
+    )
     if file is not None:
         example = "adora_columns: {problem: question, answer: label}"
-        raise UserError(f"dataset_name: {file!r} is a file; say which of its columns is what, such as {example}")
+        raise UserError(
+            f"dataset_name: {file!r} is a file; say which of its columns is what, such as {example}"
+        )
     if columns is not None and all(map(_is_prepared, script.dataset_name)):
         raise UserError(
             f"adora_columns: {columns} names columns of a table, but dataset_name: {', '.join(script.dataset_name)} "
             "has its columns already; leave adora_columns out, or name the table"
         )
-    return [resolve_dataset(name, script.adora_synthetic_rows, columns) for name in script.dataset_name]
+    return [
+        resolve_dataset(name, script.adora_synthetic_rows, columns) for name in script.dataset_name
+    ]

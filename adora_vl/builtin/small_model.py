@@ -27,7 +27,13 @@ def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, see
                 continue
             # Wider than the default 0.02, which at this width leaves the first hundreds of steps without a gradient.
             looked_up = "embed_tokens" in name or "pos_embed" in name
-            std = 0.05 if looked_up else 0.03 if "patch_embed" in name else 0.5 / parameter[0].numel() ** 0.5
+            std = (
+                0.05
+                if looked_up
+                else 0.03
+                if "patch_embed" in name
+                else 0.5 / parameter[0].numel() ** 0.5
+            )
             torch.nn.init.normal_(parameter, std=std)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
@@ -39,7 +45,9 @@ def fit(model: Any, loss_of: Callable[[int], Tensor], steps: int, learning_rate:
     the mean loss of the last 50 steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, learning_rate, total_steps=steps, pct_start=0.1
+    )
     model.train()
     losses: list[float] = []
     for step in tqdm(range(steps), desc="warm start", disable=not sys.stderr.isatty()):
@@ -65,7 +73,9 @@ def check_place(folder: Path) -> None:
         if there and not folder.is_dir():
             raise UserError(f"output: {str(folder)!r} is a file; choose a folder")
         if there and any(folder.iterdir()) and not (folder / _FACTS).is_file():
-            raise UserError(f"output: {str(folder)!r} holds something else than a tiny model; choose another folder")
+            raise UserError(
+                f"output: {str(folder)!r} holds something else than a tiny model; choose another folder"
+            )
 
 
 def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
@@ -74,7 +84,9 @@ def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
     return (folder / "model.safetensors").is_file() and bool(built == json.loads(json.dumps(plan)))
 
 
-def save_built(folder: Path, model: Any, processor: Any, plan: Any, **more: object) -> dict[str, object]:
+def save_built(
+    folder: Path, model: Any, processor: Any, plan: Any, **more: object
+) -> dict[str, object]:
     """Save a model, its processor and how both were made (`build.json`), which is returned: `plan`, a dataclass, and
     `more`. What was at `folder` goes when they are whole. Raises `UserError` where that cannot be written.
     """

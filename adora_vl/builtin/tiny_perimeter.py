@@ -59,11 +59,16 @@ def build_perimeter_model(
 
     def told(data: Encoded, drawn: random.Random, tell: Callable[[tuple[int, ...]], str]) -> Tensor:
         picks = drawn.sample(range(len(rows)), plan.batch_size)
-        answers = {i: torch.tensor(processor.tokenizer(tell(sides[i]) + END_OF_TURN)["input_ids"]) for i in picks}
+        answers = {
+            i: torch.tensor(processor.tokenizer(tell(sides[i]) + END_OF_TURN)["input_ids"])
+            for i in picks
+        }
         return answer_loss(model, data, answers, picks)
 
     def right(step: int) -> Tensor:
-        return told(short if step < plan.short_prompt_steps else full, first, lambda one: working(rng, one))
+        return told(
+            short if step < plan.short_prompt_steps else full, first, lambda one: working(rng, one)
+        )
 
     def taught(_: int) -> Tensor:
         return told(full, second, lambda one: teacher(rng, one, plan))
@@ -72,4 +77,6 @@ def build_perimeter_model(
         fit(model, right, plan.steps, plan.learning_rate),
         fit(model, taught, plan.teacher_steps, plan.learning_rate * 2 / 3),
     ]
-    return save_built(folder, model, processor, plan, final_losses=[round(loss, 4) for loss in losses])
+    return save_built(
+        folder, model, processor, plan, final_losses=[round(loss, 4) for loss in losses]
+    )

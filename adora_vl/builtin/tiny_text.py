@@ -38,12 +38,16 @@ def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[s
     """As `build_tiny_model`, of the text-only model and its tokenizer."""
     check_place(folder)
     plan = plan or TextStart()
-    texts = [f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
-             for row in generate(500, seed=_DATA_SEED)]  # fmt: skip
+    texts = [
+        f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
+        for row in generate(500, seed=_DATA_SEED)
+    ]
     tokenizer = build_tokenizer(texts)
     config = Qwen2Config(**language_settings(tokenizer))
     model = fresh_model(partial(Qwen2ForCausalLM, config), tokenizer, plan.seed)
-    rng, prompts, answers = random.Random(plan.seed), list[Tensor](), list[Tensor]()
+    rng = random.Random(plan.seed)
+    prompts = list[Tensor]()
+    answers = list[Tensor]()
     for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
         asked = conversation(row["problem"], None)
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
@@ -51,7 +55,9 @@ def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[s
             ids.append(torch.tensor(tokenizer(text)["input_ids"]))
 
     def loss_of(_: int) -> Tensor:
-        return answer_loss(model, Encoded(prompts), answers, rng.sample(range(len(prompts)), plan.batch_size))
+        return answer_loss(
+            model, Encoded(prompts), answers, rng.sample(range(len(prompts)), plan.batch_size)
+        )
 
     loss = fit(model, loss_of, plan.steps, plan.learning_rate)
     return save_built(folder, model, tokenizer, plan, final_loss=round(loss, 4))

@@ -22,12 +22,16 @@ from adora_vl.models.families import FAMILIES
 from adora_vl.models.load import PRETRAINED
 from data_prep.synthetic.generate import generate
 
-WIDTH, LAYERS, HEAD_SIZE = 96, 3, 32
+WIDTH = 96
+LAYERS = 3
+HEAD_SIZE = 32
 # What the families' configs differ in. Qwen3-VL interleaves the three kinds of positions, which vLLM reads from the
 # config and Transformers always does. Deepstack features enter behind the first two of three layers, so that their
 # number is not that of the layers, and the position embeddings are a grid of 8 x 8. Qwen3.5 has linear attention in all
 # layers but the last, and rotates a quarter of each head there as published.
-_OWN: dict[str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # config, text, rotary, vision
+_OWN: dict[
+    str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
+] = {  # config, text, rotary, vision
     "qwen2_5_vl": (
         transformers.Qwen2_5_VLConfig,
         {"layer_types": ["full_attention"] * LAYERS},
@@ -61,11 +65,19 @@ def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     Untied, because the CPU engine refreshes only one use of a tied embedding when weights are synced.
     """
     return {
-        "vocab_size": len(tokenizer), "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": LAYERS,
-        "num_attention_heads": WIDTH // HEAD_SIZE, "num_key_value_heads": 1, "head_dim": HEAD_SIZE,
-        "max_position_embeddings": 2048, "bos_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id, "tie_word_embeddings": False,
-    }  # fmt: skip
+        "vocab_size": len(tokenizer),
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": WIDTH // HEAD_SIZE,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_SIZE,
+        "max_position_embeddings": 2048,
+        "bos_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "tie_word_embeddings": False,
+    }
 
 
 def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMILY) -> Any:
@@ -77,18 +89,30 @@ def build_config(tokenizer: PreTrainedTokenizerBase, family: str = DEFAULT_FAMIL
     rotary = {"rope_type": "default", "rope_theta": 1e4, **own_rotary}
     text = {**language_settings(tokenizer), "rope_parameters": rotary, **own_text}
     vision = {
-        "depth": LAYERS, "hidden_size": WIDTH, "num_heads": WIDTH // HEAD_SIZE, "intermediate_size": 2 * WIDTH,
-        "out_hidden_size": WIDTH, "patch_size": known.unit // 2, "spatial_merge_size": 2, "temporal_patch_size": 2,
+        "depth": LAYERS,
+        "hidden_size": WIDTH,
+        "num_heads": WIDTH // HEAD_SIZE,
+        "intermediate_size": 2 * WIDTH,
+        "out_hidden_size": WIDTH,
+        "patch_size": known.unit // 2,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
         **own_vision,
-    }  # fmt: skip
+    }
     return config(
-        text_config=text, vision_config=vision, image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"], vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"], tie_word_embeddings=False,
-    )  # fmt: skip
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=False,
+    )
 
 
-def build_model(tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY) -> Any:
+def build_model(
+    tokenizer: PreTrainedTokenizerBase, seed: int = 0, family: str = DEFAULT_FAMILY
+) -> Any:
     """A model with fresh float32 weights, the same for the same seed."""
     config = build_config(tokenizer, family)
     make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32)
@@ -110,9 +134,17 @@ class Encoded:
 
 def encode(processor: Any, rows: list[Row], system_prompt: str) -> Encoded:
     asked = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
-    texts = [processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False) for one in asked]
-    batch = processor(text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt")
-    prompts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    texts = [
+        processor.apply_chat_template(one, add_generation_prompt=True, tokenize=False)
+        for one in asked
+    ]
+    batch = processor(
+        text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt"
+    )
+    prompts = [
+        ids[mask.bool()]
+        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
     pixels = batch["pixel_values"].view(len(rows), -1, batch["pixel_values"].shape[-1])
     return Encoded(prompts, pixels.half(), batch["image_grid_thw"])
 
@@ -126,7 +158,9 @@ def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -
     if data.pixels is None or data.grids is None:
         return token_loss(model, sequences, labels)
     pixels = data.pixels[picks].flatten(0, 1).float()
-    return token_loss(model, sequences, labels, pixel_values=pixels, image_grid_thw=data.grids[picks])
+    return token_loss(
+        model, sequences, labels, pixel_values=pixels, image_grid_thw=data.grids[picks]
+    )
 
 
 def token_loss(model: Any, sequences: list[Tensor], labels: list[Tensor], **seen: Tensor) -> Tensor:
@@ -162,17 +196,24 @@ _VOCABULARY_ROWS = 2000
 _DATA_SEED = 1000  # other problems than any training run draws by default
 
 
-def build_tiny_model(folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY) -> dict[str, object]:
+def build_tiny_model(
+    folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY
+) -> dict[str, object]:
     """Build, warm-start and save the tiny model and its processor. Returns and saves (`build.json`) how it was made.
     Other families than the first have its tokenizer. `folder` appears complete or not at all. The same versions and
     number of threads give the same weights. Raises `UserError` where `folder` holds anything else.
     """
     check_place(folder)
     plan = plan or WarmStart()
-    rows = list(generate(plan.rows, seed=_DATA_SEED)) if plan.steps or family == DEFAULT_FAMILY else []
+    rows = (
+        list(generate(plan.rows, seed=_DATA_SEED)) if plan.steps or family == DEFAULT_FAMILY else []
+    )
     if family == DEFAULT_FAMILY:
         texts = [f"system user assistant {SYSTEM_PROMPT}\n"] * 50
-        texts += [f"{r['problem']}\n{r['meta']['solution']}\n{r['meta']['slip']}" for r in rows[:_VOCABULARY_ROWS]]
+        texts += [
+            f"{r['problem']}\n{r['meta']['solution']}\n{r['meta']['slip']}"
+            for r in rows[:_VOCABULARY_ROWS]
+        ]
         processor = build_processor(texts)
     else:
         processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED), family)
@@ -180,4 +221,6 @@ def build_tiny_model(folder: Path, plan: WarmStart | None = None, family: str = 
     loss = warm_start(model, processor, rows, plan) if plan.steps else None
     versions = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
     final_loss = None if loss is None else round(loss, 4)
-    return save_built(folder, model, processor, plan, final_loss=final_loss, slips=SLIPS, **versions)
+    return save_built(
+        folder, model, processor, plan, final_loss=final_loss, slips=SLIPS, **versions
+    )

@@ -23,29 +23,82 @@ from adora_vl.utils.hidden import masked
 
 # These keys may differ between a run and its continuation: where it writes, what it shows, how long it goes on.
 _FREE_KEYS = {
-    "output_dir", "overwrite_output_dir", "resume_from_checkpoint", "run_name", "project", "trackio_space_id",
-    "report_to", "disable_tqdm", "logging_dir", "logging_steps", "logging_strategy", "logging_first_step", "log_level",
-    "log_level_replica", "log_on_each_node", "log_completions", "num_completions_to_print", "log_unique_prompts",
-    "log_completions_hub_repo", "save_strategy", "save_steps", "save_total_limit", "vllm_gpu_memory_utilization",
-    "adora_max_drift", "adora_self_check", "dataset_name", "model_name_or_path", "model_init_kwargs", "ddp_timeout",
+    "output_dir",
+    "overwrite_output_dir",
+    "resume_from_checkpoint",
+    "run_name",
+    "project",
+    "trackio_space_id",
+    "report_to",
+    "disable_tqdm",
+    "logging_dir",
+    "logging_steps",
+    "logging_strategy",
+    "logging_first_step",
+    "log_level",
+    "log_level_replica",
+    "log_on_each_node",
+    "log_completions",
+    "num_completions_to_print",
+    "log_unique_prompts",
+    "log_completions_hub_repo",
+    "save_strategy",
+    "save_steps",
+    "save_total_limit",
+    "vllm_gpu_memory_utilization",
+    "adora_max_drift",
+    "adora_self_check",
+    "dataset_name",
+    "model_name_or_path",
+    "model_init_kwargs",
+    "ddp_timeout",
     "adora_columns",  # what was read is compared
     "adora_overlong_prompts",  # the rows that it leaves out are compared
-    "dataloader_num_workers", "dataloader_prefetch_factor", "dataloader_pin_memory", "adora_max_ratio",
+    "dataloader_num_workers",
+    "dataloader_prefetch_factor",
+    "dataloader_pin_memory",
+    "adora_max_ratio",
     "adora_weight_transfer",
-    "adora_reward_timeout", "num_generations_eval", "per_device_eval_batch_size",
-}  # fmt: skip
-_FREE_PREFIXES = ("hub_", "push_to_hub", "eval_", "adora_eval", "adora_record_", "vllm_server_", "trackio_")
-_BUDGET_KEYS = {"adora_rollouts.budget", "adora_rollouts.staleness"}  # these matter only if there is a budget
-_TOOL_KEYS = {"tools", "max_tool_calling_iterations", "adora_tool_options"}  # of a run with none, before there were any
+    "adora_reward_timeout",
+    "num_generations_eval",
+    "per_device_eval_batch_size",
+}
+_FREE_PREFIXES = (
+    "hub_",
+    "push_to_hub",
+    "eval_",
+    "adora_eval",
+    "adora_record_",
+    "vllm_server_",
+    "trackio_",
+)
+_BUDGET_KEYS = {
+    "adora_rollouts.budget",
+    "adora_rollouts.staleness",
+}  # these matter only if there is a budget
+_TOOL_KEYS = {
+    "tools",
+    "max_tool_calling_iterations",
+    "adora_tool_options",
+}  # of a run with none, before there were any
 _NOISY = "adora_extensions.noisy_rollouts"
-_LENGTH_KEYS = {"max_steps", "num_train_epochs"}  # these matter only if learning rate or noise depend on the last step
+_LENGTH_KEYS = {
+    "max_steps",
+    "num_train_epochs",
+}  # these matter only if learning rate or noise depend on the last step
 Fingerprint = dict[str, str]
 
 
 def fingerprint(
-    *settings: Any, data: Sequence[Path | str], model: Path | str, revision: str | None, processes: int,
-    sharding: str = "none", own: Mapping[str, str] | None = None, left_out: Sequence[str] = (),
-) -> Fingerprint:  # fmt: skip
+    *settings: Any,
+    data: Sequence[Path | str],
+    model: Path | str,
+    revision: str | None,
+    processes: int,
+    sharding: str = "none",
+    own: Mapping[str, str] | None = None,
+    left_out: Sequence[str] = (),
+) -> Fingerprint:
     """Every key that influences the steps, with its value as text. `settings`: the run's dataclasses. `data`: the
     folders of its data sets in their order. `model`: a folder or hub id. `sharding`: from `sharding_of`. `own`: the
     hash of each file of the user's code, by what it is for. `left_out`: the ids of rows that are not trained on.
@@ -55,7 +108,9 @@ def fingerprint(
         for field in dataclasses.fields(each):
             values |= dotted(field.name, masked(plain(getattr(each, field.name))))
     constant = spelled(values.get("lr_scheduler_type")) == "constant"
-    annealed = bool(values.get(f"{_NOISY}.share")) and values.get(f"{_NOISY}.schedule") != "constant"
+    annealed = (
+        bool(values.get(f"{_NOISY}.share")) and values.get(f"{_NOISY}.schedule") != "constant"
+    )
     free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
     free |= {"adora_rollouts.ahead"} if not values.get("adora_rollouts.ahead") else set()
     free |= {"environment_factory"} if not values.get("environment_factory") else set()
@@ -67,7 +122,9 @@ def fingerprint(
         for key, value in values.items()
         if not {key, key.partition(".")[0]} & free and not key.startswith(_FREE_PREFIXES)
     }
-    without = f"{len(left_out)} ({hashlib.sha256(json.dumps(list(left_out)).encode()).hexdigest()[:16]})"
+    without = (
+        f"{len(left_out)} ({hashlib.sha256(json.dumps(list(left_out)).encode()).hexdigest()[:16]})"
+    )
     return {
         **kept,
         **(own or {}),
@@ -75,7 +132,9 @@ def fingerprint(
         "processes": str(processes),
         "sharding": sharding,
         # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a stream.
-        "dataset": "+".join(data_hash(Path(text)) if os.path.isdir(text) else str(text) for text in data),  # noqa: PTH112
+        "dataset": "+".join(
+            data_hash(Path(text)) if os.path.isdir(text) else str(text) for text in data
+        ),  # noqa: PTH112
         "model": model_hash(str(model), revision) or f"{model}@{revision}",
     }
 
@@ -115,12 +174,19 @@ def leave_token(output_dir: Path) -> str:
 
 
 def check_ranks(
-    output_dir: Path, token: str, first: Fingerprint, mine: Fingerprint, *, patience_s: float = NFS_DELAY_S
+    output_dir: Path,
+    token: str,
+    first: Fingerprint,
+    mine: Fingerprint,
+    *,
+    patience_s: float = NFS_DELAY_S,
 ) -> None:
     """Raise `UserError` on all ranks where one of them does not see the `token` of the first rank in `output_dir`, or
     has another fingerprint than the `first` rank. All ranks call this together.
     """
-    seen = Seen(socket.gethostname(), appears(output_dir / token, patience_s), differences(first, mine))
+    seen = Seen(
+        socket.gethostname(), appears(output_dir / token, patience_s), differences(first, mine)
+    )
     everyone: list[Seen] = gather_object([seen])
     with contextlib.suppress(OSError):
         (output_dir / token).unlink(missing_ok=True)
@@ -133,7 +199,8 @@ def problem_among(everyone: Sequence[Seen], output_dir: Path) -> str | None:
     """What is wrong with what the ranks have found, listed in their order; None if nothing is."""
     remedy = "all machines write into one checkpoint, so name a folder on a disk that they share, by the same path"
     for rank, seen in enumerate(everyone):
-        where, first = f"on {seen.machine} (rank {rank})", f"the folder that rank 0 has on {everyone[0].machine}"
+        where = f"on {seen.machine} (rank {rank})"
+        first = f"the folder that rank 0 has on {everyone[0].machine}"
         if not seen.shares:
             return f"output_dir: {str(output_dir)!r} {where} is not {first}; {remedy}"
         if seen.differs:

@@ -38,7 +38,10 @@ class MovingReference:
 
     def __init__(self, model: Any, *, moves: bool, is_main: bool, zero3: bool) -> None:
         """`model`: TRL's, unwrapped, or None. `moves`: whether it is synced; one that does not is the base model."""
-        self.model, self.moves, self.is_main, self.zero3 = model, moves and model is not None, is_main, zero3
+        self.model = model
+        self.moves = moves and model is not None
+        self.is_main = is_main
+        self.zero3 = zero3
 
     def _whole(self, parameter: Any, *, changes: bool = False) -> AbstractContextManager[Any]:
         if not self.zero3:
@@ -66,8 +69,13 @@ class MovingReference:
         """Raises `UserError` for a checkpoint without the reference, `RunError` for one of another model."""
         files = sorted((checkpoint / REFERENCE).glob("*.safetensors"))
         lacks = f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which sync_ref_model: true moves"
-        refuse((self.moves and not files, f"{lacks} at every sync; begin a new run from its weights (python -m "
-                "adora_vl.export)"))  # fmt: skip
+        refuse(
+            (
+                self.moves and not files,
+                f"{lacks} at every sync; begin a new run from its weights (python -m "
+                "adora_vl.export)",
+            )
+        )
         if not files or self.model is None:
             return
         self.moves = True  # also where it is not synced any more: it is not the base model, so it is saved again
@@ -82,7 +90,9 @@ class MovingReference:
                         if self.is_main or not self.zero3:
                             parameter.copy_(saved.get_tensor(name))
         if parameters:
-            raise RunError(f"{checkpoint / REFERENCE}: {next(iter(parameters))} of the reference model is missing")
+            raise RunError(
+                f"{checkpoint / REFERENCE}: {next(iter(parameters))} of the reference model is missing"
+            )
 
 
 class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -98,24 +108,35 @@ class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         if not hasattr(trainer, "_tr_loss"):  # before the training
             return {}
         since = trainer._globalstep_last_logged
-        rest = trainer._tr_loss.detach().clone()  # a number only where it is written, since that waits for the device
+        rest = (
+            trainer._tr_loss.detach().clone()
+        )  # a number only where it is written, since that waits for the device
         return {_LOSSES: {"logged": trainer._total_loss_scalar, "since": since, "rest": rest}}
 
     @staticmethod
     def of_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
         own = facts.get(_LOSSES)
-        return facts if own is None else {**facts, _LOSSES: {**own, "rest": gather_object([float(own["rest"])])}}
+        return (
+            facts
+            if own is None
+            else {**facts, _LOSSES: {**own, "rest": gather_object([float(own["rest"])])}}
+        )
 
     def load(self, checkpoint: Path) -> None:
         """Take the sums from a checkpoint of ours. They are put in place when the training begins."""
-        self._before = facts_of(checkpoint).get(_LOSSES) if (checkpoint / MANIFEST).is_file() else None
+        self._before = (
+            facts_of(checkpoint).get(_LOSSES) if (checkpoint / MANIFEST).is_file() else None
+        )
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        before, self._before = self._before, None
+        before = self._before
+        self._before = None
         if before is None:
             return
-        rest, trainer = before["rest"], self.trainer
+        rest = before["rest"]
+        trainer = self.trainer
         same = len(rest) == trainer.accelerator.num_processes
         own = rest[trainer.accelerator.process_index] if same else sum(rest) / len(rest)
         trainer._tr_loss += own
-        trainer._total_loss_scalar, trainer._globalstep_last_logged = before["logged"], before["since"]
+        trainer._total_loss_scalar = before["logged"]
+        trainer._globalstep_last_logged = before["since"]

@@ -22,14 +22,22 @@ from adora_vl.utils.files import replace_file
 from adora_vl.utils.launch import TOO_SHORT, kills_too_early, mute_lost_outputs, under_elastic
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
-STOPPED_FILE = "stopped.json"  # in output_dir of a stopped run: launchers replace the exit code by their own
-REPEAT_S = 10.0  # the launcher repeats a signal that all processes got; within this time both count as one
+STOPPED_FILE = (
+    "stopped.json"  # in output_dir of a stopped run: launchers replace the exit code by their own
+)
+REPEAT_S = (
+    10.0  # the launcher repeats a signal that all processes got; within this time both count as one
+)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def mark_stopped(output_dir: Path, step: int) -> None:
     """For scripts that see the launcher's exit code only: the run was stopped by a signal and can be started again."""
-    facts = {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": f"{PREFIX_CHECKPOINT_DIR}-{step}"}
+    facts = {
+        "exit_code": EXIT_STOPPED,
+        "step": step,
+        "checkpoint": f"{PREFIX_CHECKPOINT_DIR}-{step}",
+    }
     replace_file(output_dir / STOPPED_FILE, json.dumps(facts) + "\n")
 
 
@@ -55,7 +63,11 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for number in _SIGNALS:
             # nohup ignores SIGHUP, but torch's launcher handles it all the same and kills processes that outlast it
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN and not under_elastic():
+            if (
+                number == signal.SIGHUP
+                and signal.getsignal(number) is signal.SIG_IGN
+                and not under_elastic()
+            ):
                 continue
             self._before[number] = signal.signal(number, self._handle)
         if state.is_world_process_zero and kills_too_early():
@@ -85,9 +97,14 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
-        self.received, self._received_at = number, time.monotonic()
+        self.received = number
+        self._received_at = time.monotonic()
         if not self._failed:
             line = f"{signal.Signals(number).name}: saving after this optimizer step; "
-            line += f"another signal, {REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
+            line += (
+                f"another signal, {REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
+            )
             with contextlib.suppress(OSError):
-                os.write(2, line.encode())  # a handler may not print: it may have interrupted a print
+                os.write(
+                    2, line.encode()
+                )  # a handler may not print: it may have interrupted a print

@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 LATEST = "latest_universal"  # DeepSpeed's own name; holds the name of the folder beside it
 _SHARDS = "global_step*"
-_ONLY_WEIGHTS, _ALSO_CODE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"  # torch reads them
+# torch reads them
+_ONLY_WEIGHTS = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_ALSO_CODE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 @contextlib.contextmanager
@@ -40,11 +42,15 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
     before = {name: os.environ.pop(name, None) for name in (_ONLY_WEIGHTS, _ALSO_CODE)}
     os.environ[_ONLY_WEIGHTS] = "1"
     try:
-        with torch.serialization.safe_globals([LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]):
+        with torch.serialization.safe_globals(
+            [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+        ):
             yield
     except pickle.UnpicklingError as error:
         asked = re.search(r"GLOBAL ([\w.]+)", str(error))
-        asks = f"checkpoint: {str(checkpoint)!r} asks for {asked[1] if asked else 'more than tensors'}"
+        asks = (
+            f"checkpoint: {str(checkpoint)!r} asks for {asked[1] if asked else 'more than tensors'}"
+        )
         why = "which no run has written, and which may run a stranger's code"
         raise UserError(f"{asks}, {why}; use a checkpoint of your own") from error
     finally:
@@ -77,7 +83,9 @@ def write_universal(checkpoint: Path, output: Path) -> None:
     shards = shards_of(checkpoint)
     if shards is None:
         remedy = f"go on from it with --resume_from_checkpoint {checkpoint}"
-        raise UserError(f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; {remedy}")
+        raise UserError(
+            f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; {remedy}"
+        )
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
     with replacing_folder(output) as staged:
@@ -86,9 +94,14 @@ def write_universal(checkpoint: Path, output: Path) -> None:
         target = staged / f"{shards.name}_universal"
         target.mkdir()
         options = argparse.Namespace(
-            input_folder=str(shards), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
-            keep_temp_folder=False, strict=True, inject_missing_state=True,
-        )  # fmt: skip
+            input_folder=str(shards),
+            output_folder=str(target),
+            num_extract_workers=1,
+            num_merge_workers=1,
+            keep_temp_folder=False,
+            strict=True,
+            inject_missing_state=True,
+        )
         with contextlib.redirect_stdout(sys.stderr), without_code(checkpoint):
             convert(options)
         facts = {key: value for key, value in facts_of(checkpoint).items() if key != "files"}
@@ -111,7 +124,9 @@ class _GroupsAsBefore(TrainerCallback):  # type: ignore[misc]  # transformers is
     decay, and without), and all groups share one tensor as their Adam step, which each of them advances.
     """
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         for number, group in enumerate(optimizer.param_groups):
             group["weight_decay"] = args.weight_decay if number == 0 else 0.0
         for moments in optimizer.state.values():

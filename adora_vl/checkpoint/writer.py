@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 import pyarrow.parquet as pq
 
 from adora_vl.checkpoint import store
-from adora_vl.checkpoint.store import CHECKPOINT, MANIFEST, MARK, STAGING, checkpoints, facts_of, hashes, step_of
+from adora_vl.checkpoint.store import (
+    CHECKPOINT,
+    MANIFEST,
+    MARK,
+    STAGING,
+    checkpoints,
+    facts_of,
+    hashes,
+    step_of,
+)
 from adora_vl.utils.errors import DiskFullError, RunError, lost_contact, refuse
 from adora_vl.utils.files import disk_is_full, is_partial, read_object, replace_file, written_to
 
@@ -31,10 +40,24 @@ WRITTEN = "written.json"
 _MADE_BY = {"made_by": "adora_vl.train"}
 _STOPPED = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
 _MODEL = (
-    "merged", "ref", "*.safetensors", "*.safetensors.index.json", "adapter_*", "config.json", "generation_config.json",
-    "README.md", "*processor_config.json", "tokenizer*", "chat_template*", "vocab.json", "merges.txt",
-    "special_tokens_map.json", "added_tokens.json", "training_args.bin", "trainer_state.json",
-)  # fmt: skip
+    "merged",
+    "ref",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_*",
+    "config.json",
+    "generation_config.json",
+    "README.md",
+    "*processor_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "training_args.bin",
+    "trainer_state.json",
+)
 _SHOWN = 5
 
 
@@ -49,19 +72,28 @@ def of_a_run(folder: Path) -> list[Path]:
 
 def model_of_a_run(folder: Path) -> list[Path]:
     """The entries of a final model, and `written.json`."""
-    return [path for path in of_a_run(folder) if any(fnmatchcase(path.name, name) for name in (*_MODEL, WRITTEN))]
+    return [
+        path
+        for path in of_a_run(folder)
+        if any(fnmatchcase(path.name, name) for name in (*_MODEL, WRITTEN))
+    ]
 
 
 def own_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
     """The files below `paths` (by default `of_a_run`) that no run is known to have written, by their names in the
     folder; links too, as a run makes none. A `checkpoint-N` without a manifest is named as a whole. Raises `OSError`.
     """
-    notes, own = _notes(folder), list[Path]()
+    notes = _notes(folder)
+    own = list[Path]()
     for path in of_a_run(folder) if paths is None else paths:
         if CHECKPOINT.fullmatch(path.name):
             own += _own_of_checkpoint(path)
         else:
-            own += [file for file in _below(path) if not _wrote(file, file.relative_to(folder).as_posix(), notes)]
+            own += [
+                file
+                for file in _below(path)
+                if not _wrote(file, file.relative_to(folder).as_posix(), notes)
+            ]
     return [path.relative_to(folder).as_posix() for path in own]
 
 
@@ -79,7 +111,8 @@ def noted(output_dir: Path, writes: bool) -> Iterator[None]:
     if not writes:
         yield
         return
-    before, known = _model_files(output_dir), _notes(output_dir).get("files", {})
+    before = _model_files(output_dir)
+    known = _notes(output_dir).get("files", {})
     _write_notes(output_dir, others=[name for name in before if name not in known])
     try:
         yield
@@ -91,7 +124,9 @@ def noted(output_dir: Path, writes: bool) -> Iterator[None]:
 
 
 def _write_notes(output_dir: Path, **notes: Any) -> None:
-    replace_file(output_dir / WRITTEN, json.dumps({**_MADE_BY, **notes}, indent=2, sort_keys=True) + "\n")
+    replace_file(
+        output_dir / WRITTEN, json.dumps({**_MADE_BY, **notes}, indent=2, sort_keys=True) + "\n"
+    )
 
 
 def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
@@ -99,7 +134,9 @@ def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
     tops = [path for path in model_of_a_run(output_dir) if path.name != WRITTEN]
     files = [path for top in tops for path in _below(top) if not path.is_symlink()]
     states = {path.relative_to(output_dir).as_posix(): path.lstat() for path in files}
-    return {name: (state.st_ino, state.st_mtime_ns, state.st_size) for name, state in states.items()}
+    return {
+        name: (state.st_ino, state.st_mtime_ns, state.st_size) for name, state in states.items()
+    }
 
 
 def _below(path: Path) -> Iterator[Path]:
@@ -116,7 +153,11 @@ def _own_of_checkpoint(checkpoint: Path) -> list[Path]:
     found = list(_below(checkpoint))
     try:
         facts = facts_of(checkpoint)
-        sealed = {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)} if "step" in facts else set()
+        sealed = (
+            {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
+            if "step" in facts
+            else set()
+        )
     except (OSError, ValueError, KeyError, TypeError):
         sealed = set()
     if checkpoint.is_symlink() or not sealed:
@@ -159,13 +200,17 @@ _RECORD = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "comple
 
 def _is_record(path: Path, top: str, inside: str) -> bool:
     """Whether a file of the record is a run's: `inside` is its name in the folder `top`, empty for a file."""
-    if top == "rollouts":  # a part has the run's settings in its metadata; a diagram is named by its hash
+    if (
+        top == "rollouts"
+    ):  # a part has the run's settings in its metadata; a diagram is named by its hash
         if re.fullmatch(r"rollouts-\d+-\d+\.parquet", inside):
             return b"adora_vl" in (pq.read_schema(path).metadata or {})
         return is_partial(path) or re.fullmatch(r"_images/[0-9a-f]{16}\.png", inside) is not None
     if top == "completions":  # TRL's tables have these columns
         named = re.fullmatch(r"completions_\d{5,}\.parquet", inside) is not None
-        return named and {"step", "prompt", "completion", "advantage"} <= set(pq.read_schema(path).names)
+        return named and {"step", "prompt", "completion", "advantage"} <= set(
+            pq.read_schema(path).names
+        )
     if inside:
         return False
     if top == "metrics.jsonl":  # a crash may have cut off a last line after others
@@ -187,7 +232,9 @@ def holds_a_run(output_dir: Path) -> bool:
 
 def begun(output_dir: Path) -> bool:
     """Whether a training command has begun here, even if it came to no checkpoint."""
-    return is_manifest(output_dir / "manifest.json") or any((one / MARK).is_file() for one in checkpoints(output_dir))
+    return is_manifest(output_dir / "manifest.json") or any(
+        (one / MARK).is_file() for one in checkpoints(output_dir)
+    )
 
 
 def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
@@ -205,12 +252,15 @@ def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
 
 def _own_hidden(output_dir: Path) -> list[str]:
     """The user's own files in the hidden folders that a run clears."""
-    aside, staging = output_dir / ASIDE, output_dir / STAGING
+    aside = output_dir / ASIDE
+    staging = output_dir / STAGING
     if aside.is_symlink():
         return [ASIDE]
     put_aside = sorted(aside.iterdir()) if aside.is_dir() else []
     own = [f"{ASIDE}/{name}" for name in own_files(aside, put_aside)]
-    unknown = staging.is_dir() and any(staging.iterdir()) and not (begun(output_dir) or begun(aside))
+    unknown = (
+        staging.is_dir() and any(staging.iterdir()) and not (begun(output_dir) or begun(aside))
+    )
     return [*own, STAGING] if unknown else own
 
 
@@ -225,7 +275,9 @@ def set_aside(output_dir: Path) -> str | None:
         shutil.rmtree(aside, ignore_errors=True)  # an earlier run, which a crash has left here
     keep_older = aside.is_dir()
     target = output_dir / STAGING / "dropped" if keep_older else aside
-    if (output_dir / WRITTEN).is_file():  # a copy first: if this process is killed, both halves can be judged
+    if (
+        output_dir / WRITTEN
+    ).is_file():  # a copy first: if this process is killed, both halves can be judged
         target.mkdir(parents=True, exist_ok=True)
         shutil.copy(output_dir / WRITTEN, target)
     for path in of_a_run(output_dir):
@@ -243,7 +295,9 @@ def delete_aside(output_dir: Path) -> None:
     shutil.rmtree(output_dir / ASIDE, ignore_errors=True)
 
 
-Save = Callable[[Path], dict[str, Any]]  # writes into this folder, and returns what the manifest says of it
+Save = Callable[
+    [Path], dict[str, Any]
+]  # writes into this folder, and returns what the manifest says of it
 
 
 class CheckpointWriter:
@@ -251,7 +305,8 @@ class CheckpointWriter:
 
     def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
         """`keep`: TRL's `save_total_limit`."""
-        self.output_dir, self.keep = output_dir, keep
+        self.output_dir = output_dir
+        self.keep = keep
         self.accelerator = accelerator
         self.saved_at: int | None = None  # the step of this run's newest checkpoint
         self.began_at: str | None = None  # the checkpoint that this process started from
@@ -270,15 +325,20 @@ class CheckpointWriter:
             self.accelerator.wait_for_everyone()  # nobody has a file on the way to its name any more
             written = set(gather_object(store.names_in(staging / name)))
             if self.accelerator.is_main_process:
-                store.publish(staging / name, self.output_dir / name, {**facts, "step": step}, written)
+                store.publish(
+                    staging / name, self.output_dir / name, {**facts, "step": step}, written
+                )
                 delete_aside(self.output_dir)
                 store.rotate(self.output_dir, self.keep)
         except Exception as error:
             shutil.rmtree(staging / name, ignore_errors=True)
-            full, older = f"no space left on the disk of {str(self.output_dir)!r}", "older checkpoints are as they were"
+            full = f"no space left on the disk of {str(self.output_dir)!r}"
+            older = "older checkpoints are as they were"
             if disk_is_full(error):
                 remedy = f"make room there, and {self.where_to_go_on()}"
-                raise DiskFullError(f"{name} could not be written ({full}); {older}; {remedy}") from None
+                raise DiskFullError(
+                    f"{name} could not be written ({full}); {older}; {remedy}"
+                ) from None
             why = lost_contact(error) or error
             raise RunError(f"{name} could not be written ({why}); {older}") from error
         finally:

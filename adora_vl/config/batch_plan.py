@@ -32,9 +32,13 @@ class Shape:
     def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> Shape:
         """As the run's keys say. `GRPOConfig` has by then filled in `steps_per_generation`."""
         return cls(
-            config.per_device_train_batch_size, config.num_generations, config.steps_per_generation,
-            config.num_iterations, config.gradient_accumulation_steps, processes,
-        )  # fmt: skip
+            config.per_device_train_batch_size,
+            config.num_generations,
+            config.steps_per_generation,
+            config.num_iterations,
+            config.gradient_accumulation_steps,
+            processes,
+        )
 
     @property
     def unit(self) -> int:
@@ -54,8 +58,11 @@ class Shape:
     @property
     def chunk(self) -> int:
         """How many micro-batches of one generation belong to one optimizer step. All but the last may be empty."""
-        steps, accumulated = self.steps, self.accumulated
-        return min(steps, accumulated) if steps % accumulated == 0 or accumulated % steps == 0 else 1
+        steps = self.steps
+        accumulated = self.accumulated
+        return (
+            min(steps, accumulated) if steps % accumulated == 0 or accumulated % steps == 0 else 1
+        )
 
     @property
     def has_one_step(self) -> bool:
@@ -104,20 +111,25 @@ def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
     of_groups = f"does not divide into groups of num_generations: {plan.generations}"
     remedy = "make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
     whole = plan.generation_batch % plan.generations == 0
-    refuse((not whole, f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}"))
+    refuse(
+        (not whole, f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}")
+    )
     return plan
 
 
 def check_rows(plan: Shape, rows: int) -> None:
     """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps in silence."""
-    needed, remedy = plan.prompts_per_generation, "lower per_device_train_batch_size or steps_per_generation"
+    needed = plan.prompts_per_generation
+    remedy = "lower per_device_train_batch_size or steps_per_generation"
     few = f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed} prompts"
     refuse((rows < needed, f"{few}; {remedy}, or raise num_generations"))
 
 
 def regroups(config: AdoraGRPOConfig) -> bool:
     """Whether any key wants micro-batches of whole groups instead of TRL's shuffled rows."""
-    shares = config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
+    shares = (
+        config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
+    )
     return shares or config.adora_rollouts.refill > 0 or config.adora_rollouts.replay > 0
 
 

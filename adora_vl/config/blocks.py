@@ -16,7 +16,9 @@ _NOISE = {"gaussian": (500.0, 999, "diffusion steps"), "rotate": (15.0, 180, "de
 
 def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any:
     """A field of a dataclass of keys. `default`: also a function that makes one. `choices`: the words that it takes."""
-    made: dict[str, Any] = {"default_factory": default} if callable(default) else {"default": default}
+    made: dict[str, Any] = (
+        {"default_factory": default} if callable(default) else {"default": default}
+    )
     return field(**made, metadata={"help": help} | ({"choices": list(choices)} if choices else {}))
 
 
@@ -29,7 +31,11 @@ class RolloutOptions:
         "DAPO's dynamic sampling: sample further problems up to so many times per generation, to replace groups whose "
         "advantages are all zero.",
     )
-    budget: Annotated[int, Field(ge=1)] | Annotated[str, Field(pattern="^auto$", description="auto")] | None = key(
+    budget: (
+        Annotated[int, Field(ge=1)]
+        | Annotated[str, Field(pattern="^auto$", description="auto")]
+        | None
+    ) = key(
         None,
         "Partial rollouts: stop a generation after so many tokens and go on with unfinished answers in the next one; "
         "auto: the length that nine of ten of the last answers had at most, where the longest are much longer. Null: "
@@ -54,7 +60,9 @@ class RolloutOptions:
 
     def costs(self, keys: Any) -> list[str]:
         """What replay costs, for the first lines of the run."""
-        kept = f"sample replay: up to {self.replay} groups per process, in memory and every checkpoint"
+        kept = (
+            f"sample replay: up to {self.replay} groups per process, in memory and every checkpoint"
+        )
         clip = "sample replay: without TRL's delta, a token of a wrong answer that is likely by now is not clipped"
         return [kept, *([clip] if keys.delta is None else [])] if self.replay else []
 
@@ -66,13 +74,17 @@ class ToolOptions:
     max_pixels: Annotated[int, Field(ge=28 * 28)] | None = key(
         None, "Largest picture that a tool shows, in pixels; null: as the problem's."
     )
-    seconds: Annotated[float, Field(gt=0)] = key(10.0, "That a call of a tool of your own may take.")
+    seconds: Annotated[float, Field(gt=0)] = key(
+        10.0, "That a call of a tool of your own may take."
+    )
     calls_per_turn: Annotated[int, Field(ge=1)] = key(4, "Calls that are answered in one turn.")
     turn_tokens: Annotated[int, Field(ge=1)] | None = key(
         None, "Tokens that a turn may have; null: as many as max_completion_length leaves."
     )
     max_text: Annotated[int, Field(ge=1)] = key(2000, "Characters that a tool may return.")
-    images: Annotated[int, Field(ge=1)] = key(8, "Pictures in a conversation, the problem's among them.")
+    images: Annotated[int, Field(ge=1)] = key(
+        8, "Pictures in a conversation, the problem's among them."
+    )
 
 
 class ExtensionKind:
@@ -109,7 +121,11 @@ class NoiseOptions(ExtensionKind):
         "At the beginning: diffusion steps of 1,000 for gaussian (the authors use 400 to 500), degrees for rotate; "
         "null: 500 or 15.",
     )
-    schedule: str = key("sigmoid", "sigmoid (falls to 0 along a sigmoid) or constant.", choices=["sigmoid", "constant"])
+    schedule: str = key(
+        "sigmoid",
+        "sigmoid (falls to 0 along a sigmoid) or constant.",
+        choices=["sigmoid", "constant"],
+    )
     middle: Annotated[float, Field(ge=0, le=1)] = key(
         0.667, "Share of the run after which the sigmoid is at half; the authors' 40 of 60."
     )
@@ -133,7 +149,8 @@ class NoiseOptions(ExtensionKind):
 
     def count(self, generations: int) -> int:
         """Distorted rollouts per group. Raises `ValueError` if the share does not give whole ones."""
-        count, half = self.share * generations, max(1, generations // 2) / generations
+        count = self.share * generations
+        half = max(1, generations // 2) / generations
         if abs(count - round(count)) > 1e-6:
             found = f"share: {self.share} of num_generations: {generations} is {count:g} rollouts"
             raise ValueError(f"{found}; choose a share that gives a whole number, such as {half:g}")
@@ -169,8 +186,15 @@ class VisualOptions(ExtensionKind):
         return f"share: {self.share}" if self.share < 1 else f"scale_min: {self.scale_min}"
 
     def check(self, keys: Any) -> None:
-        loss, mask = keys.loss_type, keys.off_policy_mask_threshold
-        per_rollout = "loss_type: vespo" if loss == "vespo" else f"off_policy_mask_threshold: {mask}" if mask else ""
+        loss = keys.loss_type
+        mask = keys.off_policy_mask_threshold
+        per_rollout = (
+            "loss_type: vespo"
+            if loss == "vespo"
+            else f"off_policy_mask_threshold: {mask}"
+            if mask
+            else ""
+        )
         if self.on and per_rollout:
             takes = f"{per_rollout} takes one per rollout, so leave that out"
             raise ValueError(f"{self._asked} gives each token an advantage of its own; {takes}")
@@ -183,7 +207,11 @@ class VisualOptions(ExtensionKind):
             raise ValueError(f"{self._asked} needs {known}; set it to 1")
 
     def costs(self, keys: Any) -> list[str]:
-        return ["visual dependency: each generation is also passed with half of every image black"] if self.on else []
+        return (
+            ["visual dependency: each generation is also passed with half of every image black"]
+            if self.on
+            else []
+        )
 
 
 @dataclass(frozen=True)

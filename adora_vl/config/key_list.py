@@ -41,7 +41,11 @@ class Key:
     def options(self) -> list[Key]:
         """Those of a key that is a block of options, by their dotted names."""
         block = self.default
-        return [replace(key, name=f"{self.name}.{key.name}") for key in _our_keys(block)] if is_dataclass(block) else []
+        return (
+            [replace(key, name=f"{self.name}.{key.name}") for key in _our_keys(block)]
+            if is_dataclass(block)
+            else []
+        )
 
 
 @cache
@@ -51,7 +55,9 @@ def read_keys() -> dict[str, Key]:
         own = [*_our_keys(AdoraScriptArguments), *_our_keys(AdoraKeys)]
         return _keys_of_libraries() | {key.name: key for key in own}
     except (OSError, KeyError) as error:
-        raise UserError("the installed TRL or Transformers is another version; run `pip install -e .` again") from error
+        raise UserError(
+            "the installed TRL or Transformers is another version; run `pip install -e .` again"
+        ) from error
 
 
 def _keys_of_libraries() -> dict[str, Key]:
@@ -72,7 +78,9 @@ def _our_keys(dataclass: Any) -> list[Key]:
     def default(key: Any) -> Any:
         return key.default if key.default_factory is MISSING else key.default_factory()
 
-    return [Key(each.name, default(each), each.metadata["help"], OURS) for each in fields(dataclass)]
+    return [
+        Key(each.name, default(each), each.metadata["help"], OURS) for each in fields(dataclass)
+    ]
 
 
 def _keys_of_class(name: str, classes: Mapping[str, tuple[ast.ClassDef, str]]) -> dict[str, Key]:
@@ -82,7 +90,11 @@ def _keys_of_class(name: str, classes: Mapping[str, tuple[ast.ClassDef, str]]) -
     for base in node.bases:
         found |= _keys_of_class(ast.unparse(base), classes)
     for line in node.body:
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and not line.target.id.startswith("_"):
+        if (
+            isinstance(line, ast.AnnAssign)
+            and isinstance(line.target, ast.Name)
+            and not line.target.id.startswith("_")
+        ):
             found[line.target.id] = _read_field(line.target.id, line.value, library)
     return found
 
@@ -99,10 +111,20 @@ def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
     elif isinstance(factory, ast.Name):
         default = {"list": [], "dict": {}}.get(factory.id, MISSING)
     metadata = given.get("metadata")
-    pairs = zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ()
-    texts = [part for key, text in pairs if key and _literal(key) == "help" for part in ast.walk(text)]
-    help_text = "".join(part.value for part in texts if isinstance(part, ast.Constant) and isinstance(part.value, str))
-    return Key(name, default, " ".join(help_text.replace("%%", "%").split()), library)  # argparse wants % doubled
+    pairs = (
+        zip(metadata.keys, metadata.values, strict=True) if isinstance(metadata, ast.Dict) else ()
+    )
+    texts = [
+        part for key, text in pairs if key and _literal(key) == "help" for part in ast.walk(text)
+    ]
+    help_text = "".join(
+        part.value
+        for part in texts
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    )
+    return Key(
+        name, default, " ".join(help_text.replace("%%", "%").split()), library
+    )  # argparse wants % doubled
 
 
 def _literal(node: ast.expr | None) -> Any:
@@ -160,7 +182,11 @@ _FIRST = {
     "save_steps": "optimizer steps between checkpoints",
     "report_to": "also log to tensorboard, wandb or trackio",
 }
-_HEADINGS = {OURS: "Keys of this project", "trl": "Keys of TRL", "transformers": "Keys of Transformers"}
+_HEADINGS = {
+    OURS: "Keys of this project",
+    "trl": "Keys of TRL",
+    "transformers": "Keys of Transformers",
+}
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
@@ -174,7 +200,11 @@ def help_text(arguments: Sequence[str]) -> str:
     keys = read_keys()
     if "--help-all" in arguments:
         return _all_keys(list(keys.values()))
-    lines = [f"  {_with_default(keys[name]):<{_COLUMN}}{words}" for name, words in _FIRST.items() if name in keys]
+    lines = [
+        f"  {_with_default(keys[name]):<{_COLUMN}}{words}"
+        for name, words in _FIRST.items()
+        if name in keys
+    ]
     return _HEAD + "\n".join(lines) + "\n" + _TAIL.rstrip()
 
 
@@ -195,5 +225,7 @@ def _with_default(key: Key) -> str:
     if key.default is MISSING:
         return f"{key.name}:"
     default = {} if key.options else key.default
-    text = json.dumps(default) if isinstance(default, str) and "\n" in default else yaml_line(default)
+    text = (
+        json.dumps(default) if isinstance(default, str) and "\n" in default else yaml_line(default)
+    )
     return f"{key.name}: {text}"

@@ -16,9 +16,16 @@ from adora_vl.utils.errors import UserError, did_you_mean, refuse
 _Eos = Annotated[str, Field(pattern="^eos$", description="eos")]
 _Folder = Annotated[str, Field(pattern="/", description="a folder, with a / in its name")]
 StepPart = Literal[
-    "cache_images", "group_requests", "share_vision", "batch_windows", "share_prompt", "skip_old_pass",
-    "skip_zero_signal", "spread_signal", "seeded_rollouts",
-]  # fmt: skip
+    "cache_images",
+    "group_requests",
+    "share_vision",
+    "batch_windows",
+    "share_prompt",
+    "skip_old_pass",
+    "skip_zero_signal",
+    "spread_signal",
+    "seeded_rollouts",
+]
 _ROUNDING = 1e-3  # of shares such as 0.333
 _LARGEST_PROMPT = 1_000_000  # bytes of the file of a system prompt
 
@@ -81,8 +88,15 @@ class AdoraScriptArguments:
         if self.adora_prompt is not None:
             template(self.adora_prompt)
         self.adora_system_prompt = _prompt_of(self.adora_system_prompt)
-        token = next((token for token in CONTROL_TOKENS if token in (self.adora_system_prompt or "")), None)
-        refuse((token, f"adora_system_prompt: it has the model's own token {token}; remove it from the text"))
+        token = next(
+            (token for token in CONTROL_TOKENS if token in (self.adora_system_prompt or "")), None
+        )
+        refuse(
+            (
+                token,
+                f"adora_system_prompt: it has the model's own token {token}; remove it from the text",
+            )
+        )
 
 
 @dataclass
@@ -106,7 +120,8 @@ class AdoraKeys:
         "seeded_rollouts. docs/speed.md says what each saves, and how exact it is.",
     )
     adora_rollouts: RolloutOptions = key(
-        RolloutOptions, "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha."
+        RolloutOptions,
+        "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha.",
     )
     adora_extensions: ExtensionOptions = key(
         ExtensionOptions, "Methods that nobody has reproduced here: noisy_rollouts, visual_tokens."
@@ -121,9 +136,12 @@ class AdoraKeys:
         "FILE.py:CLASS, of which each rollout has an instance: reset(**row) begins it, its public methods are tools.",
     )
     # TRL has no limit.
-    max_tool_calling_iterations: Annotated[int, Field(ge=1)] = key(3, "Turns whose calls are answered.")
+    max_tool_calling_iterations: Annotated[int, Field(ge=1)] = key(
+        3, "Turns whose calls are answered."
+    )
     adora_tool_options: ToolOptions = key(
-        ToolOptions, "Limits of tools: max_pixels, seconds, calls_per_turn, turn_tokens, max_text, images."
+        ToolOptions,
+        "Limits of tools: max_pixels, seconds, calls_per_turn, turn_tokens, max_text, images.",
     )
     adora_correct_above: float = key(0.5, "A rollout is correct above this reward.")
     adora_truncated: Annotated[int, Field(ge=1)] | _Eos | None = key(
@@ -171,7 +189,8 @@ class AdoraKeys:
         "that trainer and servers see, such as one in /dev/shm; the trainer's user alone can read it.",
     )
     adora_freeze: list[Literal["vision_tower", "projector", "language_model"]] = key(
-        list, "The parts that are not trained: vision_tower, projector (the merger), language_model."
+        list,
+        "The parts that are not trained: vision_tower, projector (the merger), language_model.",
     )
     adora_eval: list[str] = key(
         list,
@@ -189,7 +208,8 @@ class AdoraKeys:
         2.0, "Bound on the record in GB (10^9 bytes); the oldest steps are deleted beyond it."
     )
     overwrite_output_dir: bool = key(
-        False, "Start anew in an output_dir that holds a run. What it wrote goes at the first new checkpoint."
+        False,
+        "Start anew in an output_dir that holds a run. What it wrote goes at the first new checkpoint.",
     )
     min_pixels: Annotated[int, Field(ge=1)] | None = key(
         None, "Smallest image in pixels, for the processor and vLLM alike; null: the model's."
@@ -211,11 +231,15 @@ def _check_mixture(names: list[str], weights: list[float] | None) -> None:
     refuse(
         (not names, "dataset_name: [] is empty; name a data set"),
         (double is not None, f"dataset_name: {double!r} is given twice; name each data set once"),
-        (weights is not None and len(weights) != len(names),
-         f"adora_mixture: {weights} has {len(weights or ())} values for the {len(names)} of dataset_name: {names}"),
-        (weights is not None and abs(sum(weights) - 1) > _ROUNDING,
-         f"adora_mixture: {weights} sum to {sum(weights or ()):g}; write shares that sum to 1, such as [0.7, 0.3]"),
-    )  # fmt: skip
+        (
+            weights is not None and len(weights) != len(names),
+            f"adora_mixture: {weights} has {len(weights or ())} values for the {len(names)} of dataset_name: {names}",
+        ),
+        (
+            weights is not None and abs(sum(weights) - 1) > _ROUNDING,
+            f"adora_mixture: {weights} sum to {sum(weights or ()):g}; write shares that sum to 1, such as [0.7, 0.3]",
+        ),
+    )
 
 
 def _prompt_of(value: str | None) -> str | None:
@@ -231,7 +255,14 @@ def _prompt_of(value: str | None) -> str | None:
         reason = getattr(error, "strerror", None) or getattr(error, "reason", None) or error
         known = f"is not one of {', '.join(SYSTEM_PROMPTS)}, nor a UTF-8 text that can be read ({reason})"
         near = did_you_mean(value, SYSTEM_PROMPTS)
-        raise UserError(f"adora_system_prompt: {value!r} {known}, nor a text of more than one word{near}") from error
+        raise UserError(
+            f"adora_system_prompt: {value!r} {known}, nor a text of more than one word{near}"
+        ) from error
     wrong = not text or len(content) > _LARGEST_PROMPT
-    refuse((wrong, f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt in it"))
+    refuse(
+        (
+            wrong,
+            f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt in it",
+        )
+    )
     return text

@@ -20,7 +20,11 @@ from adora_vl.utils.errors import UserError, nearest, refuse
 from adora_vl.utils.own_files import look_beside
 
 # A key that the configs of another trainer have: its name, and the word of `adora_vl.migrate`.
-OTHERS = {"worker": ("EasyR1", "easyr1"), "actor_rollout_ref": ("verl", "verl"), "rlhf_type": ("ms-swift", "swift")}
+OTHERS = {
+    "worker": ("EasyR1", "easyr1"),
+    "actor_rollout_ref": ("verl", "verl"),
+    "rlhf_type": ("ms-swift", "swift"),
+}
 # What to write in the place of a key that earlier configs have.
 REMOVED = {
     "adora_less_padding": "leave it out: a shared prompt leaves no padding, and other rows are cut to their length",
@@ -66,9 +70,20 @@ MOVED = {
     "adora_difficulty_needs_correct": "adora_method.adora.needs_correct",
 }
 # What the training command takes beside the keys, for a word that is meant as one of them.
-OPTIONS = ("config", "dry-run", "card-gib", "processes", "accelerate-config", "write-config", "help", "help-all")
+OPTIONS = (
+    "config",
+    "dry-run",
+    "card-gib",
+    "processes",
+    "accelerate-config",
+    "write-config",
+    "help",
+    "help-all",
+)
 # Options of ADORA by which groups are judged, also for the log alone.
-_JUDGES = frozenset({"criteria", "combine", "tau", "empty_wrong", "ties", "no_correct", "needs_correct"})
+_JUDGES = frozenset(
+    {"criteria", "combine", "tau", "empty_wrong", "ties", "no_correct", "needs_correct"}
+)
 T = TypeVar("T")
 
 
@@ -92,13 +107,21 @@ class Given:
     def read(self, key: str, hint: Any) -> Any:
         """The value of a key that was given, as `hint`. Raises `UserError`."""
         value = self.values[key]
-        return convert(key, _of_words(key, value, hint) if isinstance(value, Words) else value, hint)
+        return convert(
+            key, _of_words(key, value, hint) if isinstance(value, Words) else value, hint
+        )
 
     def build(self, kind: type[T]) -> T:
         """The dataclass with the given keys. Raises `UserError`, also with the one line of TRL or Transformers."""
         keys: Any = kind
         try:
-            return kind(**{key: self.read(key, hint) for key, hint in declared(keys).items() if key in self.values})
+            return kind(
+                **{
+                    key: self.read(key, hint)
+                    for key, hint in declared(keys).items()
+                    if key in self.values
+                }
+            )
         except UserError:
             raise
         except (ValueError, TypeError) as error:
@@ -112,9 +135,12 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
     """The command. Raises `UserError` for a key that no training config has, a file that cannot be read, a value that
     its key does not take, and without a model, unless not `whole`. Sets the environment that the file asks for.
     """
-    known, spoken = read_keys(), _by_key(arguments)
+    known = read_keys()
+    spoken = _by_key(arguments)
     names = [words for key, words in spoken if key == "config"]
-    refuse((len(names) > 1, "--config: given twice; name one file, and other keys on the command line"))
+    refuse(
+        (len(names) > 1, "--config: given twice; name one file, and other keys on the command line")
+    )
     refuse_stray(names[0][1:] if names else [])
     refuse((names and not names[0], "--config: expected the path of a YAML file after it"))
     file = recipe(names[0][0]) if names else None
@@ -130,15 +156,24 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
         values[key] = given.read(key, hints[key])
     if "output_dir" in values:
         check_output_dir(values["output_dir"])
-    refuse((whole and "model_name_or_path" not in values, "model_name_or_path: not set; name a file with --config "
-            "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"))  # fmt: skip
+    refuse(
+        (
+            whole and "model_name_or_path" not in values,
+            "model_name_or_path: not set; name a file with --config "
+            "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)",
+        )
+    )
     return given
 
 
 def recipe(name: str) -> Path:
     """The file of that name, or else the recipe that comes with this package, as `adora_3b_1gpu_lora`."""
-    file, word = Path(name), Path(name).with_suffix("").name
-    homes = (Path(__file__).parents[2], Path(sys.prefix, "share", "adora_vl"))  # a checkout; where a wheel puts them
+    file = Path(name)
+    word = Path(name).with_suffix("").name
+    homes = (
+        Path(__file__).parents[2],
+        Path(sys.prefix, "share", "adora_vl"),
+    )  # a checkout; where a wheel puts them
     shipped = [home / "configs" / "train" / f"{word}.yaml" for home in homes]
     named = name in (word, f"{word}.yaml") and not file.exists()
     return next((each for each in shipped if named and each.is_file()), file)
@@ -158,15 +193,29 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def check_output_dir(value: Any) -> None:
     """Raise `UserError` for a place that nobody means: null would be a folder of Transformers' choice."""
-    refuse((is_null(value), "output_dir: null is no folder; name one for this run, such as runs/first"))
-    root = isinstance(value, str) and value.strip() and Path(value).resolve() == Path(Path(value).resolve().anchor)
-    refuse((root, f"output_dir: {value!r} is the root of the file system; name a folder for this run"))
+    refuse(
+        (is_null(value), "output_dir: null is no folder; name one for this run, such as runs/first")
+    )
+    root = (
+        isinstance(value, str)
+        and value.strip()
+        and Path(value).resolve() == Path(Path(value).resolve().anchor)
+    )
+    refuse(
+        (root, f"output_dir: {value!r} is the root of the file system; name a folder for this run")
+    )
 
 
 def refuse_stray(words: Sequence[str]) -> None:
     """Raise `UserError` for the first of these words, which belong to no key."""
     refuse(
-        *((1, f"command line: {word!r} belongs to no key; write --config FILE.yaml, or --key value") for word in words)
+        *(
+            (
+                1,
+                f"command line: {word!r} belongs to no key; write --config FILE.yaml, or --key value",
+            )
+            for word in words
+        )
     )
 
 
@@ -175,7 +224,8 @@ def refuse_old(key: str, value: Any, where: str) -> None:
     refuse((key in REMOVED, f"{where}: the key '{key}' was removed; {REMOVED.get(key)}"))
     if key not in MOVED:
         return
-    path, new = MOVED[key], _plain(value) if isinstance(value, Words) else value
+    path = MOVED[key]
+    new = _plain(value) if isinstance(value, Words) else value
     if where == "command line":
         entries = new if isinstance(new, list) else [yaml_line(new)]
         line = f"--{path} {shlex.join(map(str, entries))}"
@@ -201,7 +251,9 @@ def _by_key(arguments: Sequence[str]) -> list[tuple[str, Words]]:
     return found
 
 
-def _check_key(key: str, value: Any, where: str, known: Mapping[str, Key], options: Collection[str] = ()) -> None:
+def _check_key(
+    key: str, value: Any, where: str, known: Mapping[str, Key], options: Collection[str] = ()
+) -> None:
     """Raises `UserError` for a key that is not `known`, with the nearest one that is, or of the `options`."""
     if key in known:
         return
@@ -214,7 +266,9 @@ def _check_key(key: str, value: Any, where: str, known: Mapping[str, Key], optio
     near |= MOVED
     near |= {option.replace("-", "_"): f"--{option}" for option in options}
     close = nearest(key, near)
-    raise UserError(f"{where}: unknown key '{key}'{f'; did you mean {near[close]!r}?' if close else ''}")
+    raise UserError(
+        f"{where}: unknown key '{key}'{f'; did you mean {near[close]!r}?' if close else ''}"
+    )
 
 
 def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[str, Key]) -> None:
@@ -238,8 +292,16 @@ def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[
 def _judging(words: Words, recipe: Any) -> Any:
     """The methods that the command line names, with ADORA's criteria of the recipe for the log if ADORA is not one."""
     given = recipe.get("adora") if isinstance(recipe, Mapping) else None
-    kept = {name: value for name, value in given.items() if name in _JUDGES} if isinstance(given, Mapping) else {}
-    names = [name.strip() for name in words[0].split("+")] if len(words) == 1 and "{" not in words[0] else ["adora"]
+    kept = (
+        {name: value for name, value in given.items() if name in _JUDGES}
+        if isinstance(given, Mapping)
+        else {}
+    )
+    names = (
+        [name.strip() for name in words[0].split("+")]
+        if len(words) == 1 and "{" not in words[0]
+        else ["adora"]
+    )
     if not kept or "adora" in names or len(set(names)) < len(names):
         return words
     return {**{name: {} for name in names}, "adora": {**kept, "mode": "off"}}
@@ -249,7 +311,8 @@ def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
     """`base` with another value below `names`. Of a word or a list the first name has to be one of them already."""
     if not names:
         return value
-    name, rest = names[0], names[1:]
+    name = names[0]
+    rest = names[1:]
     if isinstance(base, str):
         base = {each.strip(): {} for each in base.split("+")}
         _entry_of(key, list(base), name)
@@ -294,9 +357,19 @@ def _of_words(key: str, words: Words, hint: Any) -> Any:
 def _set_environment(variables: object, where: str) -> None:
     """As TRL does with the `env` of a file."""
     if not isinstance(variables, dict):
-        raise UserError(f"{where}: env: {variables!r:.60} is not a mapping of environment variables, such as {{A: 1}}")
+        raise UserError(
+            f"{where}: env: {variables!r:.60} is not a mapping of environment variables, such as {{A: 1}}"
+        )
     for name, value in variables.items():
         text = f"{name}{value}"
-        if not isinstance(name, str) or not name or "=" in name or "\0" in text or isinstance(value, dict | list):
-            raise UserError(f"{where}: env: {name!r:.60}: {value!r:.60} is not a name and a text; write such as A: 1")
+        if (
+            not isinstance(name, str)
+            or not name
+            or "=" in name
+            or "\0" in text
+            or isinstance(value, dict | list)
+        ):
+            raise UserError(
+                f"{where}: env: {name!r:.60}: {value!r:.60} is not a name and a text; write such as A: 1"
+            )
     os.environ.update({name: str(value) for name, value in variables.items()})

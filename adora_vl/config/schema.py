@@ -6,7 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers.utils import is_torch_bf16_gpu_available, is_torch_cuda_available, is_torch_xla_available
+from transformers.utils import (
+    is_torch_bf16_gpu_available,
+    is_torch_cuda_available,
+    is_torch_xla_available,
+)
 from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config.advantage import settle_methods
@@ -38,14 +42,22 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         # The best of many evaluations on one set is a choice on that set, and Transformers' evaluation is not ours.
         instead = "keep checkpoints with save_total_limit: null and `python -m adora_vl.export OUT/checkpoint-N BEST`"
         refuse(
-            (self.load_best_model_at_end, f"load_best_model_at_end: true is not supported; {instead}"),
-            (spelled(self.save_strategy) == "best", f"save_strategy: best is not supported; {instead}"),
+            (
+                self.load_best_model_at_end,
+                f"load_best_model_at_end: true is not supported; {instead}",
+            ),
+            (
+                spelled(self.save_strategy) == "best",
+                f"save_strategy: best is not supported; {instead}",
+            ),
         )
         self.method_notes = settle_methods(self)
         given = vars(self).get("generation_batch_size"), vars(self).get("steps_per_generation")
         groups: Any = vars(self).get("num_generations_eval")
         try:
-            self.num_generations_eval: Any = 1  # whether TRL evaluates, in whole groups, is known when there are data
+            self.num_generations_eval: Any = (
+                1  # whether TRL evaluates, in whole groups, is known when there are data
+            )
             super().__post_init__()
         except ValueError:
             self._check_groups(*given)
@@ -56,18 +68,27 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         masked(vars(self))  # notes what is not to be shown from here on
         for key in ("hub_token", "model_init_kwargs", "vllm_server_base_url"):
             value = getattr(self, key)
-            if HIDDEN in (value, *(value.values() if isinstance(value, dict) else ())) or f"//{HIDDEN}@" in str(value):
-                left_out = f"{key}: '{HIDDEN}' stands for a secret that was left out of a printed command"
+            if HIDDEN in (
+                value,
+                *(value.values() if isinstance(value, dict) else ()),
+            ) or f"//{HIDDEN}@" in str(value):
+                left_out = (
+                    f"{key}: '{HIDDEN}' stands for a secret that was left out of a printed command"
+                )
                 raise UserError(f"{left_out}; write it, or log in with `hf auth login` for the hub")
 
     def _check_groups(self, batch: int | None, steps: int | None) -> None:
         """Raise `UserError` in the keys as they were given, where TRL's words have a number made of them."""
-        made, rows, each = self.generation_batch_size, self.per_device_train_batch_size, self.num_generations
+        made = self.generation_batch_size
+        rows = self.per_device_train_batch_size
+        each = self.num_generations
         if batch is not None or made is None or made % each == 0:
             return
         key = "steps_per_generation" if steps else "gradient_accumulation_steps"
         processes = made // (rows * self.steps_per_generation)
-        product = f"{rows} x {key}: {steps or self.gradient_accumulation_steps} x {processes} process"
+        product = (
+            f"{rows} x {key}: {steps or self.gradient_accumulation_steps} x {processes} process"
+        )
         product += f"{'' if processes == 1 else 'es'} = {made} rollouts"
         whole = f"which do not divide into groups of num_generations: {each}; make the product a multiple of it"
         raise UserError(f"per_device_train_batch_size: {product}, {whole}")
@@ -107,7 +128,9 @@ def check_device(config: Any) -> None:
     bf16 = bool(config.bf16) if config.bf16 is not None else not config.fp16  # as TRL fills it in
     if bf16 and not is_torch_bf16_gpu_available() and not is_torch_xla_available():
         if is_torch_cuda_available():
-            raise UserError("bf16: true, but this GPU cannot compute in bfloat16; set bf16: false and fp16: true")
+            raise UserError(
+                "bf16: true, but this GPU cannot compute in bfloat16; set bf16: false and fp16: true"
+            )
         raise NoGPUError("bf16")
     if config.fp16 and not is_torch_cuda_available():
         raise NoGPUError("fp16")

@@ -49,37 +49,61 @@ class Sharding:
             return f"{cards}, no sharding{copies}"
         parts = {"optimizer": self.offload_optimizer, "weights": self.offload_parameters}
         moved = [name for name, there in parts.items() if there]
-        return f"{cards}, DeepSpeed ZeRO-{self.stage}" + (f", {' and '.join(moved)} in host memory" if moved else "")
+        return f"{cards}, DeepSpeed ZeRO-{self.stage}" + (
+            f", {' and '.join(moved)} in host memory" if moved else ""
+        )
 
 
-def from_file(path: str | Path, processes: int | None = None, machines: int | None = None) -> Sharding:
+def from_file(
+    path: str | Path, processes: int | None = None, machines: int | None = None
+) -> Sharding:
     """The sharding of an accelerate config. With other `machines` each has as many processes as in the file, unless
     `processes` says the sum. Raises `UserError` for no such file, for FSDP, and for what machines cannot start from.
     """
-    content, where = read_mapping("--accelerate-config", Path(path)), f"--accelerate-config: {str(path)!r}"
+    content = read_mapping("--accelerate-config", Path(path))
+    where = f"--accelerate-config: {str(path)!r}"
     refuse(("num_processes" not in content, f"{where} is no accelerate config (no num_processes)"))
     in_file = _whole("num_machines", content.get("num_machines") or 1, 1, path)
     machines = machines or in_file
-    number = processes or _whole("num_processes", content["num_processes"], 1, path) // in_file * machines
+    number = (
+        processes
+        or _whole("num_processes", content["num_processes"], 1, path) // in_file * machines
+    )
     spread_over(number, machines)
-    kind, deepspeed = str(content.get("distributed_type", "NO")).upper(), content.get("deepspeed_config") or {}
+    kind = str(content.get("distributed_type", "NO")).upper()
+    deepspeed = content.get("deepspeed_config") or {}
     refuse(
         (kind == "FSDP", f"{where} asks for FSDP; {_FSDP}"),
-        (kind == "NO" and number > 1, f"{where} has distributed_type: 'NO', with which accelerate starts one process, "
-         f"and not {number}; {SEVERAL}"),
-        (not isinstance(deepspeed, dict),
-         f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a mapping"),
-    )  # fmt: skip
-    launcher, seen = deepspeed.get("deepspeed_multinode_launcher"), "see configs/accelerate/zero3_nodes.yaml"
+        (
+            kind == "NO" and number > 1,
+            f"{where} has distributed_type: 'NO', with which accelerate starts one process, "
+            f"and not {number}; {SEVERAL}",
+        ),
+        (
+            not isinstance(deepspeed, dict),
+            f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a mapping",
+        ),
+    )
+    launcher = deepspeed.get("deepspeed_multinode_launcher")
+    seen = "see configs/accelerate/zero3_nodes.yaml"
     refuse(  # what several machines would wait for in vain, or fail on after minutes
-        (in_file > 1 and content.get("main_process_port") == 0, f"{where} has main_process_port: 0, which becomes "
-         f"another port on each machine, so that they never meet; choose one port for all, {seen}"),
-        (in_file > 1 and kind == "DEEPSPEED" and launcher != "standard", f"{where} would start the machines with "
-         "DeepSpeed's launcher, which needs pdsh and a hostfile; set deepspeed_multinode_launcher: standard, "
-         f"{seen}"),
-        (kind == "DEEPSPEED" and "deepspeed_config_file" in deepspeed, f"{where} names a DeepSpeed file; write "
-         "zero_stage and the offload keys into the accelerate config"),
-    )  # fmt: skip
+        (
+            in_file > 1 and content.get("main_process_port") == 0,
+            f"{where} has main_process_port: 0, which becomes "
+            f"another port on each machine, so that they never meet; choose one port for all, {seen}",
+        ),
+        (
+            in_file > 1 and kind == "DEEPSPEED" and launcher != "standard",
+            f"{where} would start the machines with "
+            "DeepSpeed's launcher, which needs pdsh and a hostfile; set deepspeed_multinode_launcher: standard, "
+            f"{seen}",
+        ),
+        (
+            kind == "DEEPSPEED" and "deepspeed_config_file" in deepspeed,
+            f"{where} names a DeepSpeed file; write "
+            "zero_stage and the offload keys into the accelerate config",
+        ),
+    )
     if kind != "DEEPSPEED":
         return Sharding(number, machines=machines)
     stage = _whole("zero_stage", deepspeed.get("zero_stage", 2), 0, path)
@@ -112,12 +136,20 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
     """
     parser = Parser(prog="python -m adora_vl.train", add_help=False, argument_default=SUPPRESS)
     parser.add_argument("--dry-run", "--dry_run", action="store_true")
-    memory, count = number(0.1, 1e6), whole(1)
+    memory = number(0.1, 1e6)
+    count = whole(1)
     for name, kind in (
-        ("card_gib", memory), ("accelerate_config", path), ("processes", count), ("machines", count), ("rows", count),
-        ("write_config", path), ("json", path),
-    ):  # fmt: skip
-        parser.add_argument(*dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, type=kind)
+        ("card_gib", memory),
+        ("accelerate_config", path),
+        ("processes", count),
+        ("machines", count),
+        ("rows", count),
+        ("write_config", path),
+        ("json", path),
+    ):
+        parser.add_argument(
+            *dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")), dest=name, type=kind
+        )
     found, rest = parser.parse_known_args(list(arguments))
     given = vars(found)
     if given.pop("dry_run", False):
@@ -179,7 +211,10 @@ def spread_over(processes: int, machines: int) -> None:
 
 
 def _deepspeed(processes: int, machines: int, values: Mapping[str, Any]) -> Sharding:
-    devices = [str(values.get(f"offload_{part}_device") or "none").lower() for part in ("optimizer", "param")]
+    devices = [
+        str(values.get(f"offload_{part}_device") or "none").lower()
+        for part in ("optimizer", "param")
+    ]
     stage = values.get("zero_stage")
     stage = 2 if stage is None else int(stage)
     return Sharding(processes, stage, devices[0] != "none", devices[1] != "none", machines)

@@ -41,7 +41,9 @@ def kept(image: Any) -> Any:
     return image
 
 
-ROW_NUMBER = "adora_row"  # the column with the number of a row in the data set, where rows are numbered
+ROW_NUMBER = (
+    "adora_row"  # the column with the number of a row in the data set, where rows are numbered
+)
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
@@ -55,7 +57,9 @@ class DistinctRows(Dataset[dict[str, Any]]):
         """`numbered`: each row says its number, in the column `ROW_NUMBER`. `share`: copies of a row are read once;
         else each is read, as stock TRL does.
         """
-        self._rows, self._numbered, self.share = rows, numbered, share
+        self._rows = rows
+        self._numbered = numbered
+        self.share = share
         self._last: dict[int, dict[str, Any]] = {}  # of the batch before, by index
         self._ahead: dict[int, dict[str, Any]] = {}  # of a batch to come
 
@@ -69,8 +73,13 @@ class DistinctRows(Dataset[dict[str, Any]]):
         """What torch's loader calls with the indices of a whole batch."""
         if not self.share:
             return [self._with_number(dict(self._rows[index]), index) for index in indices]
-        before, ahead, wanted = self._last, self._ahead, dict.fromkeys(indices)
-        self._last = {index: before.get(index) or ahead.pop(index, None) or self._read(index) for index in wanted}
+        before = self._last
+        ahead = self._ahead
+        wanted = dict.fromkeys(indices)
+        self._last = {
+            index: before.get(index) or ahead.pop(index, None) or self._read(index)
+            for index in wanted
+        }
         return [dict(self._last[index]) for index in indices]
 
     @property
@@ -85,10 +94,14 @@ class DistinctRows(Dataset[dict[str, Any]]):
             row = self._ahead[index] = self._read(index)
         return row
 
-    def rows_after(self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1) -> list[Any]:
+    def rows_after(
+        self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1
+    ) -> list[Any]:
         """The rows that take the places of these so many generations later, read now. Empty where that is not known."""
         distinct = list(dict.fromkeys(numbers))
-        after = dict(zip(distinct, order.following(distinct, order.epoch, generations), strict=False))
+        after = dict(
+            zip(distinct, order.following(distinct, order.epoch, generations), strict=False)
+        )
         read = self.read_ahead if self.share else self._read
         return [dict(read(after[number])) for number in numbers] if after else []
 
@@ -106,7 +119,9 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 
-Process = Callable[[dict[str, Any]], int]  # puts the images of a row into the cache, and returns their bytes there
+Process = Callable[
+    [dict[str, Any]], int
+]  # puts the images of a row into the cache, and returns their bytes there
 
 
 class NoPrefetch:
@@ -125,9 +140,14 @@ class ImagePrefetch(NoPrefetch):
     processed is skipped, and the error raised where the loader reads it.
     """
 
-    def __init__(self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int) -> None:
+    def __init__(
+        self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int
+    ) -> None:
         """It stops after `limit_bytes` of processed images: with more, the cache would drop some before their use."""
-        self._rows, self._order, self._process, self._limit_bytes = rows, order, process, limit_bytes
+        self._rows = rows
+        self._order = order
+        self._process = process
+        self._limit_bytes = limit_bytes
         self._thread: threading.Thread | None = None
         self._ending = threading.Event()
 
@@ -136,7 +156,9 @@ class ImagePrefetch(NoPrefetch):
         self.finish()
         latest = self._rows.latest
         coming = dict.fromkeys([*latest, *self._order.following(latest, self._order.epoch)])
-        self._rows.forget_ahead(but=coming)  # what was asked for ahead has read the next ones already
+        self._rows.forget_ahead(
+            but=coming
+        )  # what was asked for ahead has read the next ones already
         self._ending.clear()
         self._thread = threading.Thread(target=self._work, args=(list(coming),), name="prefetch")
         self._thread.start()
@@ -167,15 +189,21 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._orders: dict[int, list[int]] = {}  # of the epochs that `following` was asked about last
+        self._orders: dict[
+            int, list[int]
+        ] = {}  # of the epochs that `following` was asked about last
 
     @classmethod
     def like(cls, sampler: RepeatSampler) -> EpochRepeatSampler:
         """A sampler with the same rows and repetitions as `sampler`."""
         return cls(
-            data_source=sampler.data_source, mini_repeat_count=sampler.mini_repeat_count, batch_size=sampler.batch_size,
-            repeat_count=sampler.repeat_count, shuffle=sampler.shuffle, seed=sampler.seed,
-        )  # fmt: skip
+            data_source=sampler.data_source,
+            mini_repeat_count=sampler.mini_repeat_count,
+            batch_size=sampler.batch_size,
+            repeat_count=sampler.repeat_count,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+        )
 
     def set_epoch(self, epoch: int) -> None:
         """Called by `transformers.Trainer` before each epoch."""
@@ -185,7 +213,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         """The rows that take the places of `rows`, one process's distinct ones of a generation of this epoch, so many
         generations later; empty where they are not of one. No random state is used or changed.
         """
-        order, size = self._order(epoch), self.batch_size
+        order = self._order(epoch)
+        size = self.batch_size
         try:
             first = order.index(rows[0]) // size * size
             places = [order.index(row, first, first + size) - first for row in rows]
@@ -199,7 +228,9 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         if epoch not in self._orders:
             once = type(self)(self.data_source, 1, self.batch_size, 1, self.shuffle, self.seed)
             once.set_epoch(epoch)
-            self._orders = {near: order for near, order in self._orders.items() if near == epoch - 1}
+            self._orders = {
+                near: order for near, order in self._orders.items() if near == epoch - 1
+            }
             self._orders[epoch] = list(once)
         return self._orders[epoch]
 

@@ -51,8 +51,16 @@ SPLITS = ("train", "validation", "test")  # in the order in which people see the
 MANIFEST_NAME = "manifest.json"
 MADE_BY = "data_prep"  # in a manifest: this package wrote the folder
 _BATCH_ROWS = 64  # in memory at a time
-_GROUP_ROWS, _GROUP_BYTES = 4096, 2**24  # of a row group at most: the writer remembers something of each until its end
-_PACKAGES = ("datasets", "numpy", "pillow", "pyarrow", "transformers")  # what the bytes of the output depend on
+# of a row group at most: the writer remembers something of each until its end
+_GROUP_ROWS = 4096
+_GROUP_BYTES = 2**24
+_PACKAGES = (
+    "datasets",
+    "numpy",
+    "pillow",
+    "pyarrow",
+    "transformers",
+)  # what the bytes of the output depend on
 
 
 @cache
@@ -62,10 +70,14 @@ def schema() -> Features:
 
     kinds = {"text": Value("string"), "texts": List(Value("string")), "images": List(Image())}
     meta = {name: kinds[kind] for name, kind in META.items()}
-    return Features({name: meta if name == "meta" else kinds[kind] for name, kind in COLUMNS.items()})
+    return Features(
+        {name: meta if name == "meta" else kinds[kind] for name, kind in COLUMNS.items()}
+    )
 
 
-def write_split(rows: Iterable[Row], folder: Path, split: str, features: Features | None = None) -> int:
+def write_split(
+    rows: Iterable[Row], folder: Path, split: str, features: Features | None = None
+) -> int:
     """Write one split into `folder`, a batch at a time. Returns the number of rows. An image is a Pillow image, stored
     as PNG, or already `{"bytes": ..., "path": ...}`. `features`: the schema, with the user's columns behind it.
     """
@@ -96,26 +108,44 @@ def _group(rows: Iterator[Row]) -> Iterator[Row]:
 
 def _stored(row: Row, features: Features) -> Row:
     assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
-    assert row["meta"].keys() == features["meta"].keys(), f"meta {sorted(row['meta'])} is not that of the schema"
-    made = (png_bytes(image) if isinstance(image, Image.Image) else image for image in row["images"])
-    return {**row, "images": [{"bytes": each, "path": None} if isinstance(each, bytes) else each for each in made]}
+    assert row["meta"].keys() == features["meta"].keys(), (
+        f"meta {sorted(row['meta'])} is not that of the schema"
+    )
+    made = (
+        png_bytes(image) if isinstance(image, Image.Image) else image for image in row["images"]
+    )
+    return {
+        **row,
+        "images": [
+            {"bytes": each, "path": None} if isinstance(each, bytes) else each for each in made
+        ],
+    }
 
 
 def write_manifest(
-    folder: Path, description: Mapping[str, Any], counts: Mapping[str, int],
-    quarantined: Mapping[str, Any] | None = None, leaks: Mapping[str, Any] | None = None,
+    folder: Path,
+    description: Mapping[str, Any],
+    counts: Mapping[str, int],
+    quarantined: Mapping[str, Any] | None = None,
+    leaks: Mapping[str, Any] | None = None,
     noted: Mapping[str, Any] | None = None,
-) -> Manifest:  # fmt: skip
+) -> Manifest:
     """Write and return the manifest of `folder`, whose other files are complete. `description`: source, input, revision
     and arguments. It names no time and no machine.
     """
     manifest = {
-        **description, "made_by": MADE_BY, "counts": dict(counts),
+        **description,
+        "made_by": MADE_BY,
+        "counts": dict(counts),
         "quarantined": quarantined or {"rows": 0, "reasons": {}},
-        "leaks": leaks or {"found": 0, "dropped": 0, "rows": []}, **({"noted": dict(noted)} if noted else {}),
-        "files": file_hashes(folder), "versions": {package: version(package) for package in _PACKAGES},
-    }  # fmt: skip
-    (folder / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        "leaks": leaks or {"found": 0, "dropped": 0, "rows": []},
+        **({"noted": dict(noted)} if noted else {}),
+        "files": file_hashes(folder),
+        "versions": {package: version(package) for package in _PACKAGES},
+    }
+    (folder / MANIFEST_NAME).write_text(
+        json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
     return manifest
 
 
@@ -127,7 +157,11 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def file_hashes(folder: Path) -> dict[str, str]:
     """SHA-256 in hexadecimal of every file below `folder` but the manifest, by its path inside `folder`."""
-    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    files = {
+        path.relative_to(folder).as_posix(): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     return {name: file_sha256(path) for name, path in files.items() if name != MANIFEST_NAME}
 
 
@@ -168,15 +202,23 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
             listed = "choices" in file.schema_arrow.names
             for group in range(file.num_row_groups):
                 first = first or (path, group, 0)
-                choices = file.read_row_group(group, columns=["choices"])["choices"].to_pylist() if listed else []
+                choices = (
+                    file.read_row_group(group, columns=["choices"])["choices"].to_pylist()
+                    if listed
+                    else []
+                )
                 if any(choices):
-                    return _row_at(path, group, next(index for index, found in enumerate(choices) if found))
+                    return _row_at(
+                        path, group, next(index for index, found in enumerate(choices) if found)
+                    )
     return None if first is None else _row_at(*first)
 
 
 def _row_at(path: Path, group: int, index: int) -> Row:
     with _parquet(path) as file:
-        return dict(next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()[0])
+        return dict(
+            next(islice(file.iter_batches(1, row_groups=[group]), index, None)).to_pylist()[0]
+        )
 
 
 def row_count(folder: Path, split: str) -> int:
@@ -212,18 +254,27 @@ def load_split(folder: str | Path, split: str) -> Dataset:
             _require_columns(file.schema_arrow, folder, split)
             rows += file.metadata.num_rows
     if not rows:
-        raise UserError(f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or name one")
+        raise UserError(
+            f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or name one"
+        )
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log is no place for one, and an error is one line
     try:
         # The library knows a file by its path and its time; the name is a part of what its cache goes by.
         held = f"content-{content_hash(files)}"
-        return load_dataset("parquet", held, data_files={split: [str(path) for path in files]}, split=split)
+        return load_dataset(
+            "parquet", held, data_files={split: [str(path) for path in files]}, split=split
+        )
     except (OSError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
-        reason, cache = in_one_line(cause), f"the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r}"
-        if getattr(cause, "errno", None) is None:  # Arrow's, about the content of a file: not the disk's
-            raise UserError(f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again") from error
+        reason = in_one_line(cause)
+        cache = f"the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r}"
+        if (
+            getattr(cause, "errno", None) is None
+        ):  # Arrow's, about the content of a file: not the disk's
+            raise UserError(
+                f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again"
+            ) from error
         room = f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"
         raise UserError(f"dataset: {str(folder)!r} cannot be put into {cache} {room}") from error
 
@@ -235,7 +286,9 @@ def _parquet(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             yield file
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise UserError(f"dataset: {str(path)!r} cannot be read ({error}); prepare it again") from error
+        raise UserError(
+            f"dataset: {str(path)!r} cannot be read ({error}); prepare it again"
+        ) from error
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
@@ -246,9 +299,12 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
-    where, remedy = f"{str(folder)!r} split {split!r}", "prepare it with `python -m data_prep`"
+    where = f"{str(folder)!r} split {split!r}"
+    remedy = "prepare it with `python -m data_prep`"
     missing = next((column for column in REQUIRED_COLUMNS if column not in schema.names), None)
-    lacks = f"dataset: {where} lacks the column {missing!r}; it has {', '.join(schema.names)}; {remedy}"
+    lacks = (
+        f"dataset: {where} lacks the column {missing!r}; it has {', '.join(schema.names)}; {remedy}"
+    )
     refuse((missing is not None, lacks))
     images = schema.field("images").type
     listed = pa.types.is_list(images) or pa.types.is_large_list(images)

@@ -19,16 +19,29 @@ from adora_vl.utils.errors import UserError
 
 VISIONS = seeing_families()
 DEFAULT_FAMILY = "qwen2_5_vl"
-UNIT = min(vision.unit for vision in VISIONS.values())  # pixels: the side of the smallest image token there is
-MAX_PIXELS = 2**31  # the largest pixel limit that is accepted; no image that can be decoded has as many
-WIDEST = 200  # above this ratio of the sides the model's processor raises, in the middle of a training
+UNIT = min(
+    vision.unit for vision in VISIONS.values()
+)  # pixels: the side of the smallest image token there is
+MAX_PIXELS = (
+    2**31
+)  # the largest pixel limit that is accepted; no image that can be decoded has as many
+WIDEST = (
+    200  # above this ratio of the sides the model's processor raises, in the middle of a training
+)
 
 
 MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
 _JPEGS = ("JPEG", "MPO")  # the second has more pictures behind the first, as those of phones have
 _LYING = (5, 6, 7, 8)  # EXIF's orientations that exchange width and height
 MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
-FORMATS = ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF")  # Pillow would start Ghostscript for a stranger's EPS
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "GIF",
+    "BMP",
+    "WEBP",
+    "TIFF",
+)  # Pillow would start Ghostscript for a stranger's EPS
 
 
 def open_picture(source: Any) -> Image.Image:
@@ -37,9 +50,13 @@ def open_picture(source: Any) -> Image.Image:
 
 
 @lru_cache(maxsize=4096)
-def model_size(width: int, height: int, unit: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+def model_size(
+    width: int, height: int, unit: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
     """Width and height, multiples of `unit`, that a processor with these limits resizes to. Raises `ValueError`."""
-    from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize  # seconds, so only where needed
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
+        smart_resize,
+    )  # seconds, so only where needed
 
     new_height, new_width = smart_resize(height, width, unit, min_pixels, max_pixels)
     return int(new_width), int(new_height)
@@ -56,7 +73,11 @@ def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: obj
 
 
 def size_within(
-    width: int, height: int, min_pixels: int | None, max_pixels: int | None, unit: int = VISIONS[DEFAULT_FAMILY].unit
+    width: int,
+    height: int,
+    min_pixels: int | None,
+    max_pixels: int | None,
+    unit: int = VISIONS[DEFAULT_FAMILY].unit,
 ) -> tuple[int, int]:
     """The size to store: unchanged where a processor with these limits would only round it to multiples of `unit`, else
     the size that it would choose. Raises `ValueError` where its rule has none within the limits.
@@ -64,7 +85,8 @@ def size_within(
     rounded = round(width / unit) * round(height / unit) * unit**2
     if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
         return width, height
-    low, high = min_pixels or unit**2, max_pixels or sys.maxsize
+    low = min_pixels or unit**2
+    high = max_pixels or sys.maxsize
     new_width, new_height = model_size(width, height, unit, low, high)
     if not low <= new_width * new_height <= high:
         raise ValueError(f"no size of its shape is within {low} to {high} pixels")
@@ -79,7 +101,9 @@ class UnreadableImageError(ValueError):
         self.kind = kind
 
 
-def clean_image(encoded: bytes, low: int | None = None, high: int | None = None, unit: int = UNIT) -> Image.Image:
+def clean_image(
+    encoded: bytes, low: int | None = None, high: int | None = None, unit: int = UNIT
+) -> Image.Image:
     """The picture upright, flattened on white, in mode RGB, and resized where its pixels are not within `low` and
     `high` (None: no limit). `unit`: the side of an image token, in pixels. Raises `UnreadableImageError`: as
     `decoded_image`, with nothing on it, or with values of which it cannot be told what is white.
@@ -89,7 +113,9 @@ def clean_image(encoded: bytes, low: int | None = None, high: int | None = None,
     try:
         size = size_within(*flat.size, low, high, unit)
     except ValueError as error:
-        raise UnreadableImageError("image_shape", f"{flat.width} x {flat.height} pixels: {error}") from error
+        raise UnreadableImageError(
+            "image_shape", f"{flat.width} x {flat.height} pixels: {error}"
+        ) from error
     return flat if size == flat.size else flat.resize(size, Image.Resampling.BICUBIC)
 
 
@@ -100,8 +126,21 @@ def png_bytes(image: Image.Image, **how: int) -> bytes:
     return stream.getvalue()
 
 
-_PLAIN_CHUNKS = (b"IHDR", b"IDAT", b"IEND", b"pHYs", b"gAMA", b"sRGB", b"cHRM", b"sBIT", b"bKGD")  # no text, no place
-_PLAIN_SEGMENTS = (0xE0, 0xEE)  # JFIF's and Adobe's; a camera's data, profiles and comments have others
+_PLAIN_CHUNKS = (
+    b"IHDR",
+    b"IDAT",
+    b"IEND",
+    b"pHYs",
+    b"gAMA",
+    b"sRGB",
+    b"cHRM",
+    b"sBIT",
+    b"bKGD",
+)  # no text, no place
+_PLAIN_SEGMENTS = (
+    0xE0,
+    0xEE,
+)  # JFIF's and Adobe's; a camera's data, profiles and comments have others
 _TURNS = range(2, 9)  # EXIF's orientations but the upright one
 
 
@@ -114,15 +153,20 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
         if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
             chunks = list(_chunks(encoded))
             if not any(chunk[4:8] in (b"tRNS", b"eXIf") for chunk in chunks):
-                return encoded[:8] + b"".join(chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS)
+                return encoded[:8] + b"".join(
+                    chunk for chunk in chunks if chunk[4:8] in _PLAIN_CHUNKS
+                )
         elif original.mode == "RGB" and original.format in _JPEGS:
-            turn, tags = original.getexif().get(ExifTags.Base.Orientation), Image.Exif()
+            turn = original.getexif().get(ExifTags.Base.Orientation)
+            tags = Image.Exif()
             if image.size == (original.size[::-1] if turn in _LYING else original.size):
                 tags[ExifTags.Base.Orientation] = turn
                 exif = tags.tobytes() if turn in _TURNS else b""
                 segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif if exif else b""
                 return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
-    return png_bytes(_rgb(image), compress_level=1, compress_type=zlib.Z_RLE)  # in a fifth of the time
+    return png_bytes(
+        _rgb(image), compress_level=1, compress_type=zlib.Z_RLE
+    )  # in a fifth of the time
 
 
 def _plain_segments(encoded: bytes) -> Iterator[bytes]:
@@ -144,7 +188,8 @@ _MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
 
 def _chunks(encoded: bytes) -> Iterator[bytes]:
     """The chunks of a PNG, each with its length and name before it."""
-    at, name = 8, b""
+    at = 8
+    name = b""
     while at < len(encoded) and name != b"IEND":
         name = encoded[at + 4 : at + 8]
         end = at + 12 + int.from_bytes(encoded[at : at + 4], "big")
@@ -159,7 +204,9 @@ def diagram_hash(image: Image.Image) -> str:
     """SHA-256 of the RGB pixels and the size, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
     image = _rgb(image)
-    for top in range(0, image.height, _STRIP):  # the memory of a copy of the whole is new each time, which costs more
+    for top in range(
+        0, image.height, _STRIP
+    ):  # the memory of a copy of the whole is new each time, which costs more
         digest.update(image.crop((0, top, image.width, min(image.height, top + _STRIP))).tobytes())
     return digest.hexdigest()
 
@@ -174,14 +221,18 @@ def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # a loop of links, a null byte
         raise UnreadableImageError("file_missing", f"{name!r:.80} is no path ({error})") from error
     if Path(name).is_absolute() or not file.is_relative_to((root or folder).resolve()):
-        raise UnreadableImageError("path_outside", f"the path {name!r:.80} leads out of the data's folder")
+        raise UnreadableImageError(
+            "path_outside", f"the path {name!r:.80} leads out of the data's folder"
+        )
     return file
 
 
 def image_size(encoded: bytes) -> tuple[int, int]:
     """Width and height that `decoded_image` would give, from the header alone. Raises what Pillow raises."""
     with open_picture(io.BytesIO(encoded)) as image:
-        if image.format == "PNG" and "exif" not in image.info:  # Pillow would decode it to look behind the pixels
+        if (
+            image.format == "PNG" and "exif" not in image.info
+        ):  # Pillow would decode it to look behind the pixels
             return image.size
         lies = image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING
         return (image.height, image.width) if lies else image.size
@@ -189,15 +240,25 @@ def image_size(encoded: bytes) -> tuple[int, int]:
 
 # What stands in the place of a picture: its first bytes, a word for it, what it is and what to do.
 _NO_PICTURES = (
-    (b"version https://git-lfs", "lfs_pointer", "a Git LFS pointer, not the file itself; fetch it with git lfs pull"),
-    (b"<!doctype html", "html", "a saved web page (HTML), such as an error page; download the file itself"),
+    (
+        b"version https://git-lfs",
+        "lfs_pointer",
+        "a Git LFS pointer, not the file itself; fetch it with git lfs pull",
+    ),
+    (
+        b"<!doctype html",
+        "html",
+        "a saved web page (HTML), such as an error page; download the file itself",
+    ),
     (b"<html", "html", "a saved web page (HTML), such as an error page; download the file itself"),
     (b"<svg", "svg", "a drawing in SVG; export it as PNG"),
     (b"<?xml", "xml", "a text in XML, such as an error page or a drawing in SVG; export it as PNG"),
     (b"%pdf", "pdf", "a page in PDF; export it as PNG"),
 )
 _SIGNS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
-_HEIF = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)  # the pictures of iPhones
+_HEIF = re.compile(
+    rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL
+)  # the pictures of iPhones
 
 
 def named_content(start: bytes) -> tuple[str, str] | None:
@@ -230,7 +291,9 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
     for. Raises `UnreadableImageError`: not a picture, truncated, too large to decode, or with several frames.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        warnings.simplefilter(
+            "ignore"
+        )  # Pillow's own pixel limit is higher, and only a warning; so are broken tags
         try:
             _register_heif(encoded)
             with open_picture(io.BytesIO(encoded)) as image:
@@ -238,10 +301,14 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
                     why = f"{image.width} x {image.height} pixels are over the limit of {MAX_DECODED_PIXELS}"
                     raise UnreadableImageError("image_too_large", why)
                 # a phone's second one is no motion
-                frames = 1 if first_frame or image.format in _JPEGS else getattr(image, "n_frames", 1)
+                frames = (
+                    1 if first_frame or image.format in _JPEGS else getattr(image, "n_frames", 1)
+                )
                 if frames > 1:
                     raise UnreadableImageError("image_animated", f"it has {frames} frames")
-                if image.format == "PNG":  # the only one that shows a lost end: each chunk has a checksum
+                if (
+                    image.format == "PNG"
+                ):  # the only one that shows a lost end: each chunk has a checksum
                     image.verify()
             with open_picture(io.BytesIO(encoded)) as image:
                 deep = re.search(";16[BLN]", str(getattr(image, "tile", "")))  # of a colour
@@ -255,60 +322,85 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
         except Image.DecompressionBombError as error:
             raise UnreadableImageError("image_too_large", str(error)) from error
         except UnidentifiedImageError as error:  # its own text has a memory address in it
-            word, why = named_content(encoded[:512]) or ("undecodable", "not in any known picture format")
+            word, why = named_content(encoded[:512]) or (
+                "undecodable",
+                "not in any known picture format",
+            )
             raise UnreadableImageError(f"image_{word}", why) from error
-        except Exception as error:  # Pillow raises nearly anything here: OSError, SyntaxError, struct.error, ...
+        except (
+            Exception
+        ) as error:  # Pillow raises nearly anything here: OSError, SyntaxError, struct.error, ...
             why = str(error) or type(error).__name__
             kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
             if _HEIF.match(encoded):
-                kind, why = "image_heic", f"a photograph in HEIC that cannot be read ({why}); save it as JPEG"
+                kind = "image_heic"
+                why = f"a photograph in HEIC that cannot be read ({why}); save it as JPEG"
             raise UnreadableImageError(kind, why) from error
 
 
 def _refuse_degenerate(image: Image.Image) -> None:
     width, height = image.size
     if min(width, height) < MIN_SIDE:
-        raise UnreadableImageError("image_degenerate", f"{width} x {height} pixels are too few for a diagram")
-    coarse = image.resize((32, 32), Image.Resampling.NEAREST)  # mostly enough, in a hundredth of the time
+        raise UnreadableImageError(
+            "image_degenerate", f"{width} x {height} pixels are too few for a diagram"
+        )
+    coarse = image.resize(
+        (32, 32), Image.Resampling.NEAREST
+    )  # mostly enough, in a hundredth of the time
     if _of_one_colour(coarse) and _of_one_colour(image):
         colour = image.getpixel((0, 0))
-        raise UnreadableImageError("image_degenerate", f"all of its {width} x {height} pixels are {colour}")
+        raise UnreadableImageError(
+            "image_degenerate", f"all of its {width} x {height} pixels are {colour}"
+        )
     if max(width, height) > WIDEST * min(width, height):
         wrong = f"{width} x {height}: one side is over {WIDEST} times the other, which the model refuses"
         raise UnreadableImageError("image_shape", wrong)
 
 
 def _of_one_colour(image: Image.Image) -> bool:
-    return all(low == high for low, high in (image.getchannel(band).getextrema() for band in image.getbands()))
+    return all(
+        low == high
+        for low, high in (image.getchannel(band).getextrema() for band in image.getbands())
+    )
 
 
 def _scaled(image: Image.Image) -> Image.Image:
     """A grey picture of more than 8 bits, or of floats, in 8 bits. The file does not say what is white: it is the
     largest number of 8, 10, 12, 14 or 16 bits, or 1 for floats, that the picture comes near.
     """
-    values, floats = np.asarray(image), image.mode == "F"
-    low, high = float(values.min()), float(values.max())
+    values = np.asarray(image)
+    floats = image.mode == "F"
+    low = float(values.min())
+    high = float(values.max())
     whites = (1, 255, 65535) if floats else (255, 1023, 4095, 16383, 65535)
     white = next((white for white in whites if high <= white), 0)
     if not (low >= 0 and white / 4 <= high <= white):
-        raise UnreadableImageError("image_range", f"of its values from {low:g} to {high:g} {_NO_WHITE}")
+        raise UnreadableImageError(
+            "image_range", f"of its values from {low:g} to {high:g} {_NO_WHITE}"
+        )
     scaled = values.astype(np.float32) * 255 / white
     return Image.fromarray((np.rint(scaled) if floats else scaled).astype(np.uint8))
 
 
-_NO_WHITE = "it cannot be told which is white, and it would be nearly black; save it with 8 bits a channel"
+_NO_WHITE = (
+    "it cannot be told which is white, and it would be nearly black; save it with 8 bits a channel"
+)
 
 
 def _refuse_dark(image: Image.Image) -> None:
     """Refuse colours of 16 bits that are used for 14 or less: Pillow keeps the upper 8 alone, so no scale helps."""
     colours = [image.getchannel(band) for band in image.getbands() if band != "A"]
     if max(int(np.max(np.asarray(colour))) for colour in colours) < 64:
-        raise UnreadableImageError("image_range", f"of its colours of 16 bits up to a quarter of the range {_NO_WHITE}")
+        raise UnreadableImageError(
+            "image_range", f"of its colours of 16 bits up to a quarter of the range {_NO_WHITE}"
+        )
 
 
 def _flattened(image: Image.Image) -> Image.Image:
     """RGB on white. A transparent diagram is drawn for white paper; Pillow alone would put its lines on black."""
-    if image.mode in ("I", "F") or image.mode.startswith("I;16"):  # Pillow clips them at 255 instead of scaling them
+    if image.mode in ("I", "F") or image.mode.startswith(
+        "I;16"
+    ):  # Pillow clips them at 255 instead of scaling them
         image = _scaled(image)
     if not image.has_transparency_data:
         return _rgb(image)

@@ -12,12 +12,25 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, DatasetInfo, Features, Image, List, concatenate_datasets, interleave_datasets
+from datasets import (
+    Dataset,
+    DatasetInfo,
+    Features,
+    Image,
+    List,
+    concatenate_datasets,
+    interleave_datasets,
+)
 
 from adora_vl.data.dataset import load_split
 from adora_vl.data.images import open_picture
 from adora_vl.data.prompts import Template, conversations, template
-from adora_vl.data.rows import has_choices, problem_with_prompt, require_sound_rows, rows_without_pixels
+from adora_vl.data.rows import (
+    has_choices,
+    problem_with_prompt,
+    require_sound_rows,
+    rows_without_pixels,
+)
 from adora_vl.utils.errors import UserError, in_one_line, refuse
 
 
@@ -32,7 +45,10 @@ def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
     """The transform of a data set that decodes its images, and does nothing else."""
     if "images" not in rows:
         return rows
-    return {**rows, "images": [[_decoded(stored) for stored in images or []] for images in rows["images"]]}
+    return {
+        **rows,
+        "images": [[_decoded(stored) for stored in images or []] for images in rows["images"]],
+    }
 
 
 def _decoded(stored: dict[str, Any]) -> Any:
@@ -41,7 +57,9 @@ def _decoded(stored: dict[str, Any]) -> Any:
         if isinstance(source, BytesIO) or Path(source or "").is_file():
             open_picture(source).close()  # `datasets` would open a file of any format
         return Image().decode_example(stored)
-    except Exception as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
+    except (
+        Exception
+    ) as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
         return UnreadableImage(in_one_line(error))
 
 
@@ -82,11 +100,14 @@ def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
 Fitting = Callable[[Dataset, Sequence[str]], Sequence[int]]
 
 
-def load_rows(script: Any, folders: Sequence[str], seed: int, fitting: Fitting | None = None) -> Dataset:
+def load_rows(
+    script: Any, folders: Sequence[str], seed: int, fitting: Fitting | None = None
+) -> Dataset:
     """The rows with a conversational `prompt` column; images are decoded when a row is read. `script`: the keys of the
     data. `fitting`: says which rows to train on, before data sets are mixed by their shares. Raises `UserError`.
     """
-    split, made = script.dataset_train_split, template(script.adora_prompt) if script.adora_prompt else None
+    split = script.dataset_train_split
+    made = template(script.adora_prompt) if script.adora_prompt else None
     parts, prompts = [], []
     for folder in folders:
         dataset = load_split(folder, split)
@@ -96,7 +117,9 @@ def load_rows(script: Any, folders: Sequence[str], seed: int, fitting: Fitting |
         parts.append(dataset)
     _require_different_ids(parts, folders)
     try:
-        dataset = parts[0] if len(parts) == 1 else concatenate_datasets(parts)  # a column that one lacks is null there
+        dataset = (
+            parts[0] if len(parts) == 1 else concatenate_datasets(parts)
+        )  # a column that one lacks is null there
     except (ValueError, TypeError) as error:
         differ = f"the data sets have columns of different types ({error})"
         raise UserError(f"dataset_name: {differ}; prepare them in one way") from error
@@ -110,8 +133,12 @@ def load_rows(script: Any, folders: Sequence[str], seed: int, fitting: Fitting |
     sizes = [end - start for start, end in pairwise([0, *ends])]
     if 0 in sizes:
         empty = f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but adora_overlong_prompts: drop"
-        raise UserError(f"{empty} leaves none of its rows; remove it from dataset_name, or raise the limit")
-    return dataset.select([kept[number] for number in mixed_rows(sizes, script.adora_mixture, seed)])
+        raise UserError(
+            f"{empty} leaves none of its rows; remove it from dataset_name, or raise the limit"
+        )
+    return dataset.select(
+        [kept[number] for number in mixed_rows(sizes, script.adora_mixture, seed)]
+    )
 
 
 def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[str]:
@@ -122,7 +149,9 @@ def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[s
         return list(dataset["problem"])
     made.check_columns(dataset.column_names, where)
     images = pc.list_value_length(dataset.data.table["images"]).to_pylist()
-    columns = [name for name in dict.fromkeys(("id", *made.columns)) if name in dataset.column_names]
+    columns = [
+        name for name in dict.fromkeys(("id", *made.columns)) if name in dataset.column_names
+    ]
     texts = []
     for row, count in zip(dataset.data.table.select(columns).to_pylist(), images, strict=True):
         text = made(row)
@@ -137,7 +166,9 @@ def as_asked(script: Any, table: pa.Table) -> Any:
     so that a run with such a template, and one without any, can resume each other.
     """
     known = copy(script)
-    if script.adora_prompt and template(script.adora_prompt).asks_the_problem_alone(with_choices=has_choices(table)):
+    if script.adora_prompt and template(script.adora_prompt).asks_the_problem_alone(
+        with_choices=has_choices(table)
+    ):
         known.adora_prompt = None
     return known
 
@@ -149,7 +180,9 @@ def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list
     ends = pairwise([0, *accumulate(sizes)])
     numbers = [Dataset.from_dict({"row": list(range(first, end))}) for first, end in ends]
     parts = [share / sum(shares) for share in shares]
-    drawn = interleave_datasets(numbers, probabilities=parts, seed=seed, stopping_strategy="all_exhausted")
+    drawn = interleave_datasets(
+        numbers, probabilities=parts, seed=seed, stopping_strategy="all_exhausted"
+    )
     return list(drawn["row"])
 
 
@@ -162,7 +195,13 @@ def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> 
         double = next((row for row in ids if row in seen), None)
         names = f"{Path(seen.get(double, '')).name} and {Path(folder).name}"
         refuse(
-            (twice is not None, f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id"),
-            (double is not None, f"dataset_name: {names} both have a row {double!r}; convert one with another --name"),
+            (
+                twice is not None,
+                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id",
+            ),
+            (
+                double is not None,
+                f"dataset_name: {names} both have a row {double!r}; convert one with another --name",
+            ),
         )
         seen.update(dict.fromkeys(ids, folder))

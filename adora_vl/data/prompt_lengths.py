@@ -32,7 +32,9 @@ _SERVER_SECONDS = 5.0
 _SHOW_AFTER_S = 2.0  # a progress bar
 
 TEXT_TOKENS = 300  # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
-CHARACTERS_A_TOKEN = 2.5  # assumed where the tokenizer is not at hand; English mathematics has 3 to 4
+CHARACTERS_A_TOKEN = (
+    2.5  # assumed where the tokenizer is not at hand; English mathematics has 3 to 4
+)
 _TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two messages
 
 # A problem, or the prompt of a row of Python's, and its number of images -> tokens, each image one of them
@@ -70,8 +72,12 @@ class Measured:
 
     def only(self, numbers: Sequence[int]) -> Measured:
         """The rows of these numbers."""
-        ids, prompt, image = self.ids, self.prompt, self.image
-        return Measured([ids[n] for n in numbers], [prompt[n] for n in numbers], [image[n] for n in numbers])
+        ids = self.ids
+        prompt = self.prompt
+        image = self.image
+        return Measured(
+            [ids[n] for n in numbers], [prompt[n] for n in numbers], [image[n] for n in numbers]
+        )
 
 
 @dataclass(frozen=True)
@@ -104,13 +110,21 @@ class LengthCheck:
     @cached_property
     def refused(self) -> list[int]:
         """The prompts that leave no room for one token of an answer: vLLM raises an error for them."""
-        return [number for number, length in enumerate(self.measured.prompt) if length >= self.limit.tokens]
+        return [
+            number
+            for number, length in enumerate(self.measured.prompt)
+            if length >= self.limit.tokens
+        ]
 
     @cached_property
     def cut(self) -> list[int]:
         """The prompts that fit, but leave less than `max_completion_length`: vLLM ends longer answers at the limit."""
         least = self.limit.tokens - self.limit.completion
-        return [number for number, length in enumerate(self.measured.prompt) if least < length < self.limit.tokens]
+        return [
+            number
+            for number, length in enumerate(self.measured.prompt)
+            if least < length < self.limit.tokens
+        ]
 
     def kept(self, policy: str | None) -> list[int]:
         """The numbers of the prompts that are used. `policy`: the value of `adora_overlong_prompts`, None where Python
@@ -132,14 +146,21 @@ class LengthCheck:
 
     def refusal(self, *, droppable: bool = True) -> str:
         """Which prompts are too long, and every remedy that would help, in one line."""
-        limit, prompt, image = self.limit, self.measured.prompt, self.measured.image
-        first, longest = self.refused[0], max(prompt)
+        limit = self.limit
+        prompt = self.measured.prompt
+        image = self.measured.image
+        first = self.refused[0]
+        longest = max(prompt)
         needed = limit.needed(longest)
         fits_model = limit.most is None or needed <= limit.most
         raised = f"{limit.raised} {needed}, which holds every prompt with its answer"
-        taken = f"{needed} would hold every prompt with its answer, but the model takes {limit.most}"
+        taken = (
+            f"{needed} would hold every prompt with its answer, but the model takes {limit.most}"
+        )
         ways = [raised if fits_model else taken] if limit.raised else []
-        ways += ["lower max_pixels"] if limit.needed(self.measured.longest_text) < limit.tokens else []
+        ways += (
+            ["lower max_pixels"] if limit.needed(self.measured.longest_text) < limit.tokens else []
+        )
         ways += ["shorten the rows"] if not (limit.raised and fits_model) else []
         ways += [f"leave such rows out with {KEY}: drop"] if droppable else []
         images = f", {image[first]} of them for its images" if image[first] else ""
@@ -153,17 +174,24 @@ class LengthCheck:
 
     def notes(self) -> list[str]:
         """What to say of prompts that are left out, and of those whose answers are cut: one line each."""
-        limit, prompt = self.limit, self.measured.prompt
+        limit = self.limit
+        prompt = self.measured.prompt
         found = []
         if self.refused:
-            enough = f" ({limit.needed(max(prompt))} would hold all of them)" if limit.raised else ""
+            enough = (
+                f" ({limit.needed(max(prompt))} would hold all of them)" if limit.raised else ""
+            )
             found.append(
                 f"{KEY}: drop leaves out {len(self.refused)} of {amount(len(prompt), 'row')}{self.of}, for whose "
                 f"prompts {limit.name} is too short{enough}"
             )
         if self.cut:
             longest = max(prompt[number] for number in self.cut)
-            then = "are cut off there" if limit.cuts else "reach positions that the model was not made for"
+            then = (
+                "are cut off there"
+                if limit.cuts
+                else "reach positions that the model was not made for"
+            )
             enough = f"; {limit.needed(longest)} would leave room" if limit.raised else ""
             found.append(
                 f"{limit.name} leaves {len(self.cut)} of {amount(len(prompt), 'prompt')}{self.of} less than "
@@ -177,18 +205,29 @@ class OverlongPrompts:
     """Keeps the prompts of a run that leave room for an answer, and names the others."""
 
     def __init__(
-        self, limit: ContextLimit | None, text_tokens: TextTokens, pixels: Limits, policy: str | None, *, speaks: bool,
-        paper: bool = False, most: int | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        limit: ContextLimit | None,
+        text_tokens: TextTokens,
+        pixels: Limits,
+        policy: str | None,
+        *,
+        speaks: bool,
+        paper: bool = False,
+        most: int | None = None,
+    ) -> None:
         """`limit`: None where nothing is to be checked. `policy`: as in `LengthCheck.kept`. `speaks`: whether to say
         what is found. `paper`: for a dry run, which wants the lengths without a limit too; `most`: of so many rows.
         """
         self.left_out: list[str] = []  # ids of rows
         self.checks: list[LengthCheck] = []
         self.lengths: Measured | None = None  # of the rows that are trained on
-        self.limit, self.pixels = limit, pixels
-        self._text_tokens, self._policy, self._speaks = text_tokens, policy, speaks
-        self._paper, self._most = paper, most
+        self.limit = limit
+        self.pixels = pixels
+        self._text_tokens = text_tokens
+        self._policy = policy
+        self._speaks = speaks
+        self._paper = paper
+        self._most = most
 
     def fitting(self, rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         """The numbers of the rows to train on. `texts`: of their problems. Raises `UserError`."""
@@ -230,14 +269,21 @@ def context_limit(config: Any, model_config: Any, served: int | None = None) -> 
     and without vLLM, the number of positions of the model. None where that is not known.
     """
     most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    tokens, name, raised = most, "the model's max_position_embeddings", ""
+    tokens = most
+    name = "the model's max_position_embeddings"
+    raised = ""
     if config.use_vllm and served is not None:
-        tokens, name, raised = served, "the vLLM server's --max-model-len", "start the server with"
+        tokens = served
+        name = "the vLLM server's --max-model-len"
+        raised = "start the server with"
     elif config.use_vllm and config.vllm_max_model_length is not None:
-        tokens, name, raised = config.vllm_max_model_length, "vllm_max_model_length", "set it to"
+        tokens = config.vllm_max_model_length
+        name = "vllm_max_model_length"
+        raised = "set it to"
     if tokens is None:
         return None
-    completion, named = config.max_completion_length, f"{name}: {tokens}"
+    completion = config.max_completion_length
+    named = f"{name}: {tokens}"
     return ContextLimit(tokens, completion, named, raised, most, cuts=config.use_vllm)
 
 
@@ -250,7 +296,9 @@ def uncountable(model_config: Any) -> str:
 
 def served_length(config: Any) -> int | None:
     """The `--max-model-len` of the run's vLLM server, the least of several; None where none answers (yet)."""
-    addresses = config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+    addresses = (
+        config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
+    )
     found = []
     for address in addresses.split(","):
         try:
@@ -259,7 +307,15 @@ def served_length(config: Any) -> int | None:
             headers = {"Authorization": f"Basic {known}"} if login else None
             _, _, received = fetch(f"{plain}/v1/models", _SERVER_SECONDS, headers=headers)
             found.append(int(json.loads(received)["data"][0]["max_model_len"]))
-        except (OSError, httpx.HTTPError, httpx.InvalidURL, EndpointError, ValueError, LookupError, TypeError):
+        except (
+            OSError,
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            EndpointError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ):
             continue
     return min(found, default=None)
 
@@ -274,7 +330,11 @@ def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: in
     low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
     high = size.get("longest_edge", published.max_pixels) if max_pixels is None else max_pixels
     seen = getattr(model, "vision_config", None)
-    unit = seen.patch_size * seen.spatial_merge_size if family is not None and seen is not None else published.unit
+    unit = (
+        seen.patch_size * seen.spatial_merge_size
+        if family is not None and seen is not None
+        else published.unit
+    )
     return Limits(low, high, unit)
 
 
@@ -282,17 +342,25 @@ TemplateOptions = dict[str, Any] | None  # TRL's `chat_template_kwargs`
 
 
 def _chat_tokens(processor: Any, messages: Any, options: TemplateOptions) -> int:
-    text = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False, **(options or {}))
-    return len(getattr(processor, "tokenizer", processor)(text, add_special_tokens=False)["input_ids"])
+    text = processor.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False, **(options or {})
+    )
+    return len(
+        getattr(processor, "tokenizer", processor)(text, add_special_tokens=False)["input_ids"]
+    )
 
 
-def tokenizer_counter(processor: Any, system_prompt: str | None, options: TemplateOptions = None) -> TextTokens:
+def tokenizer_counter(
+    processor: Any, system_prompt: str | None, options: TemplateOptions = None
+) -> TextTokens:
     """Counts by the trainer's own template and tokenizer; an image is one token, its run is added by the caller."""
     with_parts = hasattr(processor, "tokenizer")  # a tokenizer's own template takes none
 
     def count(problem: str, images: int) -> int:
         messages = conversation_with_images(problem, images, system_prompt)
-        return _chat_tokens(processor, messages if with_parts else conversation(problem, system_prompt), options)
+        return _chat_tokens(
+            processor, messages if with_parts else conversation(problem, system_prompt), options
+        )
 
     return count
 
@@ -307,10 +375,16 @@ def message_counter(processor: Any, options: TemplateOptions = None) -> TextToke
         if isinstance(prompt, str):
             return len(tokenizer(prompt)["input_ids"])
         try:
-            messages = prompt if tokenizer is processor else prepare_multimodal_messages(prompt, [None] * images)
+            messages = (
+                prompt
+                if tokenizer is processor
+                else prepare_multimodal_messages(prompt, [None] * images)
+            )
             return _chat_tokens(processor, messages, options)
         except Exception as error:  # a template raises what it likes
-            raise UserError(f"train_dataset: the prompt {prompt!r:.80} is refused ({in_one_line(error)})") from error
+            raise UserError(
+                f"train_dataset: the prompt {prompt!r:.80} is refused ({in_one_line(error)})"
+            ) from error
 
     return count
 
@@ -333,13 +407,19 @@ def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
     return Measured(["?"], [tokens + TEXT_TOKENS], [tokens]), words
 
 
-def measured(rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *, show: bool = True) -> Measured:
+def measured(
+    rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *, show: bool = True
+) -> Measured:
     """The lengths of rows, each given by its id, its text and the sizes of its images, which count nothing where they
     cannot be read. `show`: a progress bar, on a terminal and where it takes longer. Raises `UserError` for an image
     that the model's processor refuses.
     """
-    found, off = Measured([], [], []), None if show else True  # None: unless it is a terminal
-    for name, text, sizes in tqdm(rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=off):
+    # None: unless it is a terminal
+    found = Measured([], [], [])
+    off = None if show else True
+    for name, text, sizes in tqdm(
+        rows, "prompt lengths", total, unit="row", delay=_SHOW_AFTER_S, disable=off
+    ):
         pixels = (limits.unit, limits.low, limits.high)
         tokens = sum(image_tokens(size, *pixels, name) for size in sizes if size is not None)
         found.ids.append(name)
@@ -359,7 +439,11 @@ def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
 def _size(stored: Any) -> Size | None:
     try:
         content = stored["bytes"]
-        with open_picture(io.BytesIO(content.as_buffer()) if content.is_valid else stored["path"].as_py()) as opened:
+        with open_picture(
+            io.BytesIO(content.as_buffer()) if content.is_valid else stored["path"].as_py()
+        ) as opened:
             return opened.size
-    except Exception:  # Pillow raises what its formats raise, and a null that stands for an image has no fields
+    except (
+        Exception
+    ):  # Pillow raises what its formats raise, and a null that stands for an image has no fields
         return None

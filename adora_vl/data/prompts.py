@@ -15,11 +15,27 @@ PLACEHOLDER = "<image>"  # in a problem: the place of its next image
 # Qwen2.5-VL's tokenizer reads each of these in a prompt as the token itself, not as text: an image without pixels
 # ends the forward, an <|im_end|> ends the user's turn.
 CONTROL_TOKENS = (
-    "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>", "<|im_start|>",
-    "<|im_end|>", "<|endoftext|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>", "<|box_end|>",
-    "<|quad_start|>", "<|quad_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
-    "<|repo_name|>", "<|file_sep|>",
-)  # fmt: skip
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+)
 # The prompt of the ADORA reference's recipe (shadecloak/ADORA, VLM preset).
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
 # The words for `adora_system_prompt`. What two of them ask for beside the box has the wording of R1's template.
@@ -70,7 +86,9 @@ class Template:
     @property
     def names(self) -> list[str]:
         """The names that it has in braces, each once."""
-        return list(dict.fromkeys(name for line in self.lines for _, name in line if name is not None))
+        return list(
+            dict.fromkeys(name for line in self.lines for _, name in line if name is not None)
+        )
 
     @property
     def columns(self) -> list[str]:
@@ -83,7 +101,9 @@ class Template:
         for name in self.columns:
             if name not in known and name != _CHOICES:
                 close = did_you_mean(name, [*known, _MADE])
-                raise UserError(f"adora_prompt: {name!r} is no column of {where}{close}; it has {', '.join(known)}")
+                raise UserError(
+                    f"adora_prompt: {name!r} is no column of {where}{close}; it has {', '.join(known)}"
+                )
 
     def asks_the_problem_alone(self, *, with_choices: bool) -> bool:
         """Whether the text of every row is its problem alone. `with_choices`: whether some row has choices."""
@@ -99,14 +119,18 @@ class Template:
             named = [values[name] for _, name in line if name is not None]
             if named and all(value in (None, [], ()) for value in named):
                 continue
-            made.append("".join(text + (_value_text(values[name]) if name else "") for text, name in line))
+            made.append(
+                "".join(text + (_value_text(values[name]) if name else "") for text, name in line)
+            )
         return "\n".join(made)
 
 
 def template(source: str) -> Template:
     """Read a template. Raises `UserError` for anything but text and `{column}`; `{{` and `}}` are braces."""
     if not isinstance(source, str) or not source.strip():
-        raise UserError(f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave it out")
+        raise UserError(
+            f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave it out"
+        )
     lines: list[list[tuple[str, str | None]]] = [[]]
     try:
         pieces = list(string.Formatter().parse(source))
@@ -120,7 +144,9 @@ def template(source: str) -> Template:
             continue
         if not name.isidentifier() or form or conversion:
             whole = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            raise _wrong(source, f"has {whole!r:.60} in braces, which is not the plain name of a column")
+            raise _wrong(
+                source, f"has {whole!r:.60} in braces, which is not the plain name of a column"
+            )
         if name in _HIDDEN:
             raise _wrong(source, f"has {{{name}}}, which would tell the model the answer")
         lines[-1].append(("", name))
@@ -132,17 +158,28 @@ def template(source: str) -> Template:
 
 def _value_text(value: Any) -> str:
     """A column's value in a prompt: a list as `(A) 12 (B) 13`, null as nothing."""
-    return " ".join(lettered(value)) if isinstance(value, list | tuple) else "" if value is None else str(value)
+    return (
+        " ".join(lettered(value))
+        if isinstance(value, list | tuple)
+        else ""
+        if value is None
+        else str(value)
+    )
 
 
 def _wrong(source: str, why: str) -> UserError:
-    return UserError(f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for a brace")
+    return UserError(
+        f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for a brace"
+    )
 
 
 def lettered(values: Sequence[Any]) -> list[str]:
     """`(A) 12`, `(B) 13`: a list as it stands in every prompt, in the form of MathVista; after Z come numbers."""
     values = without_letters(values)
-    letters = [*ascii_uppercase, *(str(number) for number in range(len(ascii_uppercase) + 1, len(values) + 1))]
+    letters = [
+        *ascii_uppercase,
+        *(str(number) for number in range(len(ascii_uppercase) + 1, len(values) + 1)),
+    ]
     return [f"({letter}) {value}" for letter, value in zip(letters, values, strict=False)]
 
 
@@ -154,7 +191,9 @@ def without_letters(values: Sequence[Any]) -> Sequence[Any]:
     if len(values) < 2 or not _OWN_LETTER.match(str(values[0])):
         return values
     found = [_OWN_LETTER.match(str(value)) for value in values]
-    if [match and (match[1] or match[2]) for match in found] != list(ascii_uppercase[: len(values)]):
+    if [match and (match[1] or match[2]) for match in found] != list(
+        ascii_uppercase[: len(values)]
+    ):
         return values
     return [str(value)[match.end() :] for value, match in zip(values, found, strict=True) if match]
 
@@ -190,14 +229,18 @@ def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> lis
     return messages
 
 
-def conversation_with_images(problem: str, n_images: int, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
+def conversation_with_images(
+    problem: str, n_images: int, system_prompt: str | None = SYSTEM_PROMPT
+) -> list[Message]:
     """The same with one placeholder an image, as a chat template expects it: at each `<image>`, or before the text."""
     messages = conversation(problem, system_prompt)
     messages[-1] = {"role": "user", "content": _parts(problem, n_images)}
     return messages
 
 
-def conversations(problems: list[str], n_images: list[int], system_prompt: str | None) -> list[list[Message]]:
+def conversations(
+    problems: list[str], n_images: list[int], system_prompt: str | None
+) -> list[list[Message]]:
     """The conversations of a whole data set, in one form, since a column of a table has one type: plain texts, unless
     an image has its place inside a problem.
     """
@@ -217,7 +260,11 @@ def as_text(messages: Sequence[Message]) -> str:
     lines = []
     for message in messages:
         parts = message.get("content") or ""
-        text = parts if isinstance(parts, str) else "".join(part.get("text", PLACEHOLDER) for part in parts)
+        text = (
+            parts
+            if isinstance(parts, str)
+            else "".join(part.get("text", PLACEHOLDER) for part in parts)
+        )
         lines += [f"[{message['role']}]", text]
     return "\n".join(lines)
 

@@ -28,10 +28,15 @@ def problem_with_row(row: Row) -> str | None:
     if not isinstance(images, list | tuple):
         return f"images: {shown(images)} is not a list; make it a list of images, [] for a problem without any"
     for number, image in enumerate(images):
-        if any(image is empty or (isinstance(image, dict) and image == empty) for empty in _EMPTY_IMAGES):
+        if any(
+            image is empty or (isinstance(image, dict) and image == empty)
+            for empty in _EMPTY_IMAGES
+        ):
             return f"images: image {number} of {len(images)} is null; put the picture in, or remove the row"
     choices = row.get("choices")
-    if choices is not None and not (isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)):
+    if choices is not None and not (
+        isinstance(choices, list | tuple) and all(isinstance(c, str) for c in choices)
+    ):
         return f"choices: {shown(choices)} is not a list of texts; make it one, or null for an open question"
     fault = _fault_in(row["problem"], len(images))
     if fault:
@@ -61,7 +66,8 @@ def problem_with_prompt(text: str, images: int) -> str | None:
 
 def require_sound_rows(rows: Iterable[Row], where: str) -> None:
     """Raise `UserError` for the first row of `rows` that cannot be used, by its id. `where` begins the message."""
-    first, more = "", 0
+    first = ""
+    more = 0
     for number, row in enumerate(rows):
         problem = problem_with_row(row)
         if problem and first:

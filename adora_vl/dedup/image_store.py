@@ -37,19 +37,28 @@ def can_cache(image_processor: Any) -> bool:
 
 def normalized(image_processor: Any, patches_RD: Tensor, settings: dict[str, Any]) -> Tensor:
     """The patches rescaled and normalised by the processor's own method, (R, D) float32."""
-    patch, temporal = settings["patch_size"], settings["temporal_patch_size"]
+    patch = settings["patch_size"]
+    temporal = settings["temporal_patch_size"]
     channels_first = patches_RD.view(len(patches_RD), -1, temporal, patch, patch).transpose(1, 2)
     done: Tensor = image_processor.rescale_and_normalize(
-        channels_first, settings["do_rescale"], settings["rescale_factor"], settings["do_normalize"],
-        settings["image_mean"], settings["image_std"],
-    )  # fmt: skip
+        channels_first,
+        settings["do_rescale"],
+        settings["rescale_factor"],
+        settings["do_normalize"],
+        settings["image_mean"],
+        settings["image_std"],
+    )
     return done.transpose(1, 2).reshape(len(patches_RD), -1)
 
 
 def effective_settings(image_processor: Any, overrides: dict[str, Any]) -> dict[str, Any]:
     """The processor's settings under the arguments of one call."""
-    settings = {**image_processor.to_dict(), **{k: v for k, v in overrides.items() if k != "return_tensors"}}
-    low, high = settings.pop("min_pixels", None), settings.pop("max_pixels", None)
+    settings = {
+        **image_processor.to_dict(),
+        **{k: v for k, v in overrides.items() if k != "return_tensors"},
+    }
+    low = settings.pop("min_pixels", None)
+    high = settings.pop("max_pixels", None)
     if low is not None and high is not None:
         settings["size"] = {"shortest_edge": low, "longest_edge": high}
     settings["size"] = dict(settings["size"])
@@ -77,9 +86,14 @@ class ImageCache:
         size = settings["size"]
         # The class's own method: that of the object may be one that asks this cache.
         output = type(image_processor).preprocess(
-            image_processor, [image], do_rescale=False, do_normalize=False, min_pixels=size["shortest_edge"],
-            max_pixels=size["longest_edge"], return_tensors="pt",
-        )  # fmt: skip
+            image_processor,
+            [image],
+            do_rescale=False,
+            do_normalize=False,
+            min_pixels=size["shortest_edge"],
+            max_pixels=size["longest_edge"],
+            return_tensors="pt",
+        )
         self.processed += 1
         entry = ProcessedImage(key, output["pixel_values"], output["image_grid_thw"][0])
         if isinstance(image, Image.Image) and image.info.get(PASSING):
@@ -98,7 +112,9 @@ class ImageCache:
             settings = effective_settings(image_processor, overrides)
             entries = [self.get(image_processor, image, settings) for image in flat(images)]
             patches = [entry.patches_RD for entry in entries]
-            pixels = torch.cat(patches) if len(patches) > 1 else patches[0]  # one image is handed on without a copy
+            pixels = (
+                torch.cat(patches) if len(patches) > 1 else patches[0]
+            )  # one image is handed on without a copy
             if settings["do_rescale"] or settings["do_normalize"]:
                 pixels = normalized(image_processor, pixels, settings)
             grids = torch.stack([entry.grid_3 for entry in entries])
@@ -111,13 +127,20 @@ def flat(images: Any) -> Sequence[Any]:
     """The images of a batch in order, whatever the nesting."""
     if isinstance(images, Image.Image):
         return [images]
-    flattened: Sequence[Any] = make_flat_list_of_images([row for row in images if not isinstance(row, list) or row])
+    flattened: Sequence[Any] = make_flat_list_of_images(
+        [row for row in images if not isinstance(row, list) or row]
+    )
     return flattened
 
 
 def _key(image: Any, settings: dict[str, Any]) -> str:
-    shape = {name: settings[name] for name in ("size", "resample", "patch_size", "temporal_patch_size", "merge_size")}
-    digest = hashlib.blake2b(json.dumps(shape, sort_keys=True, default=str).encode(), digest_size=16)
+    shape = {
+        name: settings[name]
+        for name in ("size", "resample", "patch_size", "temporal_patch_size", "merge_size")
+    }
+    digest = hashlib.blake2b(
+        json.dumps(shape, sort_keys=True, default=str).encode(), digest_size=16
+    )
     if isinstance(image, KeptImage):
         digest.update(image.digest.encode())
     elif isinstance(image, Image.Image):
@@ -147,17 +170,23 @@ class ImageBank:
         self.end = first
         self._starts: dict[str, int] = {}
         self._images: dict[int, tuple[str, Tensor, Tensor]] = {}  # start -> key, patches, grid
-        self.frozen_features: dict[int, Any] = {}  # start -> features, if the vision tower is frozen
+        self.frozen_features: dict[
+            int, Any
+        ] = {}  # start -> features, if the vision tower is frozen
         self.features_due = True  # whether images may have been added since
 
     def __len__(self) -> int:
         return len(self._images)
 
-    def references(self, image: ProcessedImage, normalize: Callable[[Tensor], Tensor], device: torch.device) -> Tensor:
+    def references(
+        self, image: ProcessedImage, normalize: Callable[[Tensor], Tensor], device: torch.device
+    ) -> Tensor:
         """(R, 1) numbers of the patches of `image`. An image that is new is normalised and moved to `device` first."""
         if image.key in self._starts:
             return self._numbers(self._starts[image.key])
-        return self.hold(image.key, normalize(image.patches_RD).to(device, non_blocking=True), image.grid_3)
+        return self.hold(
+            image.key, normalize(image.patches_RD).to(device, non_blocking=True), image.grid_3
+        )
 
     def hold(self, key: str, patches_RD: Tensor, grid_3: Tensor) -> Tensor:
         """(R, 1) numbers of these patches, which are ready for the model. They are stored if `key` is new."""
@@ -198,7 +227,9 @@ class ImageBanks:
         """Replace the bank of `mode` (`train` or `eval`) by an empty one."""
         if mode in self._banks:
             self._next = max(self._next, self._banks[mode].end)
-        self._banks[mode] = ImageBank(max([self._next, *(bank.end for bank in self._banks.values())]))
+        self._banks[mode] = ImageBank(
+            max([self._next, *(bank.end for bank in self._banks.values())])
+        )
         return self._banks[mode]
 
     def more(self, mode: str = "train") -> ImageBank | None:

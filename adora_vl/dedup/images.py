@@ -36,9 +36,10 @@ def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, 
     device = tokens_BT.device
     none: dict[str, Any] = {
         "pixel_values": torch.zeros(0, 1, dtype=torch.long, device=device),
-        "image_grid_thw": torch.zeros(0, 3, dtype=torch.long, device=device), "num_images": [0] * len(tokens_BT),
+        "image_grid_thw": torch.zeros(0, 3, dtype=torch.long, device=device),
+        "num_images": [0] * len(tokens_BT),
         "mm_token_type_ids": torch.zeros_like(tokens_BT),
-    }  # fmt: skip
+    }
     return {**columns, **none}
 
 
@@ -51,17 +52,29 @@ class DistinctImages:
     """Owns the distinct images of the present generation."""
 
     def __init__(
-        self, models: Sequence[nn.Module], processor: Any, device: torch.device, config: AdoraGRPOConfig,
-        dataset: Any = (), *, draws: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        models: Sequence[nn.Module],
+        processor: Any,
+        device: torch.device,
+        config: AdoraGRPOConfig,
+        dataset: Any = (),
+        *,
+        draws: bool = False,
+    ) -> None:
         """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on.
         `draws`: whether an image may be shown on the way where a row has none.
         """
         self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)
-        self._processor, self._device, self._config = processor, device, config
-        takes_references = [self.vision.install(model) for model in models]  # a list, so that every model is tried
-        self.shown = all(takes_references) and (draws or may_have_images(dataset))  # whether rows may have images
+        self._processor = processor
+        self._device = device
+        self._config = config
+        takes_references = [
+            self.vision.install(model) for model in models
+        ]  # a list, so that every model is tried
+        self.shown = all(takes_references) and (
+            draws or may_have_images(dataset)
+        )  # whether rows may have images
         self.image_processor: Any = getattr(processor, "image_processor", None)
         able = all(takes_references) and can_cache(self.image_processor)
         self._cache = ImageCache(config.adora_image_cache_mb * 2**20) if able else None
@@ -78,7 +91,8 @@ class DistinctImages:
 
     def process(self, row: Mapping[str, Any]) -> int:
         """Put the images of a row into the cache, for a generation to come. Returns the bytes that they take there."""
-        cache, processor = self.cache, self.image_processor
+        cache = self.cache
+        processor = self.image_processor
         assert cache is not None
         settings = effective_settings(processor, {})
         entries = [cache.get(processor, image, settings) for image in row.get("images") or []]
@@ -117,25 +131,35 @@ class DistinctImages:
             return self.read(rows)
         return self.read(rows, referring(self.image_processor, self.cache, bank, self._device))
 
-    def shown_later(self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str) -> PromptBatch:
+    def shown_later(
+        self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
+    ) -> PromptBatch:
         """The prompts with the images of each row behind its own that its rollout was shown on the way, (B,). They are
         held as long as those of the batch. All ranks call it together.
         """
-        bank, cache = self.banks.more(mode), self.cache
+        bank = self.banks.more(mode)
+        cache = self.cache
         if not any(pictures):
             return prompts
         sharing: AbstractContextManager[None] = nullcontext()
         if cache is not None and bank is not None:
             sharing = referring(self.image_processor, cache, bank, self._device)
         with sharing:
-            return with_pictures(prompts, pictures, partial(self.image_processor, return_tensors="pt"))
+            return with_pictures(
+                prompts, pictures, partial(self.image_processor, return_tensors="pt")
+            )
 
     def tokens_of(self, image: Any) -> int:
         """How many image tokens an image takes that is shown on the way."""
-        processor, settings = self.image_processor, effective_settings(self.image_processor, {})
+        processor = self.image_processor
+        settings = effective_settings(self.image_processor, {})
         grid_3 = (self._cache or ImageCache(0)).get(processor, image, settings).grid_3
         return int(grid_3.prod()) // int(processor.merge_size) ** 2
 
-    def read(self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None) -> PromptBatch:
+    def read(
+        self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None
+    ) -> PromptBatch:
         """As `prompts`, with pixels instead of references to them."""
-        return read_prompts(rows, self._processor, self._config.chat_template_kwargs or {}, processing)
+        return read_prompts(
+            rows, self._processor, self._config.chat_template_kwargs or {}, processing
+        )

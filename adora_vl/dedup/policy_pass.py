@@ -23,14 +23,25 @@ from adora_vl.dedup.vision import vision_model
 from adora_vl.models.families import shares_prompts
 from adora_vl.types import Batch, HostRows
 
-Result = tuple[Tensor, Tensor | None, Tensor | None]  # log-probabilities (B, C), entropies, auxiliary loss
+Result = tuple[
+    Tensor, Tensor | None, Tensor | None
+]  # log-probabilities (B, C), entropies, auxiliary loss
 Seen = Callable[[Tensor], None]
 Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
 # What TRL hands on to a pass besides tokens, as in its `_compute_loss`, and which of them are not the policy's
 _INPUTS = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids", "tool_mask",
-)  # fmt: skip
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+    "tool_mask",
+)
 
 
 def bound_of(dtype: torch.dtype) -> float:
@@ -55,9 +66,17 @@ class PackedForward:
         self._checked = False
 
     def __call__(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, completion: int, batch_size: int | None,
-        compute_entropy: bool, inputs: dict[str, Any], separate: Callable[..., Result], host: HostRows | None = None,
-    ) -> Result | None:  # fmt: skip
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion: int,
+        batch_size: int | None,
+        compute_entropy: bool,
+        inputs: dict[str, Any],
+        separate: Callable[..., Result],
+        host: HostRows | None = None,
+    ) -> Result | None:
         """As TRL's `_get_per_token_logps_and_entropies`. None if separate rows are less work or the only way.
 
         `separate`: of the first rows, given their number and inputs. `host`: what the host knows of these rows already.
@@ -67,20 +86,32 @@ class PackedForward:
             self.refused = f"attention {own_attention(config)} of {config.model_type}"
             return None
         if host is None:
-            prompts, answers = attention_mask[:, :-completion], attention_mask[:, -completion:]
+            prompts = attention_mask[:, :-completion]
+            answers = attention_mask[:, -completion:]
             host = HostRows.of(input_ids[:, :-completion], prompts, answers, inputs)
         step = batch_size or len(input_ids)
-        chunks = [range(start, min(start + step, len(input_ids))) for start in range(0, len(input_ids), step)]
+        chunks = [
+            range(start, min(start + step, len(input_ids)))
+            for start in range(0, len(input_ids), step)
+        ]
         pixels = inputs.get("pixel_values")
-        known = pixels is None or not pixels.is_floating_point()  # else nothing tells whether two images are the same
+        known = (
+            pixels is None or not pixels.is_floating_point()
+        )  # else nothing tells whether two images are the same
         groups = [_grouped(chunk, host) if known else [[row] for row in chunk] for chunk in chunks]
         pays = all(_pays(part, host) for part in groups)
 
         def packed(chunks: int | None = None) -> Result:
             tokens = (input_ids, attention_mask, completion)
-            parts = [self._pass(model, part, *tokens, compute_entropy, host) for part in groups[:chunks]]
+            parts = [
+                self._pass(model, part, *tokens, compute_entropy, host) for part in groups[:chunks]
+            ]
             entropies = [entropy for _, entropy in parts if entropy is not None]
-            return torch.cat([logps for logps, _ in parts]), torch.cat(entropies) if entropies else None, None
+            return (
+                torch.cat([logps for logps, _ in parts]),
+                torch.cat(entropies) if entropies else None,
+                None,
+            )
 
         if not self._checked:
             alone = partial(separate, step, _of_first(step, inputs, host))
@@ -94,7 +125,12 @@ class PackedForward:
         return packed()
 
     def _check(
-        self, model: Any, packed: Callable[[], Result], separate: Callable[[], Result], mask_BC: Tensor, pays: bool
+        self,
+        model: Any,
+        packed: Callable[[], Result],
+        separate: Callable[[], Result],
+        mask_BC: Tensor,
+        pays: bool,
     ) -> None:
         """Compare both passes over one chunk, on every rank. If they disagree, go on with separate rows and say so."""
         gather = self._accelerator.gather
@@ -108,28 +144,49 @@ class PackedForward:
         bound = bound_of(_computing_dtype(self._accelerator, model))
         if not worst <= bound:
             self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
-            warnings.warn(f"share_prompt: no shared prompts from here on: {self.refused}", stacklevel=2)
+            warnings.warn(
+                f"share_prompt: no shared prompts from here on: {self.refused}", stacklevel=2
+            )
 
     def _pass(
-        self, model: Any, groups: list[list[int]], input_ids: Tensor, attention_mask: Tensor, completion: int,
-        compute_entropy: bool, host: HostRows,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        model: Any,
+        groups: list[list[int]],
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        completion: int,
+        compute_entropy: bool,
+        host: HostRows,
+    ) -> tuple[Tensor, Tensor | None]:
         plain = self._accelerator.unwrap_model(model)
         rows = [row for group in groups for row in group]
         first = [group[0] for group in groups]
         images = [pair for row in first if (pair := prompt_images(host, row)) is not None]
         grids = torch.cat([grid for _, grid in images]) if images else None
         types = host.token_types[first] if host.token_types is not None else None
-        positions = prompt_positions(plain, host.prompt_ids[first], host.prompt_mask[first], types, grids)
+        positions = prompt_positions(
+            plain, host.prompt_ids[first], host.prompt_mask[first], types, grids
+        )
         install(plain)
         own = [[row - rows[0] for row in group] for group in groups]
         part = slice(rows[0], rows[-1] + 1)  # groups are neighbours
         behind = answer_positions(plain, host, rows)
-        packed = pack(input_ids[part], attention_mask[part], completion, own, positions, host.taken(rows), behind)
+        packed = pack(
+            input_ids[part],
+            attention_mask[part],
+            completion,
+            own,
+            positions,
+            host.taken(rows),
+            behind,
+        )
         if behind is not None:
             images = _in_order(host, groups)
             grids = torch.cat([grid for _, grid in images])
-        given: dict[str, Any] = {"attention_mask": prepared_mask(input_ids.device), ARGUMENT: packed.shared}
+        given: dict[str, Any] = {
+            "attention_mask": prepared_mask(input_ids.device),
+            ARGUMENT: packed.shared,
+        }
         given |= {"input_ids": packed.ids_NS, "position_ids": packed.positions}
         if grids is not None:
             given["pixel_values"] = torch.cat([references for references, _ in images])
@@ -137,7 +194,9 @@ class PackedForward:
         with self._accelerator.autocast():
             outputs = model(**given, shift_labels=packed.labels, fused_lm_head=True)
         # the reference model's head computes no entropy
-        return packed.unpacked(outputs.log_probs), packed.unpacked(outputs.entropy) if compute_entropy else None
+        return packed.unpacked(outputs.log_probs), packed.unpacked(
+            outputs.entropy
+        ) if compute_entropy else None
 
 
 def _in_order(host: HostRows, groups: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
@@ -161,14 +220,23 @@ def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
 def _of_first(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, Any]:
     """The inputs of the first rows. Images have as many places in their columns as they have patches."""
     images = [pair for pair in host.images[:rows] if pair is not None]
-    places = {"pixel_values": sum(len(p) for p, _ in images), "image_grid_thw": sum(len(grid) for _, grid in images)}
-    return {name: value if value is None else value[: places.get(name, rows)] for name, value in inputs.items()}
+    places = {
+        "pixel_values": sum(len(p) for p, _ in images),
+        "image_grid_thw": sum(len(grid) for _, grid in images),
+    }
+    return {
+        name: value if value is None else value[: places.get(name, rows)]
+        for name, value in inputs.items()
+    }
 
 
 def _grouped(chunk: range, host: HostRows) -> list[list[int]]:
     """The rows of a chunk, grouped by their prompt."""
     rows = list(chunk)
-    shown = [first_patches(*held) if (held := prompt_images(host, row)) is not None else [] for row in rows]
+    shown = [
+        first_patches(*held) if (held := prompt_images(host, row)) is not None else []
+        for row in rows
+    ]
     groups = groups_of(host.prompt_ids[rows], host.prompt_mask[rows], shown)
     return [[rows[row] for row in group] for group in groups]
 
@@ -185,7 +253,8 @@ def prompt_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
 
 def answer_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
     """The same of those that its completion has."""
-    held, first = host.images[row], prompt_images(host, row)
+    held = host.images[row]
+    first = prompt_images(host, row)
     if held is None or first is None or not host.lengths[row]:
         return None
     return held[0][len(first[0]) :], held[1][len(first[1]) :]
@@ -198,12 +267,15 @@ def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | No
     if host.answer_types is None or not host.answer_types[rows].any():
         return None
     assert host.token_types is not None
-    prompts, types = host.prompt_mask[rows], torch.cat([host.token_types[rows], host.answer_types[rows]], dim=1)
+    prompts = host.prompt_mask[rows]
+    types = torch.cat([host.token_types[rows], host.answer_types[rows]], dim=1)
     lengths = torch.tensor([host.lengths[row] for row in rows])
     filled = torch.arange(host.answer_types.size(1)) < lengths[:, None]
     mask = torch.cat([prompts, filled.to(prompts.dtype)], dim=1)
     grids = torch.cat([held[1] for row in rows if (held := host.images[row]) is not None])
-    positions = prompt_positions(model, torch.zeros_like(types, dtype=torch.long), mask, types, grids)
+    positions = prompt_positions(
+        model, torch.zeros_like(types, dtype=torch.long), mask, types, grids
+    )
     return positions[..., prompts.size(1) :]
 
 
@@ -213,13 +285,20 @@ def _pays(groups: list[list[int]], host: HostRows) -> bool:
 
 
 def prompt_positions(
-    model: Any, prompt_ids: Tensor, prompt_mask: Tensor, token_types: Tensor | None, grids: Tensor | None
+    model: Any,
+    prompt_ids: Tensor,
+    prompt_mask: Tensor,
+    token_types: Tensor | None,
+    grids: Tensor | None,
 ) -> Tensor:
     """Positions of left-padded prompts as the model itself counts them: (3, N, P) with M-RoPE, else (N, P)."""
     inner = vision_model(model)
     if inner is not None and token_types is not None and grids is not None:
         positions: Tensor = inner.get_rope_index(
-            prompt_ids, mm_token_type_ids=token_types, image_grid_thw=grids, attention_mask=prompt_mask
+            prompt_ids,
+            mm_token_type_ids=token_types,
+            image_grid_thw=grids,
+            attention_mask=prompt_mask,
         )[0]
         return positions
     counted = (prompt_mask.cumsum(dim=-1) - 1).clamp(min=0)
@@ -229,7 +308,9 @@ def prompt_positions(
 def has_dropout(model: nn.Module) -> bool:
     """Whether the model has active dropout, so that two passes over the same tokens differ."""
     config = getattr(model, "config", None)
-    attention = getattr(config.get_text_config() if config is not None else None, "attention_dropout", 0.0)
+    attention = getattr(
+        config.get_text_config() if config is not None else None, "attention_dropout", 0.0
+    )
     return bool(attention) or any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
 
 
@@ -252,17 +333,22 @@ def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | Non
     with torch.no_grad():
         return policy(
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1), batch["completion_ids"].size(1),
-            batch_size=rows, **inputs,
-        )[0]  # fmt: skip
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            batch_size=rows,
+            **inputs,
+        )[0]
 
 
 class PolicyPass:
     """What TRL's `_get_per_token_logps_and_entropies` computes, for the policy, the old policy and the reference."""
 
-    def __init__(self, accelerator: Accelerator, config: AdoraKeys, *, images: bool = False) -> None:
+    def __init__(
+        self, accelerator: Accelerator, config: AdoraKeys, *, images: bool = False
+    ) -> None:
         """`images`: whether rows of other passes have images, so that rows without any get the same columns."""
-        self._config, self._images = config, images
+        self._config = config
+        self._images = images
         self.packed = PackedForward(accelerator)
         self._seen: Seen | None = None
         self._micro = Batch()
@@ -270,17 +356,26 @@ class PolicyPass:
     @contextmanager
     def watched(self, seen: Seen, micro: Batch) -> Iterator[None]:
         """Inside, `seen` gets the detached log-probabilities of the first pass, once. `micro`: the rows of all."""
-        self._seen, self._micro = seen, micro
+        self._seen = seen
+        self._micro = micro
         try:
             yield
         finally:
-            self._seen, self._micro = None, Batch()
+            self._seen = None
+            self._micro = Batch()
 
     def __call__(
-        self, separate_rows: Callable[..., Result], model: Any, input_ids: Tensor, attention_mask: Tensor,
-        logits_to_keep: int, batch_size: int | None = None, compute_entropy: bool = False,
-        compute_aux_loss: bool = False, **inputs: Any,
-    ) -> Result:  # fmt: skip
+        self,
+        separate_rows: Callable[..., Result],
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **inputs: Any,
+    ) -> Result:
         """Same arguments and result as TRL's method, which is `separate_rows`.
 
         The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None. Of tokens that the
@@ -305,6 +400,7 @@ class PolicyPass:
             logps, entropies, auxiliary = result
             result = torch.where(own.bool(), logps, 0.0), entropies, auxiliary
         if self._seen is not None:
-            seen, self._seen = self._seen, None
+            seen = self._seen
+            self._seen = None
             seen(result[0].detach())
         return result

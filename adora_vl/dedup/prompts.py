@@ -21,8 +21,12 @@ class PromptBatch:
 
     messages: list[Any]  # (B,), with their images inside if any row has one; or texts
     ids: list[list[int]]  # (B,), with image tokens expanded
-    images: list[list[Any] | None] | None  # (B,), None for a row without any, and where no row has one
-    fields: dict[str, Any]  # beside the ids: values for each token as lists, and of images the pixels and grids
+    images: (
+        list[list[Any] | None] | None
+    )  # (B,), None for a row without any, and where no row has one
+    fields: dict[
+        str, Any
+    ]  # beside the ids: values for each token as lists, and of images the pixels and grids
 
     @property
     def num_images(self) -> list[int]:
@@ -42,18 +46,24 @@ def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     images = [images_of(row) for row in rows]
     if not any(images):
         return [row["prompt"] for row in rows]
-    return [prepare_multimodal_messages(row["prompt"], images=own) for row, own in zip(rows, images, strict=True)]
+    return [
+        prepare_multimodal_messages(row["prompt"], images=own)
+        for row, own in zip(rows, images, strict=True)
+    ]
 
 
 def read_prompts(
-    rows: Sequence[Mapping[str, Any]], processor: Any, template: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    processor: Any,
+    template: Mapping[str, Any],
     processing: AbstractContextManager[Any] | None = None,
-) -> PromptBatch:  # fmt: skip
+) -> PromptBatch:
     """What a processor, or a tokenizer, makes of the prompts of rows. Stock TRL asks it twice for every copy.
 
     `template`: arguments of the chat template. `processing`: a context in which the processor is called.
     """
-    messages, shown = messages_of(rows), [images_of(row) for row in rows]
+    messages = messages_of(rows)
+    shown = [images_of(row) for row in rows]
     if isinstance(messages[0], str):
         return PromptBatch(messages, list(processor(text=messages)["input_ids"]), None, {})
     first, number = distinct_rows([repr(_described(one)) for one in messages])
@@ -62,11 +72,19 @@ def read_prompts(
         asked = [prepare_multimodal_messages(one) for one in asked]
     with processing or nullcontext():
         read = processor.apply_chat_template(
-            conversation=asked, add_generation_prompt=True, tokenize=True, return_dict=True, **template
+            conversation=asked,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **template,
         )
     made = {name: value for name, value in read.items() if name != "attention_mask"}
-    of_images = {name: made.pop(name) for name in ("pixel_values", "image_grid_thw") if name in made}
-    fields: dict[str, Any] = {name: [list(values[one]) for one in number] for name, values in made.items()}
+    of_images = {
+        name: made.pop(name) for name in ("pixel_values", "image_grid_thw") if name in made
+    }
+    fields: dict[str, Any] = {
+        name: [list(values[one]) for one in number] for name, values in made.items()
+    }
     ids = fields.pop("input_ids")
     if not of_images:
         return PromptBatch(messages, ids, None, fields)
@@ -78,13 +96,16 @@ def read_prompts(
 
 
 def with_pictures(
-    prompts: PromptBatch, pictures: Sequence[Sequence[Any]], process: Callable[[list[Any]], Mapping[str, Any]]
+    prompts: PromptBatch,
+    pictures: Sequence[Sequence[Any]],
+    process: Callable[[list[Any]], Mapping[str, Any]],
 ) -> PromptBatch:
     """The prompts with further images of each row, (B,), behind its own. `process`: makes their fields."""
     made = process([image for row in pictures for image in row])
     read = made["image_grid_thw"], torch.as_tensor(made["pixel_values"])
     further = _by_row(*read, [len(row) for row in pictures])
-    fields, images = dict(prompts.fields), prompts.images or [None] * len(prompts.ids)
+    fields = dict(prompts.fields)
+    images = prompts.images or [None] * len(prompts.ids)
     own = [(read[0][:0], read[1][:0])] * len(prompts.ids)
     if prompts.images is not None:
         own = _by_row(fields["image_grid_thw"], fields["pixel_values"], prompts.num_images)
@@ -99,7 +120,11 @@ def with_pictures(
 def _by_row(grids: Any, pixels: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
     """Grids (images, 3) and pixels of each of the rows, which have so many images."""
     parts = torch.split(torch.as_tensor(grids), list(counts))
-    return [*zip(parts, torch.split(pixels, [int(own.prod(dim=-1).sum()) for own in parts]), strict=True)]
+    return [
+        *zip(
+            parts, torch.split(pixels, [int(own.prod(dim=-1).sum()) for own in parts]), strict=True
+        )
+    ]
 
 
 def referring(

@@ -99,7 +99,11 @@ class SharedPrompts:
 
         The keys of every rollout but the first are the prompt's and its own.
         """
-        keys = [length for group in self.groups for length in (group.first, *(group.prompt + n for n in group.others))]
+        keys = [
+            length
+            for group in self.groups
+            for length in (group.first, *(group.prompt + n for n in group.others))
+        ]
         device = self.predicting_K.device
         ends_Q, ends_K = (
             torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
@@ -125,9 +129,14 @@ class Packed:
 
 
 def pack(
-    input_ids: Tensor, attention_mask: Tensor, completion: int, groups: Sequence[Sequence[int]], positions: Tensor,
-    host: HostRows | None = None, behind: Tensor | None = None,
-) -> Packed:  # fmt: skip
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    completion: int,
+    groups: Sequence[Sequence[int]],
+    positions: Tensor,
+    host: HostRows | None = None,
+    behind: Tensor | None = None,
+) -> Packed:
     """Lay out left-padded prompts and right-padded completions, on the host, and copy the layout without waiting.
 
     `input_ids`, `attention_mask`: (B, P + C). `completion`: C. `groups`: rows with the same prompt, each row in one
@@ -137,37 +146,60 @@ def pack(
     """
     width = input_ids.size(1)
     prompt = width - completion
-    host = host or HostRows.of(input_ids[:, :prompt], attention_mask[:, :prompt], attention_mask[:, prompt:], {})
-    lengths, starts = host.lengths, host.prompt_mask[[group[0] for group in groups]].int().argmax(dim=1).tolist()
+    host = host or HostRows.of(
+        input_ids[:, :prompt], attention_mask[:, :prompt], attention_mask[:, prompt:], {}
+    )
+    lengths = host.lengths
+    starts = host.prompt_mask[[group[0] for group in groups]].int().argmax(dim=1).tolist()
     source_BC = torch.zeros(len(input_ids), completion, dtype=torch.long)
-    from_ids, place, labels, predicting, spans = [], [], [], [], []  # `from_ids`, `labels`: places in `input_ids`
+    from_ids, place, labels, predicting, spans = (
+        [],
+        [],
+        [],
+        [],
+        [],
+    )  # `from_ids`, `labels`: places in `input_ids`
     at = scored = 0
     for number, (group, start) in enumerate(zip(groups, starts, strict=True)):
         own = positions[..., number, start:prompt]
         from_ids.append(torch.arange(group[0] * width + start, group[0] * width + prompt))
         place.append(own)
         at += prompt - start
-        last, following = at - 1, own.amax() + 1
+        last = at - 1
+        following = own.amax() + 1
         rows = longest_first(group, lengths)
         for row in rows:
-            length, begin = lengths[row], row * width + prompt
+            length = lengths[row]
+            begin = row * width + prompt
             tokens = max(length - 1, 0)
             from_ids.append(torch.arange(begin, begin + tokens))
             counted = (following + torch.arange(tokens)).expand(*own.shape[:-1], -1)
             place.append(counted if behind is None else behind[..., row, :tokens])
-            sampled = torch.arange(length) if host.own is None else host.own[row, :length].nonzero()[:, 0]
+            sampled = (
+                torch.arange(length) if host.own is None else host.own[row, :length].nonzero()[:, 0]
+            )
             labels.append(begin + sampled)
             predicting += torch.tensor([last, *range(at, at + tokens)])[sampled].tolist()
             source_BC[row, sampled] = torch.arange(scored, scored + len(sampled))
-            at, scored = at + tokens, scored + len(sampled)
-        spans.append(Group(prompt - start, tuple(lengths[row] - 1 for row in rows if lengths[row] > 1)))
+            at = at + tokens
+            scored = scored + len(sampled)
+        spans.append(
+            Group(prompt - start, tuple(lengths[row] - 1 for row in rows if lengths[row] > 1))
+        )
     layout = [torch.cat(from_ids), torch.cat(labels), torch.cat(place, dim=-1), source_BC]
     layout.append(torch.tensor(predicting or [0]))  # a head needs at least one position
-    ids, labelled, places, source, scores = (part.to(input_ids.device, non_blocking=True) for part in layout)
-    flat, mask_BC = input_ids.flatten(), attention_mask[:, prompt:]
+    ids, labelled, places, source, scores = (
+        part.to(input_ids.device, non_blocking=True) for part in layout
+    )
+    flat = input_ids.flatten()
+    mask_BC = attention_mask[:, prompt:]
     if host.own is not None:
         mask_BC = mask_BC * host.own[:, :completion].to(mask_BC.device, non_blocking=True)
     return Packed(
-        flat[ids][None], places[..., None, :], flat[labelled][None] if scored else input_ids.new_full((1, 1), -100),
-        source, mask_BC, SharedPrompts(tuple(spans), scores),
-    )  # fmt: skip
+        flat[ids][None],
+        places[..., None, :],
+        flat[labelled][None] if scored else input_ids.new_full((1, 1), -100),
+        source,
+        mask_BC,
+        SharedPrompts(tuple(spans), scores),
+    )

@@ -88,11 +88,20 @@ def _scored_positions(module: nn.Module, args: Any, kwargs: dict[str, Any], outp
 
 
 def _attention(
-    own: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float,
-    dropout: float = 0.0, shared_prompts: SharedPrompts | None = None, **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    own: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    shared_prompts: SharedPrompts | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
     """Query (N, H, S, D), key and value (N, Hk, S, D); the result is (N, S, H, D), as of every implementation."""
-    function, flash = _function(own, module), is_flash_attention_requested(requested_attention_implementation=own)
+    function = _function(own, module)
+    flash = is_flash_attention_requested(requested_attention_implementation=own)
     if flash:
         module = _as_configured(module, own)
     given: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
@@ -101,7 +110,12 @@ def _attention(
     if flash:
         ends_Q, ends_K, most_Q, most_K = shared_prompts.bounds
         key, value = (_keys_of_spans(tensor, shared_prompts) for tensor in (key, value))
-        bounds = {"cu_seq_lens_q": ends_Q, "cu_seq_lens_k": ends_K, "max_length_q": most_Q, "max_length_k": most_K}
+        bounds = {
+            "cu_seq_lens_q": ends_Q,
+            "cu_seq_lens_k": ends_K,
+            "max_length_q": most_Q,
+            "max_length_k": most_K,
+        }
         return function(module, query, key, value, None, **given, **bounds)
     # Under autocast float32 weights give float32 queries and keys, since rotary positions are added in float32. The
     # kernel would cast them, but which kernel there is, is decided here.
@@ -136,10 +150,16 @@ def _keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
 
 
 def _by_parts(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, shared: SharedPrompts
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shared: SharedPrompts,
 ) -> Tensor:
     """(1, H, S, D). `attend`: causal to the lower right, for queries (B, H, L, D) and keys (B, Hk, M, D), M >= L."""
-    spans = zip(*(torch.split(tensor, shared.spans, dim=2) for tensor in (query, key, value)), strict=True)
+    spans = zip(
+        *(torch.split(tensor, shared.spans, dim=2) for tensor in (query, key, value)), strict=True
+    )
     results = []
     for group in shared.groups:
         first = next(spans)
@@ -182,30 +202,55 @@ def _blocks(queries: int, keys: int) -> list[tuple[int, int]]:
 
 
 def _sdpa(
-    function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    dropout: float,
 ) -> Tensor:
-    given: dict[str, Any] = {"scale": scaling, "dropout_p": dropout, "enable_gqa": query.size(1) != key.size(1)}
-    queries, keys = query.size(2), key.size(2)
+    given: dict[str, Any] = {
+        "scale": scaling,
+        "dropout_p": dropout,
+        "enable_gqa": query.size(1) != key.size(1),
+    }
+    queries = query.size(2)
+    keys = key.size(2)
     if queries == keys:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **given)
     if _knows_lower_right(query):
-        return scaled_dot_product_attention(query, key, value, causal_lower_right(queries, keys), **given)
+        return scaled_dot_product_attention(
+            query, key, value, causal_lower_right(queries, keys), **given
+        )
     if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries
         key, value = (repeat_kv(tensor, query.size(1) // key.size(1)) for tensor in (key, value))
     results = []
     for start, end in _blocks(queries, keys):
         seen = keys - queries + end
         own = query[:, :, start:end], key[:, :, :seen], value[:, :, :seen]
-        results.append(scaled_dot_product_attention(*own, _lower_right(end - start, seen, query.device), **given))
+        results.append(
+            scaled_dot_product_attention(
+                *own, _lower_right(end - start, seen, query.device), **given
+            )
+        )
     return torch.cat(results, dim=2)
 
 
 def _eager(
-    function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
+    function: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    dropout: float,
 ) -> Tensor:
     allowed = _lower_right(query.size(2), key.size(2), query.device)
-    mask = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(~allowed, torch.finfo(query.dtype).min)
-    found: Tensor = function(query, key, value, mask[None, None], scaling=scaling, dropout=dropout)[0]
+    mask = torch.zeros((), dtype=query.dtype, device=query.device).masked_fill(
+        ~allowed, torch.finfo(query.dtype).min
+    )
+    found: Tensor = function(query, key, value, mask[None, None], scaling=scaling, dropout=dropout)[
+        0
+    ]
     return found.transpose(1, 2)
 
 

@@ -14,7 +14,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
 from transformers.utils.generic import is_flash_attention_requested
-from transformers.vision_utils import get_vision_cu_seqlens, get_vision_position_ids, get_vision_window_index
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from adora_vl.dedup.image_store import ImageBank, ImageBanks, first_patches
 from adora_vl.dedup.split_attention import ARGUMENT
@@ -30,7 +34,9 @@ STOCK = "sdpa"
 def can_batch(tower: Any) -> bool:
     """Whether every attention module of the tower is of the kind that we know."""
     blocks = getattr(tower, "blocks", None) or []
-    return len(blocks) > 0 and all(type(getattr(block, "attn", None)) is Qwen2_5_VLVisionAttention for block in blocks)
+    return len(blocks) > 0 and all(
+        type(getattr(block, "attn", None)) is Qwen2_5_VLVisionAttention for block in blocks
+    )
 
 
 def batch_windows(tower: Any, on: bool) -> bool:
@@ -69,23 +75,43 @@ def by_size(
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    cu_seq_lens_q: Tensor, cu_seq_lens_k: Tensor, dropout: float = 0.0, scaling: float | None = None,
-    is_causal: bool = False, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool = False,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
     """Attention of packed patches within their windows, with the signature of a kernel for variable lengths.
 
     `query`, `key`, `value`: (1, heads, S, head size). `cu_seq_lens_q`, `cu_seq_lens_k`: (windows + 1,), the bounds of
     the windows. Returns (1, S, heads, head size), and None for the attention weights.
     """
-    assert cu_seq_lens_q is cu_seq_lens_k and attention_mask is None and not is_causal and len(query) == 1
+    assert (
+        cu_seq_lens_q is cu_seq_lens_k
+        and attention_mask is None
+        and not is_causal
+        and len(query) == 1
+    )
     sizes, order, back = by_size(tuple(cu_seq_lens_q.diff().tolist()), query.device)
-    parts = [tensor[0] if order is None else tensor[0].index_select(1, order) for tensor in (query, key, value)]
-    outputs, at = [], 0
+    parts = [
+        tensor[0] if order is None else tensor[0].index_select(1, order)
+        for tensor in (query, key, value)
+    ]
+    outputs = []
+    at = 0
     for size, windows in sizes:
         own = [part[:, at : at + size * windows] for part in parts]
         batch = [part.reshape(len(part), windows, size, -1).transpose(0, 1) for part in own]
-        output, _ = sdpa_attention_forward(module, *batch, None, dropout=dropout, scaling=scaling, is_causal=False)
+        output, _ = sdpa_attention_forward(
+            module, *batch, None, dropout=dropout, scaling=scaling, is_causal=False
+        )
         outputs.append(output.flatten(0, 1))
         at += size * windows
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -95,9 +121,13 @@ def attend(
 See = Callable[[Tensor, Tensor], Any]  # a vision pass: pixels, grids -> features
 
 
-def look(tower: Any, original: Any, kwargs: dict[str, Any], device: Any, pixels: Tensor, grids: Tensor) -> Any:
+def look(
+    tower: Any, original: Any, kwargs: dict[str, Any], device: Any, pixels: Tensor, grids: Tensor
+) -> Any:
     """A pass of `original` (`get_image_features`) over pixels on `device`. `grids`: (images, 3), on the host."""
-    kwargs.pop(ARGUMENT, None)  # of the text's attention: Qwen3-VL hands its arguments on to the tower's
+    kwargs.pop(
+        ARGUMENT, None
+    )  # of the text's attention: Qwen3-VL hands its arguments on to the tower's
     if not can_batch(tower):
         return original(pixels, grids.to(device, non_blocking=True), **kwargs)
     return original(pixels, grids, **{**kwargs, **host_bounds(tower, grids, device)})
@@ -112,7 +142,10 @@ def host_bounds(tower: Any, grids: Tensor, device: Any) -> dict[str, Any]:
     merge = tower.spatial_merge_size
     index, windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
     bounds = {"cu_seqlens": get_vision_cu_seqlens(grids), "cu_window_seqlens": windows}
-    longest = {name.replace("cu_", "max_").rstrip("s"): int(each.diff().max()) for name, each in bounds.items()}
+    longest = {
+        name.replace("cu_", "max_").rstrip("s"): int(each.diff().max())
+        for name, each in bounds.items()
+    }
     if is_flash_attention_requested(tower.config):
         bounds = {name: tensor.to(device, non_blocking=True) for name, tensor in bounds.items()}
     places = {"window_index": index, "position_ids": get_vision_position_ids(grids, merge)}
@@ -120,13 +153,19 @@ def host_bounds(tower: Any, grids: Tensor, device: Any) -> dict[str, Any]:
     return {f"image_{name}": value for name, value in {**bounds, **longest, **places}.items()}
 
 
-Features = dict[str, list[Tensor]]  # of one image: by field, a tensor (image tokens, width) for each layer it enters at
+Features = dict[
+    str, list[Tensor]
+]  # of one image: by field, a tensor (image tokens, width) for each layer it enters at
 
 
 def vision_model(model: nn.Module) -> Any | None:
     """The submodule that holds the vision tower (`visual`), inside any wrappers. None if there is none."""
     for module in model.modules():
-        if "visual" in module._modules and hasattr(module, "get_image_features") and hasattr(module, "get_rope_index"):
+        if (
+            "visual" in module._modules
+            and hasattr(module, "get_image_features")
+            and hasattr(module, "get_rope_index")
+        ):
             return module
     return None
 
@@ -153,14 +192,18 @@ class SharedVision:
             return False
         original = inner.get_image_features
 
-        def get_image_features(pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
+        def get_image_features(
+            pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any
+        ) -> Any:
             see = partial(look, inner.visual, original, kwargs)
             if image_grid_thw is not None and not len(image_grid_thw):
                 return self._nothing(inner, see, image_grid_thw.device)
             if pixel_values.is_floating_point() or image_grid_thw is None:
                 if image_grid_thw is not None:
                     self.seen += len(image_grid_thw)
-                    image_grid_thw = image_grid_thw.to(pixel_values.device)  # a packed pass has it on the host
+                    image_grid_thw = image_grid_thw.to(
+                        pixel_values.device
+                    )  # a packed pass has it on the host
                 return original(pixel_values, image_grid_thw, **kwargs)
             starts = first_patches(pixel_values, image_grid_thw)  # references may be on the host
             return self._features(inner, partial(see, inner.visual.device), starts)
@@ -172,7 +215,8 @@ class SharedVision:
     @contextmanager
     def unshared(self) -> Iterator[None]:
         """Inside, every pass computes its own images, so that a rank without any makes the passes of the others."""
-        share, self.share = self.share, False
+        share = self.share
+        self.share = False
         try:
             yield
         finally:
@@ -215,7 +259,9 @@ class SharedVision:
                 for start, own in zip(part, _by_image(output, inner), strict=True):
                     bank.frozen_features.setdefault(start, own)
             bank.features_due = False
-        return _joined(BaseModelOutputWithPooling(), [bank.frozen_features[start] for start in starts])
+        return _joined(
+            BaseModelOutputWithPooling(), [bank.frozen_features[start] for start in starts]
+        )
 
     def _nothing(self, inner: Any, see: Callable[..., Any], device: Any) -> Any:
         """The features of no image. With several processes the tower still runs whenever others run it, because it
@@ -225,7 +271,9 @@ class SharedVision:
         width = config.get_text_config().hidden_size
         none = torch.zeros(0, width, dtype=inner.visual.dtype, device=device)
         layers = len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
-        images: list[Features] = [{EMBEDDINGS: [none], **({DEEPSTACK: [none] * layers} if layers else {})}]
+        images: list[Features] = [
+            {EMBEDDINGS: [none], **({DEEPSTACK: [none] * layers} if layers else {})}
+        ]
         if not distributed.is_initialized() or distributed.get_world_size() == 1:
             return _joined(BaseModelOutputWithPooling(), images)
         bank = self.banks.of_training() if self.share and _is_frozen(inner) else None
@@ -239,7 +287,9 @@ class SharedVision:
         if bank is not None:
             bank.features_due = False
         first = _by_image(output, inner)[0]
-        return _joined(output, [{name: [part[:0] for part in parts] for name, parts in first.items()}])
+        return _joined(
+            output, [{name: [part[:0] for part in parts] for name, parts in first.items()}]
+        )
 
 
 def in_passes(starts: Sequence[int], patches: Sequence[int], limit: int) -> list[list[int]]:
@@ -286,7 +336,9 @@ def _by_image(output: Any, inner: Any) -> list[Features]:
     found: list[Features] = [{EMBEDDINGS: [own]} for own in embeddings]
     if DEEPSTACK in family.vision.features:
         for layer in output[DEEPSTACK]:  # a tensor for all images
-            for image, part in zip(found, torch.split(layer, [len(own) for own in embeddings]), strict=True):
+            for image, part in zip(
+                found, torch.split(layer, [len(own) for own in embeddings]), strict=True
+            ):
                 image.setdefault(DEEPSTACK, []).append(part)
     return found
 
@@ -295,5 +347,7 @@ def _joined(output: Any, images: list[Features]) -> Any:
     """`output` with the features of these images, in the form in which the model reads them."""
     output[EMBEDDINGS] = tuple(image[EMBEDDINGS][0] for image in images)
     if DEEPSTACK in images[0]:
-        output[DEEPSTACK] = [torch.cat(layer) for layer in zip(*(i[DEEPSTACK] for i in images), strict=True)]
+        output[DEEPSTACK] = [
+            torch.cat(layer) for layer in zip(*(i[DEEPSTACK] for i in images), strict=True)
+        ]
     return output

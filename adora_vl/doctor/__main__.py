@@ -40,12 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog="All other arguments are those of the training command; see `python -m adora_vl.train --help`.",
     )
     parser.add_argument("--json", type=path, metavar="FILE", help="write the table there too")
-    speaks, checks = os.environ.get("RANK", "0") == "0", list[Check]()
+    speaks = os.environ.get("RANK", "0") == "0"
+    checks = list[Check]()
 
     def command() -> None:
         options, rest = parser.parse_known_args(words)
         if options.json is not None:
-            check_json("--json", options.json, "a table of the doctor", is_table)  # before minutes of checks
+            check_json(
+                "--json", options.json, "a table of the doctor", is_table
+            )  # before minutes of checks
         checks.extend(diagnose(read(rest)))  # before torch, whose import takes seconds
         if speaks:
             print(table(checks), flush=True)
@@ -53,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with written_to("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
 
-    return exit_code_of(command, "nothing was written", speaks=speaks) or int(not is_healthy(checks))
+    return exit_code_of(command, "nothing was written", speaks=speaks) or int(
+        not is_healthy(checks)
+    )
 
 
 def diagnose(given: Given) -> list[Check]:
@@ -61,7 +66,9 @@ def diagnose(given: Given) -> list[Check]:
     prepare_engine_environment()
     checks = environment_checks(given)
     if not is_healthy(checks):
-        return checks  # what would import or train with the wrong libraries says nothing about the run
+        return (
+            checks  # what would import or train with the wrong libraries says nothing about the run
+        )
     from adora_vl.prepare import prepare
 
     run = prepare(given, to_train=False)
@@ -82,17 +89,29 @@ def environment_checks(given: Given) -> list[Check]:
 
     _, config, model = build(given)
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    four_bit, use_vllm = model.load_in_4bit, config.use_vllm
-    parts = make.check_parts(use_vllm=use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed, four_bit=four_bit)
+    four_bit = model.load_in_4bit
+    use_vllm = config.use_vllm
+    parts = make.check_parts(
+        use_vllm=use_vllm, use_peft=model.use_peft, use_deepspeed=deepspeed, four_bit=four_bit
+    )
     if four_bit and is_healthy(parts):
         parts.append(make.check_four_bit())
     builds = make.check_builds(
-        use_cpu=config.use_cpu, use_vllm=config.use_vllm, gpus=torch.cuda.device_count(), cuda=torch.version.cuda,
+        use_cpu=config.use_cpu,
+        use_vllm=config.use_vllm,
+        gpus=torch.cuda.device_count(),
+        cuda=torch.version.cuda,
         vllm_is_cpu_build=find_cpu_build(),
-    )  # fmt: skip
+    )
     cuda = None if config.use_cpu else torch.version.cuda
     driver = make.check_driver(cuda=cuda, driver=make.driver_version())
-    return [*libraries, *parts, builds, driver, make.check_compilers(deepspeed=deepspeed, triton=cuda is not None)]
+    return [
+        *libraries,
+        *parts,
+        builds,
+        driver,
+        make.check_compilers(deepspeed=deepspeed, triton=cuda is not None),
+    ]
 
 
 def paper_checks(run: Checked) -> list[Check]:
@@ -100,20 +119,33 @@ def paper_checks(run: Checked) -> list[Check]:
     from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
     from adora_vl.planning.memory import checkpoint_of, run_bytes
 
-    script, config = run.script, run.config
+    script = run.script
+    config = run.config
     assert script is not None, "a doctor examines a command"
-    without_images = run.dataset.remove_columns([name for name in ("images",) if name in run.dataset.column_names])
+    without_images = run.dataset.remove_columns(
+        [name for name in ("images",) if name in run.dataset.column_names]
+    )
     rows = [without_images[number] for number in range(min(ROWS, len(run.dataset)))]
     checks = [check_golds(rows, rounding=rounds(script.adora_reward))]
     if is_healthy(checks) and not run.rewards.own:  # those were tried, and may mean something else
-        checks.append(check_rewards(rows, run.rewards.functions, config.reward_weights, config.adora_correct_above))
+        checks.append(
+            check_rewards(
+                rows, run.rewards.functions, config.reward_weights, config.adora_correct_above
+            )
+        )
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = run.shape
-    image_tokens = run.lengths.longest[1] if run.lengths is not None else 0  # of a model that is not known
+    image_tokens = (
+        run.lengths.longest[1] if run.lengths is not None else 0
+    )  # of a model that is not known
     one = checkpoint_of(config, shape, run.where.sharding, image_tokens)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
-    needed = run_bytes(one, shape.total * shape.weight_bytes, kept) if kept else shape.total * shape.weight_bytes
+    needed = (
+        run_bytes(one, shape.total * shape.weight_bytes, kept)
+        if kept
+        else shape.total * shape.weight_bytes
+    )
     return [*checks, check_room(folder, needed, one, kept)]
 
 
@@ -125,7 +157,10 @@ def engine_checks(run: Checked) -> list[Check]:
     from adora_vl.train import build_trainer
 
     config = run.config
-    config.log_completions, config.report_to, config.save_strategy, config.disable_tqdm = False, [], "no", True
+    config.log_completions = False
+    config.report_to = []
+    config.save_strategy = "no"
+    config.disable_tqdm = True
     with tempfile.TemporaryDirectory(prefix="adora_vl_doctor_") as folder:
         config.output_dir = folder  # nothing may be written into the user's
         try:
@@ -137,7 +172,9 @@ def engine_checks(run: Checked) -> list[Check]:
             remedy = "if memory is short, `--dry-run` says what would fit; else look above for vLLM's own message"
             return [failed("model and engine start", line, remedy)]
         examination = ExamineBeforeStepOne(trainer, ROWS)
-        trainer.callback_handler.callbacks.insert(0, examination)  # before what would check or evaluate by itself
+        trainer.callback_handler.callbacks.insert(
+            0, examination
+        )  # before what would check or evaluate by itself
         try:
             GRPOTrainer.train(trainer)  # without a run's folder
         except Examined:

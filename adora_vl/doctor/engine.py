@@ -12,7 +12,15 @@ from transformers import TrainerCallback
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
 from adora_vl.models.precision import REMEDY, wrong_in
 from adora_vl.rollout import agreement
-from adora_vl.rollout.agreement import COLD, DISTANT, PIXELS, POSITIONS, PROMPTS, EngineProbe, HasEngine
+from adora_vl.rollout.agreement import (
+    COLD,
+    DISTANT,
+    PIXELS,
+    POSITIONS,
+    PROMPTS,
+    EngineProbe,
+    HasEngine,
+)
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
@@ -59,13 +67,19 @@ def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
         and (component_of(name) != LANGUAGE_MODEL) == vision
         and (vision or ".layers." in name)
     ]
-    direct = [one for one in found if any(vision.projector[0] in one[0] for vision in seeing_families().values())]
+    direct = [
+        one
+        for one in found
+        if any(vision.projector[0] in one[0] for vision in seeing_families().values())
+    ]
     chosen = direct or found
     return chosen[-1] if chosen else None
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # ZeRO-3 leaves a parameter empty between its uses
+    return tuple(
+        getattr(parameter, "ds_shape", parameter.shape)
+    )  # ZeRO-3 leaves a parameter empty between its uses
 
 
 @contextmanager
@@ -111,14 +125,22 @@ def check_features(prompts: agreement.Prompts, image_token_id: int | None, merge
         tokens = ids.count(image_token_id)
         if tokens != wanted:
             detail = f"{name}: {tokens} image tokens in the prompt, {wanted} features of its images"
-            return failed(FEATURES, detail, f"the processor expands images in its own way; {PIXELS}")
-    return passed(FEATURES, f"{min(features)} to {max(features)} per prompt, in {len(features)} prompts")
+            return failed(
+                FEATURES, detail, f"the processor expands images in its own way; {PIXELS}"
+            )
+    return passed(
+        FEATURES, f"{min(features)} to {max(features)} per prompt, in {len(features)} prompts"
+    )
 
 
 def check_buffers(trainer: HasEngine) -> Check:
     """Rotary frequencies and whatever else is computed from the config, in policy and reference."""
     wrong = wrong_in(trainer)
-    return failed(BUFFERS, "; ".join(wrong), REMEDY) if wrong else passed(BUFFERS, "rotary frequencies in float32")
+    return (
+        failed(BUFFERS, "; ".join(wrong), REMEDY)
+        if wrong
+        else passed(BUFFERS, "rotary frequencies in float32")
+    )
 
 
 def check_runner(trainer: HasEngine) -> Check:
@@ -137,7 +159,11 @@ class Examination(EngineProbe):
         name, remedy = (VISION, CACHES) if vision else (LANGUAGE, SYNC)
         chosen = choose_parameter(self.trainer.model, vision=vision)
         if chosen is None:
-            why = "there are none" if vision and self.prompts.images is None else "nothing of it is trained"
+            why = (
+                "there are none"
+                if vision and self.prompts.images is None
+                else "nothing of it is trained"
+            )
             return skipped(name, f"{why}: it cannot change")
         if vision and self.prompts.images is None:
             return skipped(name, "the prompts have no images")
@@ -149,12 +175,16 @@ class Examination(EngineProbe):
                 rollouts = self.sampled(name)
                 moved = self._move(change, rollouts)
                 if moved < LEAST_MOVE:
-                    return skipped(name, f"a change of {moving} moves these answers by {moved:.2g} nats only")
+                    return skipped(
+                        name, f"a change of {moving} moves these answers by {moved:.2g} nats only"
+                    )
                 generation.sync_weights()
                 drift, _, _ = self.drift(name)
         finally:
             generation.sync_weights()
-        return agreement.judge(name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}")
+        return agreement.judge(
+            name, drift, self.bound, remedy, f"; the change moved the policy by {moved:.2g}"
+        )
 
     def _move(self, change: Callable[[float], None], rollouts: agreement.Rollouts) -> float:
         """Change the weight until the policy moves by far more than the bound. Returns by how many nats per token."""
@@ -210,11 +240,14 @@ def examine(examination: Examination, merge: int) -> list[Check]:
     """Every check in order; one that raises fails, and the rest is skipped, since the engine may be broken. Without a
     colocated engine only those of the trainer are made.
     """
-    trainer, unseen = examination.trainer, ""
+    trainer = examination.trainer
+    unseen = ""
     image_token = getattr(trainer.processing_class, "image_token_id", None)
     if not trainer.use_vllm or trainer.vllm_mode != "colocate":
         unseen = (
-            "vllm_mode: server is not examined" if trainer.use_vllm else "use_vllm: false, the policy samples itself"
+            "vllm_mode: server is not examined"
+            if trainer.use_vllm
+            else "use_vllm: false, the policy samples itself"
         )
     steps: list[tuple[tuple[str, ...], str, Callable[[], list[Check]]]] = [
         ((FEATURES,), PIXELS, lambda: [check_features(examination.prompts, image_token, merge)]),
@@ -231,7 +264,11 @@ def examine(examination: Examination, merge: int) -> list[Check]:
     for names, remedy, step in steps:
         broken = any(check.status is Status.FAILED and check.name == PROMPTS for check in checks)
         broken = broken or any(check.detail.startswith(_RAISED) for check in checks)
-        why = unseen if unseen and names not in ((FEATURES,), (BUFFERS,)) else "not after the failure above" * broken
+        why = (
+            unseen
+            if unseen and names not in ((FEATURES,), (BUFFERS,))
+            else "not after the failure above" * broken
+        )
         if why:
             checks += [skipped(name, why) for name in names]
         else:
@@ -260,7 +297,8 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     """Examines, keeps the lines in `checks`, and leaves `trainer.train()` by raising `Examined`."""
 
     def __init__(self, trainer: HasEngine, rows: int) -> None:
-        self.trainer, self.rows = trainer, rows
+        self.trainer = trainer
+        self.rows = rows
         self.checks: list[Check] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

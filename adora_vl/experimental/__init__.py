@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Extension", "extensions"]
 
 
-def extensions(context: StepContext, images: DistinctImages, *, has_dropout: bool) -> list[Extension]:
+def extensions(
+    context: StepContext, images: DistinctImages, *, has_dropout: bool
+) -> list[Extension]:
     """The methods that the run's keys ask for, in the order of their calls. `has_dropout`: of the policy.
 
     Raises `UserError` where one does not go with the model.

@@ -42,7 +42,8 @@ def signal_share(step: int) -> float:
 
 def gaussian(image: Image.Image, step: int, generator: np.random.Generator) -> Image.Image:
     """`a x + sqrt(1 - a^2) n`, clipped to 0 and 1. a is the `signal_share`, x the pixels, n standard normal noise."""
-    share, pixels = signal_share(step), np.asarray(image, dtype=np.float32) / 255
+    share = signal_share(step)
+    pixels = np.asarray(image, dtype=np.float32) / 255
     noise = generator.standard_normal(pixels.shape, dtype=np.float32)
     mixed = share * pixels + math.sqrt(1 - share**2) * noise
     return Image.fromarray((mixed.clip(0, 1) * 255).round().astype(np.uint8))
@@ -53,7 +54,8 @@ def as_seen(image: Image.Image, image_processor: Any) -> Image.Image:
     image = image.convert("RGB")
     if not can_cache(image_processor):
         return image
-    size, factor = image_processor.size, image_processor.patch_size * image_processor.merge_size
+    size = image_processor.size
+    factor = image_processor.patch_size * image_processor.merge_size
     seen = model_size(*image.size, factor, size["shortest_edge"], size["longest_edge"])
     return image.resize(seen, image_processor.resample)
 
@@ -65,7 +67,9 @@ def distorted(image: Image.Image, kind: str, level: float, seed: int) -> Image.I
         noisy = gaussian(image, int(level), generator)
     else:
         noisy = image.rotate(generator.uniform(-level, level), resample=Image.Resampling.BILINEAR)
-    noisy.info[PASSING] = True  # it is seen once, so the cache of processed images should not keep it
+    noisy.info[PASSING] = (
+        True  # it is seen once, so the cache of processed images should not keep it
+    )
     return noisy
 
 
@@ -74,15 +78,19 @@ class NoisyRollouts(Extension):
 
     def __init__(self, context: StepContext, images: DistinctImages) -> None:
         config = context.config
-        self.options, self.seed = config.adora_extensions.noisy_rollouts, config.seed
+        self.options = config.adora_extensions.noisy_rollouts
+        self.seed = config.seed
         self.count = self.options.count(config.num_generations)
         self.clean = config.num_generations - self.count
-        self.accelerator, self.log, self.state = context.accelerator, context.log, context.state
+        self.accelerator = context.accelerator
+        self.log = context.log
+        self.state = context.state
         self.images = images
 
     def level(self, step: int) -> float:
         """The strength at this share of the run; for `gaussian` rounded down to whole steps, as in the repository."""
-        options, share = self.options, 1.0
+        options = self.options
+        share = 1.0
         if options.schedule == "sigmoid":
             done = step / max(self.state().max_steps, 1)
             share = sigmoid_annealing(done, middle=options.middle, steepness=options.steepness)
@@ -93,10 +101,12 @@ class NoisyRollouts(Extension):
         """The last rollouts of a group get the same distorted objects, so they stay one request. The run's seed and the
         position seed the noise; a resumed run has the same at the same position.
         """
-        problem, level = group.problem, self.level(group.problem.step)
+        problem = group.problem
+        level = self.level(group.problem.step)
         if self.count == 0 or level <= 0:
             return [None] * len(group.rollouts)
-        key, seen = f"noise/{self.seed}/{problem.where}/{problem.place}", self.images.image_processor
+        key = f"noise/{self.seed}/{problem.where}/{problem.place}"
+        seen = self.images.image_processor
         other = [
             distorted(as_seen(image, seen), self.options.kind, level, number_at(f"{key}/{number}"))
             for number, image in enumerate(images)

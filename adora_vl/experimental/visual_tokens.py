@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from adora_vl.dedup.image_store import ImageBank, ImageBanks, can_cache, effective_settings, first_patches, normalized
+from adora_vl.dedup.image_store import (
+    ImageBank,
+    ImageBanks,
+    can_cache,
+    effective_settings,
+    first_patches,
+    normalized,
+)
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.training.generation import Extension, Generation
 from adora_vl.types import Batch, StepContext, loss_mask
@@ -53,9 +60,12 @@ def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
     known_N = all_N[~all_N.isnan()]
     if known_N.numel() < 2 or known_N.max() - known_N.min() <= _EVEN:
         return torch.ones_like(own_B)
-    low, spread = known_N.min(), known_N.max() - known_N.min()
+    low = known_N.min()
+    spread = known_N.max() - known_N.min()
     largest = smallest + (1 - smallest) / ((known_N - low) / spread).mean()
-    scale_B = smallest + ((own_B - low) / spread * (largest - smallest)).clamp(max=_FURTHEST * (1 - smallest))
+    scale_B = smallest + ((own_B - low) / spread * (largest - smallest)).clamp(
+        max=_FURTHEST * (1 - smallest)
+    )
     return torch.where(own_B.isnan(), 1.0, scale_B)
 
 
@@ -66,8 +76,12 @@ def black_patch(image_processor: Any, values: int) -> Tensor:
     """What the processor makes of a black patch, (values,). Raises `UserError` for a processor of another kind."""
     kind = type(image_processor).__name__
     uncut = f"{kind} does not cut images into patches of its own, which could be blackened"
-    refuse((not can_cache(image_processor), f"adora_extensions.visual_tokens: {uncut}; leave it out"))
-    return normalized(image_processor, torch.zeros(1, values), effective_settings(image_processor, {}))[0]
+    refuse(
+        (not can_cache(image_processor), f"adora_extensions.visual_tokens: {uncut}; leave it out")
+    )
+    return normalized(
+        image_processor, torch.zeros(1, values), effective_settings(image_processor, {})
+    )[0]
 
 
 def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
@@ -77,13 +91,18 @@ def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
 
 
 @contextmanager
-def half_black(banks: ImageBanks, image_processor: Any, batch: Batch, place: str) -> Iterator[Tensor | None]:
+def half_black(
+    banks: ImageBanks, image_processor: Any, batch: Batch, place: str
+) -> Iterator[Tensor | None]:
     """Yields the `pixel_values` of the batch with about half of every image black, the same half for all rollouts of a
     group (`place` seeds it); None without the column. Inside the block the training batch's bank is of these images.
     """
-    pixels, grids = batch.get("pixel_values"), batch.get("image_grid_thw")
+    pixels = batch.get("pixel_values")
+    grids = batch.get("image_grid_thw")
     with banks.another() as bank:
-        assert pixels is None or grids is not None, "pixels without a grid: of a family that check_extensions refuses"
+        assert pixels is None or grids is not None, (
+            "pixels without a grid: of a family that check_extensions refuses"
+        )
         if pixels is None or grids is None or not len(grids):
             yield pixels
         elif pixels.is_floating_point():
@@ -94,7 +113,8 @@ def half_black(banks: ImageBanks, image_processor: Any, batch: Batch, place: str
 
 def _of_pixels(pixels: Tensor, grids: Tensor, image_processor: Any, place: str) -> Tensor:
     """Without a bank an image is known by its content alone."""
-    black_D, found = black_patch(image_processor, pixels.size(1)), []
+    black_D = black_patch(image_processor, pixels.size(1))
+    found = []
     for image in torch.split(pixels, grids.prod(dim=-1).tolist()):
         key = hashlib.blake2b(image.float().cpu().numpy().tobytes(), digest_size=16).hexdigest()
         found.append(blackened(image, black_D, f"{place}/{key}"))
@@ -102,7 +122,12 @@ def _of_pixels(pixels: Tensor, grids: Tensor, image_processor: Any, place: str) 
 
 
 def _of_references(
-    references: Tensor, grids: Tensor, banks: ImageBanks, bank: ImageBank, image_processor: Any, place: str
+    references: Tensor,
+    grids: Tensor,
+    banks: ImageBanks,
+    bank: ImageBank,
+    image_processor: Any,
+    place: str,
 ) -> Tensor:
     found: dict[int, Tensor] = {}
     starts = first_patches(references, grids)
@@ -124,15 +149,21 @@ class VisualDependency(Extension):
         unknown = "the image processor of this model cuts images in a way that is not known here"
         wrong = images.shown and not images.knows_patches
         refuse((wrong, f"adora_extensions.visual_tokens: {unknown}; leave it out"))
-        self.accelerator, self.log, self.config = context.accelerator, context.log, context.config
+        self.accelerator = context.accelerator
+        self.log = context.log
+        self.config = context.config
         self.options = context.config.adora_extensions.visual_tokens
-        self.policy_logps, self.images, self.has_dropout = context.policy_logps, images, has_dropout
+        self.policy_logps = context.policy_logps
+        self.images = images
+        self.has_dropout = has_dropout
 
     def after_weighing(self, generation: Generation) -> None:
         """Give every token an advantage of its own."""
         assert generation.advantages is not None
         live_B = generation.of_rank(generation.advantages.live_B, self.accelerator.process_index)
-        self.weigh(generation.batch, live_B, f"{self.config.seed}/{generation.key}/{generation.attempt}")
+        self.weigh(
+            generation.batch, live_B, f"{self.config.seed}/{generation.key}/{generation.attempt}"
+        )
 
     def weigh(self, batch: Batch, live_B: Tensor, place: str) -> None:
         """Turn the advantages of a generation, (B,), into those of its tokens, (B, C). `live_B`: the rollouts of groups
@@ -147,17 +178,26 @@ class VisualDependency(Extension):
             blind_BC = self.policy_logps(batch, pixels)
         dependency_BC = visual_dependency(seen_BC, blind_BC, mask_BC)
         images = batch.get("num_images") or [int("pixel_values" in batch)] * len(mask_BC)
-        tokens_B, shown_B = mask_BC.sum(dim=1), torch.tensor(images, device=mask_BC.device) > 0
-        own_B = torch.where(shown_B & (tokens_B > 0), dependency_BC.sum(dim=1) / tokens_B, torch.nan)
+        tokens_B = mask_BC.sum(dim=1)
+        shown_B = torch.tensor(images, device=mask_BC.device) > 0
+        own_B = torch.where(
+            shown_B & (tokens_B > 0), dependency_BC.sum(dim=1) / tokens_B, torch.nan
+        )
         learned_BC = most_dependent(dependency_BC, mask_BC, self.options.share) | ~shown_B[:, None]
         compared_B = own_B.masked_fill(~live_B.to(own_B.device), torch.nan)
-        scale_B = rollout_scale(compared_B, self.accelerator.gather(compared_B), self.options.scale_min)
-        batch["advantages"] = batch["advantages"][:, None] * (learned_BC * mask_BC * scale_B[:, None])
+        scale_B = rollout_scale(
+            compared_B, self.accelerator.gather(compared_B), self.options.scale_min
+        )
+        batch["advantages"] = batch["advantages"][:, None] * (
+            learned_BC * mask_BC * scale_B[:, None]
+        )
         batch["visual_dependency"], batch["visual_scale"] = own_B, scale_B
         self._log(own_B, (learned_BC * mask_BC).sum(dim=1), tokens_B)
 
     def _log(self, own_B: Tensor, learned_B: Tensor, tokens_B: Tensor) -> None:
-        sums_B4 = torch.stack([torch.nan_to_num(own_B), (~own_B.isnan()).float(), learned_B, tokens_B], dim=1)
+        sums_B4 = torch.stack(
+            [torch.nan_to_num(own_B), (~own_B.isnan()).float(), learned_B, tokens_B], dim=1
+        )
         dependency, known, learned, tokens = self.accelerator.gather(sums_B4).sum(dim=0).tolist()
         self.log("adora/visual_dependency", dependency / max(known, 1))
         self.log("adora/visual_tokens", learned / max(tokens, 1))

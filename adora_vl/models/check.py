@@ -11,12 +11,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from trl import ModelConfig, get_peft_config
 
-from adora_vl.models.families import KNOWN, family_of, has_linear_attention, misplaced_by_vllm, sees_images
+from adora_vl.models.families import (
+    KNOWN,
+    family_of,
+    has_linear_attention,
+    misplaced_by_vllm,
+    sees_images,
+)
 from adora_vl.models.shape import describe, is_dtype
 from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.hidden import masked
 
-_FLASH = {"flash_attention_2": is_flash_attn_2_available, "flash_attention_3": is_flash_attn_3_available}
+_FLASH = {
+    "flash_attention_2": is_flash_attn_2_available,
+    "flash_attention_3": is_flash_attn_3_available,
+}
 
 # What needs to know how an architecture sees. With all of it as in stock TRL, images are handled as there.
 NEEDS_FAMILY = ("cache_images", "share_vision", "share_prompt")
@@ -33,15 +42,20 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
     `UserError` for a model with images of an unknown family, unless all of `NEEDS_FAMILY` is as in stock TRL, and for
     one to which vLLM would give other positions than Transformers.
     """
-    name, kind, family = model.model_name_or_path, config.model_type, family_of(config)
+    name = model.model_name_or_path
+    kind = config.model_type
+    family = family_of(config)
     if family is not None:
         problem = misplaced_by_vllm(config)
         refuse(
             (run.use_vllm and problem, f"model_name_or_path: {name!r} {problem}"),
-            (run.use_vllm and run.use_cpu and has_linear_attention(config), "use_vllm: true, but on a CPU vLLM "
-             f"computes the linear attention of {family.name} in bfloat16 alone, and training there is in float32; set "
-             "it to false"),
-        )  # fmt: skip
+            (
+                run.use_vllm and run.use_cpu and has_linear_attention(config),
+                "use_vllm: true, but on a CPU vLLM "
+                f"computes the linear attention of {family.name} in bfloat16 alone, and training there is in float32; set "
+                "it to false",
+            ),
+        )
         return [f"{name}: {family.note}"] if family.note else []
     if not sees_images(config):
         return [
@@ -49,7 +63,9 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
             "computes its prompt again, everything else works"
         ]
     if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
-        return [f"{name}: model_type {kind} is not among the known families; its images go the way of stock TRL"]
+        return [
+            f"{name}: model_type {kind} is not among the known families; its images go the way of stock TRL"
+        ]
     unknown = f"{name!r} has model_type {kind}, which is not among the known families ({KNOWN})"
     stock = "set adora_stock_step: true and adora_freeze: [] to train it the way of stock TRL"
     added = "add the family as CONTRIBUTING.md describes"
@@ -59,7 +75,11 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
     """Whether `LOST_UPDATES` is to be said. LoRA's own weights are float32, and DeepSpeed keeps a float32 copy."""
     dtype = config.dtype if model.dtype == "auto" else model.dtype
-    return not model.use_peft and not deepspeed and str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
+    return (
+        not model.use_peft
+        and not deepspeed
+        and str(dtype).removeprefix("torch.") in ("bfloat16", "float16")
+    )
 
 
 def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
@@ -73,21 +93,33 @@ def check_attention(model: ModelConfig, given: Mapping[str, Any]) -> None:
     """Raises `UserError` for an attention kernel that is not here. `given`: `model_init_kwargs`."""
     attention = given.get("attn_implementation", model.attn_implementation)
     if attention in _FLASH and not _FLASH[attention]():
-        raise UserError(f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa")
+        raise UserError(
+            f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa"
+        )
 
 
 def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
     """Raises `UserError` for an argument of `from_pretrained` that nobody reads: the model would be given it."""
-    read = inspect.getsource(PreTrainedModel.from_pretrained)  # it takes most of them out of its **kwargs
-    known = {*inspect.signature(PreTrainedModel.from_pretrained).parameters, "use_auth_token", "attn_implementation"}
+    read = inspect.getsource(
+        PreTrainedModel.from_pretrained
+    )  # it takes most of them out of its **kwargs
+    known = {
+        *inspect.signature(PreTrainedModel.from_pretrained).parameters,
+        "use_auth_token",
+        "attn_implementation",
+    }
     for key, value in masked(given).items():
         known_to_none = key not in known and f'"{key}"' not in read and not hasattr(config, key)
         if known_to_none or (key == "dtype" and isinstance(value, str) and not is_dtype(value)):
             what = f"which has no such {'argument' if known_to_none else 'value of it'}"
-            raise UserError(f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, {what}")
+            raise UserError(
+                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, {what}"
+            )
 
 
-def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]) -> None:
+def check_parts(
+    model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]
+) -> None:
     """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not. The modules are
     built without memory, to look at their names.
     """
@@ -102,18 +134,32 @@ def check_parts(model: ModelConfig, config: PretrainedConfig, peft_config: Any, 
         targets: Any = peft_config.target_modules or getattr(peft_config, "target_parameters", None)
         reason = str(error).strip().splitlines()[0][:200]
         remedy = ""
-        if isinstance(targets, str) and targets.isidentifier():  # which PEFT matches against whole names
+        if (
+            isinstance(targets, str) and targets.isidentifier()
+        ):  # which PEFT matches against whole names
             ending = replace(peft_config, target_modules=f".*{targets}")
             with suppress(ValueError, KeyError):
                 describe(config, dtype=model.dtype, frozen=frozen, peft_config=ending)
-                remedy = f"; a single name is a regular expression over whole names: write '.*{targets}'"
-        raise UserError(f"lora_target_modules: {targets!r} does not fit this model ({reason}){remedy}") from error
+                remedy = (
+                    f"; a single name is a regular expression over whole names: write '.*{targets}'"
+                )
+        raise UserError(
+            f"lora_target_modules: {targets!r} does not fit this model ({reason}){remedy}"
+        ) from error
 
 
 def lora_of(model: ModelConfig) -> Any:
     """PEFT's config by a command's keys; None without LoRA. Raises `UserError` where they name no layers."""
-    if model.use_peft and model.lora_target_modules is None and model.lora_target_parameters is None:
-        raise UserError("lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj")
+    if (
+        model.use_peft
+        and model.lora_target_modules is None
+        and model.lora_target_parameters is None
+    ):
+        raise UserError(
+            "lora_target_modules: null with use_peft: true; name the layers, such as q_proj,v_proj"
+        )
     if model.use_peft and find_spec("peft") is None:
-        raise UserError("use_peft: true, but peft is not installed; install the extra adora-vl[lora]")
+        raise UserError(
+            "use_peft: true, but peft is not installed; install the extra adora-vl[lora]"
+        )
     return get_peft_config(model)

@@ -11,7 +11,8 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
-EMBEDDINGS, DEEPSTACK = "pooler_output", "deepstack_features"
+EMBEDDINGS = "pooler_output"
+DEEPSTACK = "deepstack_features"
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl": Family(
         "Qwen3-VL",
         Vision(
-            unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, features=(EMBEDDINGS, DEEPSTACK),
-            projector=("visual.merger.", "visual.deepstack_merger_list."), relative=True,
+            unit=32,
+            min_pixels=256 * 256,
+            max_pixels=4096 * 4096,
+            features=(EMBEDDINGS, DEEPSTACK),
+            projector=("visual.merger.", "visual.deepstack_merger_list."),
+            relative=True,
         ),
         "models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the published "
         "preprocessor_config.json",
@@ -88,7 +93,7 @@ FAMILIES: dict[str, Family] = {
         note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group cannot share: "
         "share_prompt is off by itself, everything else is shared",
     ),
-}  # fmt: skip
+}
 
 
 KNOWN = ", ".join(FAMILIES)  # as a message names them
@@ -119,7 +124,8 @@ def shares_prompts(config: Any) -> bool:
 
 def misplaced_by_vllm(config: Any) -> str:
     """Why vLLM would give this model's images other positions than Transformers, with the remedy; else empty."""
-    family, rotary = family_of(config), getattr(config.get_text_config(), "rope_parameters", None) or {}
+    family = family_of(config)
+    rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if family is None or not family.interleaved or rotary.get("mrope_interleaved"):
         return ""
     return (
@@ -133,7 +139,9 @@ def has_linear_attention(config: Any) -> bool:
     return "linear_attention" in (getattr(config.get_text_config(), "layer_types", None) or ())
 
 
-VISION_TOWER, PROJECTOR, LANGUAGE_MODEL = "vision_tower", "projector", "language_model"
+VISION_TOWER = "vision_tower"
+PROJECTOR = "projector"
+LANGUAGE_MODEL = "language_model"
 COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
 
 
@@ -159,7 +167,9 @@ def freeze(model: nn.Module, components: Iterable[str]) -> dict[str, int]:
     for component in components:
         parameters = [p for name, p in model.named_parameters() if component_of(name) == component]
         if not parameters:
-            raise UserError(f"adora_freeze: {component}: this model has none ({type(model).__name__}); leave it out")
+            raise UserError(
+                f"adora_freeze: {component}: this model has none ({type(model).__name__}); leave it out"
+            )
         for parameter in parameters:
             parameter.requires_grad_(False)
         frozen[component] = len(parameters)

@@ -22,18 +22,31 @@ from adora_vl.utils.hub import only_here, why_missing
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from transformers import PretrainedConfig
 
-TINY_MODEL, TINY_TEXT_MODEL, TINY_PERIMETER_MODEL, TINY_ZOOM_MODEL = "tiny", "tiny_text", "tiny_perimeter", "tiny_zoom"
+TINY_MODEL = "tiny"
+TINY_TEXT_MODEL = "tiny_text"
+TINY_PERIMETER_MODEL = "tiny_perimeter"
+TINY_ZOOM_MODEL = "tiny_zoom"
 # Shipped: they are small, and a demo starts at once.
 PRETRAINED = Path(__file__).parents[1] / "builtin" / "pretrained"
 SHIPPED = {
-    TINY_MODEL: PRETRAINED, TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
+    TINY_MODEL: PRETRAINED,
+    TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
     TINY_ZOOM_MODEL: PRETRAINED.with_name("pretrained_zoom"),
-}  # fmt: skip
+}
 _ON_WHICH_ANSWERS_DEPEND = (
-    "*.safetensors", "pytorch_model*.bin", "*.jinja", "*config.json", "chat_template.json", "token*.json",
-    "added_tokens.json", "special_tokens_map.json", "vocab.json", "merges.txt",
-)  # fmt: skip
-ADAPTER, MERGED = "adapter_config.json", "merged"
+    "*.safetensors",
+    "pytorch_model*.bin",
+    "*.jinja",
+    "*config.json",
+    "chat_template.json",
+    "token*.json",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+)
+ADAPTER = "adapter_config.json"
+MERGED = "merged"
 
 
 def local_model(name: str) -> str:
@@ -45,10 +58,15 @@ def local_model(name: str) -> str:
         return str(SHIPPED[name])
     if name in (*SHIPPED, TINY_TEXT_MODEL):
         found = subprocess.run(  # noqa: S603  # a process, since what builds a model stands on a higher floor
-            [sys.executable, "-m", "adora_vl.builtin", "--find", name], stdout=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "adora_vl.builtin", "--find", name],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         if found.returncode:
-            raise UserError(f"model: {name!r} could not be built (above); mend that, or name another model")
+            raise UserError(
+                f"model: {name!r} could not be built (above); mend that, or name another model"
+            )
         return found.stdout.splitlines()[-1]
     folder = Path(name)
     if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
@@ -72,7 +90,8 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
     kind = PretrainedConfig.get_config_dict(model, **where)[0].get("model_type")
     if kind is not None and kind not in CONFIG_MAPPING:
         unknown = f"{model!r} has model_type {kind}, which Transformers {__version__} does not have"
-        why, ours = "code that comes with a model is not run here", f"name a model of the families {KNOWN}"
+        why = "code that comes with a model is not run here"
+        ours = f"name a model of the families {KNOWN}"
         raise UserError(f"{key}: {unknown}, and {why}; {ours}, or another of Transformers")
     return AutoConfig.from_pretrained(model, trust_remote_code=False, **where)
 
@@ -83,7 +102,9 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
     """
     folder = Path(model)
     if folder.is_dir():
-        return content_hash({path for pattern in _ON_WHICH_ANSWERS_DEPEND for path in folder.glob(pattern)})
+        return content_hash(
+            {path for pattern in _ON_WHICH_ANSWERS_DEPEND for path in folder.glob(pattern)}
+        )
     try:
         commit: str | None = read_config("model", model, revision)._commit_hash
     except (OSError, ValueError):  # loading the model will say what is wrong
@@ -95,7 +116,8 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """The model's config alone. Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or
     is of a kind that Transformers does not have.
     """
-    named, folder = f"model_name_or_path: {model!r}", Path(model)
+    named = f"model_name_or_path: {model!r}"
+    folder = Path(model)
     refuse((folder.is_file(), f"{named} is a file; name the folder of a saved model"))
     bare = folder.is_dir() and not (folder / "config.json").is_file()
     refuse((bare, f"{named} is a folder without a config.json; name a saved model"))
@@ -104,7 +126,9 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        neither = f"{named} is neither a model folder here nor a model of the hub that can be reached"
+        neither = (
+            f"{named} is neither a model folder here nor a model of the hub that can be reached"
+        )
         raise UserError(f"{neither} ({why_missing(model, error)})") from error
 
 
@@ -119,7 +143,9 @@ def load_model(name: str, init: Mapping[str, Any]) -> Any:
     """As TRL loads it, which looks for its class in the newest revision alone. `init`: for `from_pretrained`."""
     from trl.trainer.utils import create_model_from_path
 
-    return create_model_from_path(name, auto_class(read_config("model", name, init.get("revision"))), **init)
+    return create_model_from_path(
+        name, auto_class(read_config("model", name, init.get("revision"))), **init
+    )
 
 
 def check_weights(key: str, name: str) -> None:
@@ -129,13 +155,21 @@ def check_weights(key: str, name: str) -> None:
     if not folder.is_dir() or (not files and list(folder.glob("pytorch_model*.bin"))):
         return
     if not files:
-        raise UserError(f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model")
+        raise UserError(
+            f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model"
+        )
     file = folder / "model.safetensors.index.json"  # of a model in several files
     try:
-        named = set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()) if file.is_file() else ()
+        named = (
+            set(json.loads(file.read_text(encoding="utf-8"))["weight_map"].values())
+            if file.is_file()
+            else ()
+        )
         missing = next((part for part in sorted(named) if not (folder / part).is_file()), None)
         if missing is not None:
-            raise UserError(f"{key}: {name!r} has no {missing}, which its index names; copy or download it again")
+            raise UserError(
+                f"{key}: {name!r} has no {missing}, which its index names; copy or download it again"
+            )
         for file in files:
             with safe_open(file, framework="pt"):
                 pass
@@ -143,7 +177,9 @@ def check_weights(key: str, name: str) -> None:
         raise
     except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         why = in_one_line(error)
-        raise UserError(f"{key}: {str(file)!r} is damaged ({why}); copy or download it again") from error
+        raise UserError(
+            f"{key}: {str(file)!r} is damaged ({why}); copy or download it again"
+        ) from error
 
 
 def restore_weights(model: Any, folder: Path) -> None:
@@ -154,7 +190,9 @@ def restore_weights(model: Any, folder: Path) -> None:
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
-        saved = type(model).from_pretrained(folder, dtype="auto")  # which turns back names that differ in the files
+        saved = type(model).from_pretrained(
+            folder, dtype="auto"
+        )  # which turns back names that differ in the files
         model.load_state_dict(saved.state_dict())
         return
     for name in model.peft_config:
@@ -166,15 +204,21 @@ def restore_adapter(model: Any, name: str, folder: Path) -> None:
 
     where = f"the adapter {name} of {str(folder)!r}"
     if not (folder / ADAPTER).is_file():
-        raise RunError(f"{where}: there is no {ADAPTER}; name a checkpoint of a run with this adapter")
+        raise RunError(
+            f"{where}: there is no {ADAPTER}; name a checkpoint of a run with this adapter"
+        )
     saved = load_peft_weights(str(folder), device="cpu")
     has = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     if missing := has.keys() - saved.keys():
         raise RunError(f"{where}: {len(missing)} tensors are missing, the first is {min(missing)}")
-    with whole(parameter for path, parameter in model.named_parameters() if name in path.split(".")):
+    with whole(
+        parameter for path, parameter in model.named_parameters() if name in path.split(".")
+    ):
         left_over = set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
     if left_over:
-        raise RunError(f"{where}: {len(left_over)} tensors have no place in the model, the first is {min(left_over)}")
+        raise RunError(
+            f"{where}: {len(left_over)} tensors have no place in the model, the first is {min(left_over)}"
+        )
 
 
 def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
@@ -185,7 +229,10 @@ def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
         return nullcontext()
     import deepspeed
 
-    return cast("AbstractContextManager[Any]", deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0))
+    return cast(
+        "AbstractContextManager[Any]",
+        deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0),
+    )
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:
@@ -194,10 +241,16 @@ def load_processor(model: str, revision: str | None = None) -> Any:
 
     try:
         return AutoProcessor.from_pretrained(
-            model, revision=revision, truncation_side="left", padding_side="left", local_files_only=only_here(model),
+            model,
+            revision=revision,
+            truncation_side="left",
+            padding_side="left",
+            local_files_only=only_here(model),
             trust_remote_code=False,
-        )  # fmt: skip
-    except Exception as error:  # a tokenizer's file that is cut off has an error for each kind of file
+        )
+    except (
+        Exception
+    ) as error:  # a tokenizer's file that is cut off has an error for each kind of file
         why = f"the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or download it again"
         raise UserError(f"model_name_or_path: {why}") from error
 
@@ -219,7 +272,11 @@ def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None)
     image_processor: Any = getattr(processor, "image_processor", None)
     own = pixel_limits(image_processor)
     if own is None:
-        has_none = "'s image processor has no limits in pixels" if image_processor else " has no image processor"
+        has_none = (
+            "'s image processor has no limits in pixels"
+            if image_processor
+            else " has no image processor"
+        )
         raise UserError(f"min_pixels/max_pixels: this model{has_none}; remove the keys")
     low = own["min_pixels"] if min_pixels is None else min_pixels
     high = own["max_pixels"] if max_pixels is None else max_pixels

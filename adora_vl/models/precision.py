@@ -31,7 +31,9 @@ def restore_buffers(model: nn.Module) -> list[str]:
     """
     restored = []
     for name, buffer, right in _computed_buffers(model):
-        if right is not None and not (buffer.dtype == right.dtype and torch.equal(buffer.cpu(), right)):
+        if right is not None and not (
+            buffer.dtype == right.dtype and torch.equal(buffer.cpu(), right)
+        ):
             buffer.data = right.to(buffer.device)
             restored.append(name)
     return restored
@@ -82,7 +84,12 @@ REMEDY = (
 def wrong_in(trainer: HasModels) -> list[str]:
     """`wrong_buffers` of a trainer's policy and, where there is one, of its reference model."""
     models = {"policy": trainer.model, "reference": trainer.ref_model}
-    return [f"{role}: {line}" for role, model in models.items() if model is not None for line in wrong_buffers(model)]
+    return [
+        f"{role}: {line}"
+        for role, model in models.items()
+        if model is not None
+        for line in wrong_buffers(model)
+    ]
 
 
 def _computed_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:

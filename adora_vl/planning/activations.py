@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from adora_vl.models.shape import ModelShape, Tower
 
 FLOAT = 4  # bytes of a float32
-TILE_TOKENS, TILE_VOCABULARY = 4096, 32768  # TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's LM head
+# TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's LM head
+TILE_TOKENS = 4096
+TILE_VOCABULARY = 32768
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,9 @@ class MicroBatch:
     completion_tokens: int
     image_tokens: int = 0  # per sequence
     unit: int = 1  # sequences of one problem, for which its image is looked at once
-    packed: bool = False  # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
+    packed: bool = (
+        False  # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
+    )
 
     @property
     def rows(self) -> int:
@@ -66,14 +70,26 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
     """
     queries = tower.heads * tower.head_size
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
-    attention = 2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT  # q, out, k, v, logsumexp
-    if tower.head_norms:  # their input in float32 and the normalised one; the queries may be fewer than repeated keys
-        attention += (tower.heads + tower.kv_heads) * (tower.head_size * (FLOAT + dtypes.stream) + FLOAT)
+    attention = (
+        2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT
+    )  # q, out, k, v, logsumexp
+    if (
+        tower.head_norms
+    ):  # their input in float32 and the normalised one; the queries may be fewer than repeated keys
+        attention += (tower.heads + tower.kv_heads) * (
+            tower.head_size * (FLOAT + dtypes.stream) + FLOAT
+        )
     mask = batch.rows * batch.length**2 * dtypes.compute if masked else 0
     # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated, and its own
-    repeated = batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
+    repeated = (
+        batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
+    )
     joined = repeated * 2 * tower.kv_heads * tower.head_size * dtypes.compute
-    return batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes)) + mask + joined
+    return (
+        batch.tokens * (_norms(tower.width, dtypes) + attention + _mlp(tower, dtypes))
+        + mask
+        + joined
+    )
 
 
 def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
@@ -90,9 +106,11 @@ def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
     rotated q and k, the output of each window and all of them joined.
     """
     return patches * (
-        (_norms if tower.swiglu else _layer_norms)(tower.width, dtypes) + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
-        + tower.heads * FLOAT + _mlp(tower, dtypes)
-    )  # fmt: skip
+        (_norms if tower.swiglu else _layer_norms)(tower.width, dtypes)
+        + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
+        + tower.heads * FLOAT
+        + _mlp(tower, dtypes)
+    )
 
 
 def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
@@ -113,14 +131,24 @@ class Saved:
     layer_gradients: int  # of one layer's inner values, while they are alive
 
 
-def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing: bool, masked: bool = True) -> Saved:
+def saved(
+    shape: ModelShape,
+    batch: MicroBatch,
+    dtypes: Dtypes,
+    *,
+    checkpointing: bool,
+    masked: bool = True,
+) -> Saved:
     """What is kept of one micro-batch. A frozen vision tower keeps nothing, unless gradient checkpointing is on."""
-    text, eye = shape.text, shape.vision
+    text = shape.text
+    eye = shape.vision
     # Adapters are in float32, and peft casts what they read; beside a layer in 4 bits it leaves that to autocast
     casts = shape.adapters and dtypes.compute < FLOAT and not shape.four_bit
     # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by `text_layer` already.
     inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width) if casts else 0
-    one_text = text_layer(text, batch, dtypes, masked=masked) + batch.tokens * inputs * dtypes.compute
+    one_text = (
+        text_layer(text, batch, dtypes, masked=masked) + batch.tokens * inputs * dtypes.compute
+    )
     stream = batch.tokens * text.width * dtypes.stream
     final_norm = batch.tokens * text.width * (FLOAT + dtypes.stream)
     text_bytes = text.layers * (stream if checkpointing else one_text) + final_norm
@@ -129,7 +157,9 @@ def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing
     gradients = batch.tokens * ((3 if casts else 2) * text.mlp_width + text.width) * dtypes.compute
     if shape.four_bit:  # base and adapter each have a gradient of the product, then there is the sum; or a whole weight
         product = batch.tokens * text.mlp_width * dtypes.compute
-        gradients = product + max(product, (batch.tokens + text.mlp_width) * text.width * dtypes.compute)
+        gradients = product + max(
+            product, (batch.tokens + text.mlp_width) * text.width * dtypes.compute
+        )
     vision_bytes, one_block = 0, 0
     patches = batch.patches(shape.merge)
     if eye is not None and patches:
@@ -138,16 +168,22 @@ def saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, checkpointing
         reached = trained or checkpointing
         if reached:
             one_block = vision_layer(eye, patches, dtypes)
-            vision_bytes = eye.layers * (patches * eye.width * dtypes.stream if checkpointing else one_block)
+            vision_bytes = eye.layers * (
+                patches * eye.width * dtypes.stream if checkpointing else one_block
+            )
         if trained:  # the pixels themselves are an input; a copy in another dtype is not
-            vision_bytes += patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
+            vision_bytes += (
+                patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
+            )
         if shape.trainable["projector"]:
             vision_bytes += merger(eye, patches, dtypes, shape.deepstack)
             if not reached:  # then no block keeps what the norms of the deepstack features read
                 vision_bytes += shape.deepstack * patches * eye.width * dtypes.stream
         elif reached:  # the norm's input and the GELU's
             vision_bytes += patches * eye.width * (FLOAT + dtypes.compute)
-    return Saved(text_bytes, vision_bytes, max(one_text, one_block) if checkpointing else 0, gradients)
+    return Saved(
+        text_bytes, vision_bytes, max(one_text, one_block) if checkpointing else 0, gradients
+    )
 
 
 def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
@@ -160,7 +196,8 @@ def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, comp
     and, where the head is trained, of its weight, with their copies in the model's dtype. `compact`: on a GPU only
     completion tokens are scored, in the tile itself; elsewhere all are, with eight float32 values of the tile at once.
     """
-    tokens, width = _scored(batch, compact), shape.text.width
+    tokens = _scored(batch, compact)
+    width = shape.text.width
     rows = min(tokens, TILE_TOKENS)
     tile = rows * TILE_VOCABULARY * dtypes.compute
     if not compact:

@@ -72,8 +72,12 @@ class Plan:
 def make_plan(given: Given, options: DryRunOptions) -> Plan:
     """Everything that a run checks before it loads weights, and its lengths and memory. Raises `UserError`."""
     run = prepare_on_paper(given, options)
-    script, lengths, sharding = run.script, run.lengths, run.where.sharding
-    assert script is not None and lengths is not None, "a dry run has the keys of a command, and measures"
+    script = run.script
+    lengths = run.lengths
+    sharding = run.where.sharding
+    assert script is not None and lengths is not None, (
+        "a dry run has the keys of a command, and measures"
+    )
     notes = [*run.notes, *_mixture(run), *_larger_pictures(run)]
     if family_of(run.model_config) is None and sees_images(run.model_config):
         notes.append(
@@ -82,17 +86,31 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
         )
     setup = make_setup(run.config, run.model, run.shape, sharding, lengths)
     rows = len(run.dataset) if run.dataset is not None else None
-    return Plan(run, script, lengths, rows, setup, *_card(options, run.config, sharding.local_processes), notes)
+    return Plan(
+        run,
+        script,
+        lengths,
+        rows,
+        setup,
+        *_card(options, run.config, sharding.local_processes),
+        notes,
+    )
 
 
 def _mixture(run: Checked) -> list[str]:
     if run.dataset is None or run.script is None or len(run.data) == 1:
         return []
-    split, shares = run.script.dataset_train_split, run.script.adora_mixture
-    parts = [f"{Path(folder).name} {amount(row_count(Path(folder), split), 'row')}" for folder in run.data]
+    split = run.script.dataset_train_split
+    shares = run.script.adora_mixture
+    parts = [
+        f"{Path(folder).name} {amount(row_count(Path(folder), split), 'row')}"
+        for folder in run.data
+    ]
     if shares is not None:
         parts = [f"{part} at {share:.0%}" for part, share in zip(parts, shares, strict=True)]
-    return [f"{len(parts)} data sets are mixed into {len(run.dataset)} rows per epoch: {', '.join(parts)}"]
+    return [
+        f"{len(parts)} data sets are mixed into {len(run.dataset)} rows per epoch: {', '.join(parts)}"
+    ]
 
 
 def _larger_pictures(run: Checked) -> list[str]:
@@ -101,8 +119,12 @@ def _larger_pictures(run: Checked) -> list[str]:
         return []
     sizes = [size for row in sizes_in(run.dataset.data.table) for size in row if size is not None]
     larger = sum(wide * high > run.overlong.pixels.high for wide, high in sizes)
-    nothing = "" if larger else ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
-    return [f"{larger} of {amount(len(sizes), 'picture')} are larger than the model sees them{nothing}"]
+    nothing = (
+        "" if larger else ", so zoom shows nothing new; prepare the data with a larger --max-pixels"
+    )
+    return [
+        f"{larger} of {amount(len(sizes), 'picture')} are larger than the model sees them{nothing}"
+    ]
 
 
 def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tuple[int, str]:
@@ -115,20 +137,29 @@ def _card(options: DryRunOptions, config: AdoraGRPOConfig, processes: int) -> tu
         return memory, f"a process's share of this machine's memory, {memory / GIB:.0f} GiB"
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        return int(properties.total_memory), f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
-    assumed_card = f"a card of {ASSUMED_CARD_GIB:g} GiB (no GPU is visible here; --card-gib says another size)"
+        return int(
+            properties.total_memory
+        ), f"{properties.name}, {properties.total_memory / GIB:.0f} GiB"
+    assumed_card = (
+        f"a card of {ASSUMED_CARD_GIB:g} GiB (no GPU is visible here; --card-gib says another size)"
+    )
     return int(ASSUMED_CARD_GIB * GIB), assumed_card
 
 
 def make_setup(
-    config: AdoraGRPOConfig, model: ModelConfig, shape: ModelShape, sharding: Sharding, lengths: Measured
+    config: AdoraGRPOConfig,
+    model: ModelConfig,
+    shape: ModelShape,
+    sharding: Sharding,
+    lengths: Measured,
 ) -> Setup:
     """What memory depends on. Prompts are taken to be as long as the longest, completions as the limit allows."""
     prompt, image = lengths.longest
     mixed = bool(config.bf16 or config.fp16)
     sequences = config.per_device_train_batch_size
     generation = sequences * config.steps_per_generation
-    engine, dtype = None, engine_dtype(config)
+    engine = None
+    dtype = engine_dtype(config)
     if config.use_vllm and config.vllm_mode == "colocate":
         engine = Engine(
             utilization=config.vllm_gpu_memory_utilization,
@@ -137,15 +168,23 @@ def make_setup(
             max_sequences=generation * config.vllm_tensor_parallel_size,
             tensor_parallel=config.vllm_tensor_parallel_size,
             sleep=config.vllm_enable_sleep_mode,
-            cpu_cache=int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB) if config.use_cpu else None,
+            cpu_cache=int(float(os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")) * GIB)
+            if config.use_cpu
+            else None,
         )
     cached = config.own("cache_images")
-    shares = cached and not regroup_obstacle(config)  # else the rollouts of a group lie in any micro-batch
-    sharing = Sharing(cached, shares and config.own("share_vision"), shares and config.own("share_prompt"))
+    shares = cached and not regroup_obstacle(
+        config
+    )  # else the rollouts of a group lie in any micro-batch
+    sharing = Sharing(
+        cached, shares and config.own("share_vision"), shares and config.own("share_prompt")
+    )
     return Setup(
         shape=shape,
         sharding=sharding,
-        batch=MicroBatch(sequences, prompt, config.max_completion_length, image if shape.vision else 0),
+        batch=MicroBatch(
+            sequences, prompt, config.max_completion_length, image if shape.vision else 0
+        ),
         generation=generation,
         generations=config.num_generations,
         sharing=sharing,
@@ -167,11 +206,14 @@ def learning_rates(config: Any, updates: int | None) -> dict[str, float]:
     if not is_curve(schedule):
         return {}
     places = {"first": 0, "middle": total // 2, "last": total - 1}
-    return {name: config.learning_rate * schedule.lr_lambdas[0](step) for name, step in places.items()}
+    return {
+        name: config.learning_rate * schedule.lr_lambdas[0](step) for name, step in places.items()
+    }
 
 
 def learning_rate_line(config: Any, updates: int | None) -> str:
-    rates, schedule = learning_rates(config, updates), spelled(config.lr_scheduler_type)
+    rates = learning_rates(config, updates)
+    schedule = spelled(config.lr_scheduler_type)
     if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
     places = {"first": "at the first update", "middle": "half-way", "last": "at the last"}
@@ -187,7 +229,9 @@ def prompt_lines(plan: Plan) -> list[str]:
     rows = [row for folder in folders if (row := example_row(folder, [script.dataset_train_split]))]
     row = next((row for row in rows if row.get("choices")), rows[0])
     problem = template(script.adora_prompt)(row) if script.adora_prompt else row["problem"]
-    text = _rendered(plan, conversation_with_images(problem, len(row["images"] or []), plan.run.system_prompt))
+    text = _rendered(
+        plan, conversation_with_images(problem, len(row["images"] or []), plan.run.system_prompt)
+    )
     return section(f"One whole prompt, of {row['id']}", shown_lines(text))
 
 
@@ -196,7 +240,11 @@ def _rendered(plan: Plan, messages: list[Message]) -> str:
     if plan.run.processor is None:
         return as_text(messages)
     try:
-        return str(plan.run.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+        return str(
+            plan.run.processor.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=False
+            )
+        )
     except ValueError:  # it has no template
         return as_text(messages)
 
@@ -205,7 +253,8 @@ def _keys(plan: Plan) -> Iterator[tuple[Field[Any], Any, bool]]:
     """Each key with its value, in the order of the dataclasses, and whether that is the default."""
     for keys in (plan.script, plan.run.config, plan.run.model):
         for field in fields(keys):
-            value, default = getattr(keys, field.name), field.default
+            value = getattr(keys, field.name)
+            default = field.default
             if default is MISSING:
                 default = None if field.default_factory is MISSING else field.default_factory()
             yield field, plain(getattr(value, "value", value)), value == default
@@ -213,7 +262,11 @@ def _keys(plan: Plan) -> Iterator[tuple[Field[Any], Any, bool]]:
 
 def changed_keys(plan: Plan, given: Collection[str]) -> dict[str, Any]:
     """What the user set to something else than the default, without secrets."""
-    return dict(masked({key.name: value for key, value, same in _keys(plan) if key.name in given and not same}))
+    return dict(
+        masked(
+            {key.name: value for key, value, same in _keys(plan) if key.name in given and not same}
+        )
+    )
 
 
 def config_lines(plan: Plan, given: Collection[str]) -> list[str]:
@@ -221,12 +274,15 @@ def config_lines(plan: Plan, given: Collection[str]) -> list[str]:
     changed = changed_keys(plan, given)
     width = max(map(len, changed), default=0) + 2
     lines = [f"{key + ':':{width}} {value}" for key, value in changed.items()]
-    return section("Config, where it differs from the defaults (--write-config FILE: all of it)", lines)
+    return section(
+        "Config, where it differs from the defaults (--write-config FILE: all of it)", lines
+    )
 
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
     """Optimizer steps of an epoch and of the run; None where the number of rows is not known."""
-    batches, config = plan.run.plan, plan.run.config
+    batches = plan.run.plan
+    config = plan.run.config
     fixed = config.max_steps if config.max_steps > 0 else None
     if plan.rows is None:
         return None, fixed
@@ -236,8 +292,11 @@ def steps_of(plan: Plan) -> tuple[int | None, int | None]:
 
 
 def batch_lines(plan: Plan) -> list[str]:
-    batches, config, processes = plan.run.plan, plan.run.config, plan.setup.sharding.processes
-    local, prompts = config.per_device_train_batch_size, batches.prompts_per_generation
+    batches = plan.run.plan
+    config = plan.run.config
+    processes = plan.setup.sharding.processes
+    local = config.per_device_train_batch_size
+    prompts = batches.prompts_per_generation
     lines = [
         f"{amount(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} sampled together, {config.num_generations} "
         f"rollouts of each: {batches.generation_batch} rollouts per generation.",
@@ -248,8 +307,13 @@ def batch_lines(plan: Plan) -> list[str]:
     ]
     if processes > 1 or not config.use_cpu:  # a recipe for a CPU starts one
         others = (replace(batches, processes=count) for count in (1, 2, 4, 8) if count != processes)
-        sizes = [f"{one.processes}: {one.generation_batch} rollouts and {one.optimizer_batch}" for one in others]
-        lines.append(f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}.")
+        sizes = [
+            f"{one.processes}: {one.generation_batch} rollouts and {one.optimizer_batch}"
+            for one in others
+        ]
+        lines.append(
+            f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}."
+        )
     epoch, total = steps_of(plan)
     rows = plan.rows
     if epoch is None:
@@ -259,11 +323,17 @@ def batch_lines(plan: Plan) -> list[str]:
         left = (rows or 0) % batches.prompts_per_generation
         dropped = f"; {left} rows wait for another epoch's order" if left else ""
         make = "makes" if rows == 1 else "make"
-        lines.append(f"{amount(rows or 0, 'row')} {make} {amount(epoch, 'optimizer step')} an epoch{dropped}.")
-        lines.append(f"The run takes {amount(total or 0, 'optimizer step')}, {(total or 0) / epoch:.3g} epochs.")
+        lines.append(
+            f"{amount(rows or 0, 'row')} {make} {amount(epoch, 'optimizer step')} an epoch{dropped}."
+        )
+        lines.append(
+            f"The run takes {amount(total or 0, 'optimizer step')}, {(total or 0) / epoch:.3g} epochs."
+        )
     lines.append(learning_rate_line(config, total))
     if config.save_strategy == "steps":
-        lines.append(f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}.")
+        lines.append(
+            f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}."
+        )
     return section("Batches", lines)
 
 
@@ -273,60 +343,91 @@ def _spread(name: str, values: Sequence[int]) -> str:
 
 def length_lines(plan: Plan) -> list[str]:
     """The spread of prompt lengths, and what becomes of those that meet a limit."""
-    lengths, config = plan.lengths, plan.run.config
+    lengths = plan.lengths
+    config = plan.run.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
-    lines += [_spread("prompt", lengths.prompt), _spread("image", lengths.image), *limit_lines(plan)]
+    lines += [
+        _spread("prompt", lengths.prompt),
+        _spread("image", lengths.image),
+        *limit_lines(plan),
+    ]
     budget = config.adora_vllm_max_num_batched_tokens
     above = sum(length > budget for length in lengths.prompt)
     if config.use_vllm and above:
         lines.append(
             f"{above} prompts exceed adora_vllm_max_num_batched_tokens: {budget}; raise it to {max(lengths.prompt)}."
         )
-    return section(f"Prompts ({amount(len(lengths.prompt), 'row')})" if plan.rows else "Prompts (assumed)", lines)
+    return section(
+        f"Prompts ({amount(len(lengths.prompt), 'row')})" if plan.rows else "Prompts (assumed)",
+        lines,
+    )
 
 
 def limit_lines(plan: Plan) -> list[str]:
     """Which prompts leave no room for an answer, or too little."""
-    limit, longest = plan.limit, plan.lengths.longest[0]
+    limit = plan.limit
+    longest = plan.lengths.longest[0]
     if limit is None:
         return ["Whether they leave room for an answer is not known for this model."]
     if plan.rows is None:
-        return [f"{limit.name} leaves such a prompt {max(0, limit.tokens - longest)} tokens for its answer."]
+        return [
+            f"{limit.name} leaves such a prompt {max(0, limit.tokens - longest)} tokens for its answer."
+        ]
     return [f"{line}." for check in plan.checks for line in check.notes() or [check.enough]]
 
 
 def disk_lines(plan: Plan) -> list[str]:
-    setup, config = plan.setup, plan.run.config
+    setup = plan.setup
+    config = plan.run.config
     one = memory.checkpoint_of(config, setup.shape, setup.sharding, setup.batch.image_tokens)
     kept = config.save_total_limit
     _, total = steps_of(plan)
     if config.save_strategy != "steps":
         lines = ["No checkpoints on the way (save_strategy)."]
     elif kept is None and total is None:
-        lines = [f"{one / GIB:.3g} GiB per checkpoint, without a limit to their number (save_total_limit)."]
+        lines = [
+            f"{one / GIB:.3g} GiB per checkpoint, without a limit to their number (save_total_limit)."
+        ]
     else:
         number = kept if kept is not None else math.ceil((total or 0) / int(config.save_steps))
         folder = memory.run_bytes(one, setup.shape.total * setup.shape.weight_bytes, number)
-        lines = [f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at most."]
+        lines = [
+            f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at most."
+        ]
     return section("Disk", lines)
 
 
 def machine_lines(plan: Plan) -> list[str]:
     sharding = plan.setup.sharding
-    return section("Machines", [
-        f"{sharding.machines} machines with {sharding.local_processes} processes each, started by "
-        "setup/slurm/train.sbatch or setup/ssh/train.sh (docs/hardware.md).",
-        "output_dir must be on a disk that all of them share; the run does not start without one.",
-    ]) if sharding.machines > 1 else []  # fmt: skip
+    return (
+        section(
+            "Machines",
+            [
+                f"{sharding.machines} machines with {sharding.local_processes} processes each, started by "
+                "setup/slurm/train.sbatch or setup/ssh/train.sh (docs/hardware.md).",
+                "output_dir must be on a disk that all of them share; the run does not start without one.",
+            ],
+        )
+        if sharding.machines > 1
+        else []
+    )
 
 
 def report(plan: Plan, given: Collection[str]) -> str:
     notes = section("Notes", [f"- {note}" for note in plan.notes]) if plan.notes else []
-    notes += section("Not known here", [f"- {line}" for line in plan.run.unknown]) if plan.run.unknown else []
+    notes += (
+        section("Not known here", [f"- {line}" for line in plan.run.unknown])
+        if plan.run.unknown
+        else []
+    )
     sections = (
-        config_lines(plan, given), machine_lines(plan), batch_lines(plan), length_lines(plan), memory_lines(plan),
+        config_lines(plan, given),
+        machine_lines(plan),
+        batch_lines(plan),
+        length_lines(plan),
+        memory_lines(plan),
         disk_lines(plan),
-    )  # fmt: skip
+    )
     return "\n".join([line for section in sections for line in section] + notes)
 
 
@@ -339,20 +440,33 @@ def dry_run(command: Given, options: DryRunOptions) -> int:
     given = command.words
     print("\n".join([report(plan, given), *prompt_lines(plan)]), flush=True)
     if options.write_config is not None:
-        _write("--write-config", options.write_config, yaml.safe_dump(resolved(plan, given), sort_keys=False))
+        _write(
+            "--write-config",
+            options.write_config,
+            yaml.safe_dump(resolved(plan, given), sort_keys=False),
+        )
     if options.json is not None:
-        _write("--json", options.json, json.dumps(figures(plan, given), indent=2, default=str) + "\n")
+        _write(
+            "--json", options.json, json.dumps(figures(plan, given), indent=2, default=str) + "\n"
+        )
     return 0 if memory.fits(plan.setup, plan.card) else 1
 
 
 def _check_outputs(options: DryRunOptions) -> None:
     if options.json is not None:
-        check_json("--json", options.json, "the figures of a dry run", lambda figures: "peak_bytes" in figures)
+        check_json(
+            "--json",
+            options.json,
+            "the figures of a dry run",
+            lambda figures: "peak_bytes" in figures,
+        )
     config = options.write_config
     if config is not None:
         check_folder("--write-config", config.parent)
         if config.is_file() or config.is_dir():
-            raise UserError(f"--write-config: {str(config)!r} is there already; choose another name")
+            raise UserError(
+                f"--write-config: {str(config)!r} is there already; choose another name"
+            )
 
 
 def _write(option: str, path: Path, text: str) -> None:
@@ -367,7 +481,11 @@ def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:
         if key.init and key.name not in everything and same:
             everything[key.name] = value
     # A key that is not set has no line, unless null is what the user set it to.
-    return {key: value for key, value in everything.items() if _is_plain(value) and (value is not None or key in given)}
+    return {
+        key: value
+        for key, value in everything.items()
+        if _is_plain(value) and (value is not None or key in given)
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -383,15 +501,22 @@ _BATCHES = ("global_batch", "optimizer_batch", "generation_batch", "prompts_per_
 
 def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
     """The same as the report, for a program."""
-    prediction, schedule = memory.predict(plan.setup, plan.card), spelled(plan.run.config.lr_scheduler_type)
-    (epoch, total), batches = steps_of(plan), plan.run.plan
+    prediction = memory.predict(plan.setup, plan.card)
+    schedule = spelled(plan.run.config.lr_scheduler_type)
+    (epoch, total) = steps_of(plan)
+    batches = plan.run.plan
     return {
         "changed": changed_keys(plan, given),
         "batches": {
             **{name: getattr(batches, name) for name in _BATCHES},
-            "cycle_micro_batches": batches.cycle, "gradient_accumulation_steps": batches.accumulated,
+            "cycle_micro_batches": batches.cycle,
+            "gradient_accumulation_steps": batches.accumulated,
         },
-        "updates": {"a_generation": batches.updates_per_generation, "an_epoch": epoch, "total": total},
+        "updates": {
+            "a_generation": batches.updates_per_generation,
+            "an_epoch": epoch,
+            "total": total,
+        },
         "learning_rate": {"schedule": schedule, **learning_rates(plan.run.config, total)},
         "rows": plan.rows,
         "prompt_tokens": _spread_of(plan.lengths.prompt),
@@ -403,14 +528,19 @@ def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
         "fits": memory.fits(plan.setup, plan.card),
         "proposed_vllm_gpu_memory_utilization": memory.proposed_utilization(plan.setup, plan.card),
         "largest_per_device_train_batch_size": memory.largest_batch(plan.setup, plan.card),
-        "largest_max_pixels": memory.largest_image_tokens(plan.setup, plan.card, max(0, plan.image_room))
+        "largest_max_pixels": memory.largest_image_tokens(
+            plan.setup, plan.card, max(0, plan.image_room)
+        )
         * plan.setup.shape.image_token_pixels,
         "notes": plan.notes,
         "unknown": plan.run.unknown,
-    }  # fmt: skip
+    }
 
 
 def _spread_of(values: Sequence[int]) -> dict[str, int]:
     return {
-        "min": min(values), "median": quantile(values, 0.5), "p95": quantile(values, 0.95), "max": max(values)
-    }  # fmt: skip
+        "min": min(values),
+        "median": quantile(values, 0.5),
+        "p95": quantile(values, 0.95),
+        "max": max(values),
+    }

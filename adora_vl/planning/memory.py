@@ -14,7 +14,9 @@ from adora_vl.planning import activations
 from adora_vl.planning.activations import FLOAT, Dtypes, MicroBatch
 from adora_vl.utils.files import GIB
 
-BUCKET = 500_000_000  # reduce_bucket_size, in parameters: allocated whole, however small the model is
+BUCKET = (
+    500_000_000  # reduce_bucket_size, in parameters: allocated whole, however small the model is
+)
 LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
 SUB_GROUP = 1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
 _ADAM = 2  # moments of a parameter
@@ -42,7 +44,8 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
         return _plain(shape, sharding.processes, reference)
     byte = 2 if mixed else shape.weight_bytes
     ranks = sharding.processes
-    everything, trained = shape.total * byte, shape.trained
+    everything = shape.total * byte
+    trained = shape.trained
     over = {level: ranks if sharding.stage >= level else 1 for level in (1, 2, 3)}
     optimizer = trained * (_ADAM * FLOAT + (FLOAT if mixed else 0)) // over[1]
     # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever the model has
@@ -55,8 +58,12 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
         gradients=bucket + (0 if sharding.offload_optimizer else gradients),
         optimizer=0 if sharding.offload_optimizer else optimizer,
         reference=everything // over[3] if reference and not shape.adapters else 0,
-        gathered=min(shape.total, LIVE_PARAMETERS) * byte if sharding.stage == 3 and ranks > 1 else 0,
-        step=0 if sharding.offload_optimizer or not mixed else FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
+        gathered=min(shape.total, LIVE_PARAMETERS) * byte
+        if sharding.stage == 3 and ranks > 1
+        else 0,
+        step=0
+        if sharding.offload_optimizer or not mixed
+        else FLOAT * (min(part, SUB_GROUP) if over[3] > 1 else part),
         host_optimizer=on_host if sharding.offload_optimizer else 0,
     )
 
@@ -73,7 +80,9 @@ def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
     )
 
 
-WORKSPACE = 2 * GIB  # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
+WORKSPACE = (
+    2 * GIB
+)  # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
 CPU_WORKSPACE = 2**29  # assumed likewise for vLLM's CPU build
 ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
 
@@ -88,7 +97,9 @@ class Engine:
     max_sequences: int
     tensor_parallel: int = 1
     sleep: bool = False
-    cpu_cache: int | None = None  # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
+    cpu_cache: int | None = (
+        None  # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
+    )
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,9 @@ class EngineMemory:
     weights: int
     workspace: int
     cache: int  # keys and values; negative where the weights alone exceed the engine's share
-    concurrent: int  # rollouts of full length that fit into the cache together, at most `max_sequences`
+    concurrent: (
+        int  # rollouts of full length that fit into the cache together, at most `max_sequences`
+    )
 
 
 def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
@@ -114,15 +127,27 @@ def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
     if shape.four_bit:  # beside its base it holds the adapter
         weights += shape.trained * engine.dtype_bytes
     workspace = WORKSPACE if engine.cpu_cache is None else CPU_WORKSPACE
-    cache = int(engine.utilization * card) - weights - workspace if engine.cpu_cache is None else engine.cpu_cache
-    tokens = max(cache, 0) // cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
-    return EngineMemory(weights, workspace, cache, min(tokens // max(engine.max_length, 1), engine.max_sequences))
+    cache = (
+        int(engine.utilization * card) - weights - workspace
+        if engine.cpu_cache is None
+        else engine.cpu_cache
+    )
+    tokens = max(cache, 0) // cache_bytes_per_token(
+        shape, engine.dtype_bytes, engine.tensor_parallel
+    )
+    return EngineMemory(
+        weights, workspace, cache, min(tokens // max(engine.max_length, 1), engine.max_sequences)
+    )
 
 
-_SMALL = 2 * 2**20  # scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
+_SMALL = (
+    2 * 2**20
+)  # scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
 
 
-def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False) -> int:
+def checkpoint_bytes(
+    shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False
+) -> int:
     """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and with `reference`
     one that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own float32 master
     weights, the moments and, for ZeRO-2 and below, the module's weights once more.
@@ -141,7 +166,8 @@ def checkpoint_bytes(shape: ModelShape, sharding: Sharding, *, mixed: bool, refe
 
 def checkpoint_of(config: Any, shape: ModelShape, sharding: Sharding, image_tokens: int) -> int:
     """One checkpoint of a run, with the images that `adora_rollouts.replay` keeps, beside which tokens are small."""
-    mixed, groups = bool(config.bf16 or config.fp16), int(config.adora_rollouts.replay) * sharding.processes
+    mixed = bool(config.bf16 or config.fp16)
+    groups = int(config.adora_rollouts.replay) * sharding.processes
     one = checkpoint_bytes(shape, sharding, mixed=mixed, reference=config.sync_ref_model)
     return one + groups * image_tokens * shape.merge**2 * shape.patch_values * FLOAT
 
@@ -154,7 +180,12 @@ def run_bytes(checkpoint: int, model: int, kept: int) -> int:
 CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
 FRAGMENTS = 0.05  # assumed: share of all else that the allocator cannot use
 MOST_IMAGE_TOKENS = 16384  # of the published processors
-_ENGINE = ("engine weights", "engine workspace", "engine asleep", "KV cache")  # vLLM stays within its share
+_ENGINE = (
+    "engine weights",
+    "engine workspace",
+    "engine asleep",
+    "KV cache",
+)  # vLLM stays within its share
 _PIXEL = 4  # pixel_values are float32
 
 
@@ -184,7 +215,9 @@ class Setup:
     reference: bool = False
     engine: Engine | None = None
     accelerator: bool = True  # a GPU: its context, its kernels
-    micro_batches: int = 2  # of an optimizer step: at the second all gradients are there from the beginning
+    micro_batches: int = (
+        2  # of an optimizer step: at the second all gradients are there from the beginning
+    )
 
     @property
     def micro_batch(self) -> MicroBatch:
@@ -235,29 +268,58 @@ def predict(setup: Setup, card: int) -> Prediction:
     held = states(setup.shape, setup.sharding, reference=setup.reference, mixed=setup.mixed)
     engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
     features, passing = frozen_tower(setup)
-    resident = {"weights": held.weights, "optimizer": held.optimizer, "reference model": held.reference}
+    resident = {
+        "weights": held.weights,
+        "optimizer": held.optimizer,
+        "reference model": held.reference,
+    }
     awake, asleep = _engine_parts(setup, engine)
     if setup.swaps:
         awake["weights"] = held.weights - setup.shape.base_bytes(setup.shape.weight_bytes)
-    pixels = setup.images * setup.batch.image_tokens * setup.shape.merge**2 * setup.shape.patch_values * _PIXEL
+    pixels = (
+        setup.images
+        * setup.batch.image_tokens
+        * setup.shape.merge**2
+        * setup.shape.patch_values
+        * _PIXEL
+    )
     synced = setup.shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
     standing = held.gradients if setup.sharding.stage is not None else 0
     phases = {
         "rollouts": {**resident, "gradients": standing, **awake, "weights on their way": synced},
         "forward and backward": {
-            **resident, **asleep, "gathered weights": held.gathered, "pixels": pixels, "image features": features,
+            **resident,
+            **asleep,
+            "gathered weights": held.gathered,
+            "pixels": pixels,
+            "image features": features,
             **_learning(setup, held.gradients),
         },
         "frozen vision tower": {
-            **resident, **asleep, "gradients": held.gradients, "gathered weights": held.gathered,
-            "pixels": pixels, "image features": features, "vision": passing,
-        } if passing else {},
+            **resident,
+            **asleep,
+            "gradients": held.gradients,
+            "gathered weights": held.gathered,
+            "pixels": pixels,
+            "image features": features,
+            "vision": passing,
+        }
+        if passing
+        else {},
         "optimizer step": {
-            **resident, **asleep, "gradients": held.gradients, "pixels": pixels, "step": held.step,
+            **resident,
+            **asleep,
+            "gradients": held.gradients,
+            "pixels": pixels,
+            "step": held.step,
         },
-    }  # fmt: skip
-    return Prediction({name: _with_overhead(parts, setup) for name, parts in phases.items() if parts}, engine, held)
+    }
+    return Prediction(
+        {name: _with_overhead(parts, setup) for name, parts in phases.items() if parts},
+        engine,
+        held,
+    )
 
 
 def frozen_tower(setup: Setup) -> tuple[int, int]:
@@ -265,10 +327,17 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
     the generation, and the most that a pass over `PATCHES_A_PASS` holds, which is less than what a block would save for
     its backward (0.7 of it for the 7B model). Any other tower has neither.
     """
-    shape, eye = setup.shape, setup.shape.vision
-    if eye is None or not setup.sharing.vision or shape.trainable["vision_tower"] or shape.trainable["projector"]:
+    shape = setup.shape
+    eye = setup.shape.vision
+    if (
+        eye is None
+        or not setup.sharing.vision
+        or shape.trainable["vision_tower"]
+        or shape.trainable["projector"]
+    ):
         return 0, 0
-    tokens, layers = setup.images * setup.batch.image_tokens, 1 + shape.deepstack
+    tokens = setup.images * setup.batch.image_tokens
+    layers = 1 + shape.deepstack
     own = setup.batch.image_tokens * shape.merge**2
     patches = min(setup.images * own, max(PATCHES_A_PASS, own))
     inputs = patches * shape.patch_values * (_PIXEL + setup.compute_bytes)
@@ -278,39 +347,66 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
 
 def _learning(setup: Setup, gradients: int) -> dict[str, int]:
     """Gradients and activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
-    shape, batch, dtypes = setup.shape, setup.micro_batch, setup.dtypes
+    shape = setup.shape
+    batch = setup.micro_batch
+    dtypes = setup.dtypes
     masked = setup.masked and not batch.packed
     kept = activations.saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=masked)
     text = kept.text + activations.head_saved(shape, batch, dtypes, compact=setup.accelerator)
     head = activations.head_transient(shape, batch, dtypes, compact=setup.accelerator)
     # What the head adds to the gradient of a weight that it shares waits for the embedding's part, at the end; there
     # both and their sum are held
-    weight = shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
+    weight = (
+        shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
+    )
     waiting = weight if shape.tied else 0
     layer = kept.recomputed + kept.layer_gradients + waiting
-    moments = [("logits", head, text, gradients), ("one layer going back", max(layer, 3 * waiting), text, gradients)]
-    if setup.sharding.stage is None and setup.micro_batches == 1:  # they come as the layers go back, and activations go
-        byte, others = FLOAT if shape.adapters else shape.weight_bytes, shape.text.layers - 1
+    moments = [
+        ("logits", head, text, gradients),
+        ("one layer going back", max(layer, 3 * waiting), text, gradients),
+    ]
+    if (
+        setup.sharding.stage is None and setup.micro_batches == 1
+    ):  # they come as the layers go back, and activations go
+        byte = FLOAT if shape.adapters else shape.weight_bytes
+        others = shape.text.layers - 1
         standing = gradients - shape.trained * byte
         behind = standing + weight - waiting
         layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
         moments = [
             ("logits", head, text, standing),
             ("one layer going back", layer, kept.text, behind),
-            ("one layer going back", layer, kept.text // shape.text.layers, behind + layers * others // (others + 1)),
+            (
+                "one layer going back",
+                layer,
+                kept.text // shape.text.layers,
+                behind + layers * others // (others + 1),
+            ),
             ("one layer going back", 3 * waiting, 0, gradients - waiting),
         ]
     name, passing, held, there = max(moments, key=lambda moment: sum(moment[1:]))
     mask = activations.mask_bytes(batch, dtypes, accelerator=setup.accelerator) if masked else 0
     vision = 0 if frozen_tower(setup)[1] else kept.vision
-    return {"gradients": there, "activations": held, "attention mask": mask, "vision": vision, name: passing}
+    return {
+        "gradients": there,
+        "activations": held,
+        "attention mask": mask,
+        "vision": vision,
+        name: passing,
+    }
 
 
-def _engine_parts(setup: Setup, engine: EngineMemory | None) -> tuple[dict[str, int], dict[str, int]]:
+def _engine_parts(
+    setup: Setup, engine: EngineMemory | None
+) -> tuple[dict[str, int], dict[str, int]]:
     if engine is None or setup.engine is None:
         return {}, {}
     cache = max(engine.cache, 0)
-    awake = {"engine weights": engine.weights, "engine workspace": engine.workspace, "KV cache": cache}
+    awake = {
+        "engine weights": engine.weights,
+        "engine workspace": engine.workspace,
+        "KV cache": cache,
+    }
     return awake, {"engine asleep": ASLEEP} if setup.engine.sleep else awake
 
 
@@ -318,13 +414,19 @@ def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
     if not setup.accelerator:
         return {name: size for name, size in parts.items() if size}
     lost = int(FRAGMENTS * sum(size for name, size in parts.items() if name not in _ENGINE))
-    return {name: size for name, size in {**parts, "CUDA context": CONTEXT, "fragmentation": lost}.items() if size}
+    return {
+        name: size
+        for name, size in {**parts, "CUDA context": CONTEXT, "fragmentation": lost}.items()
+        if size
+    }
 
 
 def fits(setup: Setup, card: int) -> bool:
     """Whether every phase fits into the GPU, and the engine has room for at least one rollout of full length."""
     prediction = predict(setup, card)
-    return prediction.peak <= card and (prediction.engine is None or prediction.engine.concurrent >= 1)
+    return prediction.peak <= card and (
+        prediction.engine is None or prediction.engine.concurrent >= 1
+    )
 
 
 HEADROOM = 0.05  # of the card: left free by a share that is proposed, since no GPU has confirmed the prediction
@@ -349,7 +451,8 @@ def proposed_utilization(setup: Setup, card: int) -> float | None:
 
 def batch_sizes(setup: Setup) -> list[int]:
     """Values of per_device_train_batch_size that keep groups whole, or split them evenly, and divide a generation."""
-    group, generation = setup.generations, setup.generation
+    group = setup.generations
+    generation = setup.generation
     sizes = [size for size in range(1, generation + 1) if generation % size == 0]
     return [size for size in sizes if size % group == 0 or group % size == 0]
 
@@ -371,7 +474,9 @@ def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS)
     text = setup.batch.prompt_tokens - setup.batch.image_tokens
 
     def with_image(tokens: int) -> Setup:
-        return replace(setup, batch=replace(setup.batch, image_tokens=tokens, prompt_tokens=text + tokens))
+        return replace(
+            setup, batch=replace(setup.batch, image_tokens=tokens, prompt_tokens=text + tokens)
+        )
 
     if setup.engine is not None:  # a prompt has to leave the engine room for its completion
         limit = min(limit, setup.engine.max_length - setup.batch.completion_tokens - text)

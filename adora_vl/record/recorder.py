@@ -29,27 +29,47 @@ from adora_vl.utils.hidden import masked
 
 # The reward functions' columns of TRL's completions table
 _EXTRA = ("verdict", "extracted", "reason")
-_RECORDED_SETTINGS = ("num_generations", "scale_rewards", "loss_type", "reward_weights")  # beside our own keys
+_RECORDED_SETTINGS = (
+    "num_generations",
+    "scale_rewards",
+    "loss_type",
+    "reward_weights",
+)  # beside our own keys
 # Columns of a batch, (B,), that only some runs have
-_OPTIONAL, _LATE = ("distorted", "segments", "age"), ("visual_dependency", "visual_scale")
+_OPTIONAL = ("distorted", "segments", "age")
+_LATE = ("visual_dependency", "visual_scale")
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Keeps what a step did until it ends, then writes it. All ranks call every method; the first one writes."""
 
-    def __init__(self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+    def __init__(
+        self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None
+    ) -> None:
         """`decode`: what a run with tools says; None without."""
-        config, accelerator = context.config, context.accelerator
-        self.accelerator, self.decode = accelerator, decode
-        self.every = config.adora_record_every  # the rollouts of every n-th generation are recorded; 0: of none
+        config = context.config
+        accelerator = context.accelerator
+        self.accelerator = accelerator
+        self.decode = decode
+        self.every = (
+            config.adora_record_every
+        )  # the rollouts of every n-th generation are recorded; 0: of none
         self.updates = Shape.of(config).updates
-        self._counted = self._latest = 0  # this rank's rollouts in the present step, and those graded last
-        self._drift: dict[int, float] = {}  # of rollouts of any rank, by their numbers, as this one has measured it
+        self._counted = self._latest = (
+            0  # this rank's rollouts in the present step, and those graded last
+        )
+        self._drift: dict[
+            int, float
+        ] = {}  # of rollouts of any rank, by their numbers, as this one has measured it
         self._spans: list[slice] = []  # the recorded ones, one entry per generation
         own = [each.name for each in fields(config) if each.name.startswith("adora_")]
-        settings = masked(plain({name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)}))
+        settings = masked(
+            plain({name: getattr(config, name) for name in (*own, *_RECORDED_SETTINGS)})
+        )
         settings["truncated_at"] = config.truncated_at
-        self.record = Record(Path(config.output_dir), config.adora_record_gb, settings, accelerator.num_processes)
+        self.record = Record(
+            Path(config.output_dir), config.adora_record_gb, settings, accelerator.num_processes
+        )
 
     def number(self, rows: int) -> Tensor:
         """The numbers of this rank's next `rows` rollouts, by which all ranks know them in this step, (rows,)."""
@@ -60,10 +80,15 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def records(self, step: int) -> bool:
         return self.every > 0 and step // self.updates % self.every == 0
 
-    def add(self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]) -> None:
+    def add(
+        self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]
+    ) -> None:
         """Add rollouts that were just graded. `table`: TRL's completions table. `functions`: names of the rewards."""
-        rows, batch, step = generation.rows, generation.batch, generation.step
-        scores, weighed = generation.scores, generation.advantages
+        rows = generation.rows
+        batch = generation.batch
+        step = generation.step
+        scores = generation.scores
+        weighed = generation.advantages
         assert scores is not None and weighed is not None
         self._latest = len(rows)
         self._counted += len(rows)
@@ -94,7 +119,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """Put the final advantages of those rollouts that are learned from into the record, and into the rows of
         `table`, those of the batch that was graded last. A rollout that was replaced keeps an advantage of 0.
         """
-        batch, weighed, gather = generation.batch, generation.advantages, self.accelerator.gather
+        batch = generation.batch
+        weighed = generation.advantages
+        gather = self.accelerator.gather
         assert weighed is not None
         columns = {
             "advantage_raw": weighed.raw_PG.flatten(),
@@ -109,17 +136,23 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
     def _set_late(self, name: str, numbers_N: Tensor, values_N: Tensor) -> Tensor:
         """Fill in a column of the step's rollouts, (ranks, rollouts of each), NaN where nothing is known of one."""
-        ranks, ours_N = self.accelerator.num_processes, numbers_N >= 0  # below: of an earlier step
+        # below: of an earlier step
+        ranks = self.accelerator.num_processes
+        ours_N = numbers_N >= 0
         late_RB = torch.full((ranks, self._counted), torch.nan)
         late_RB[numbers_N[ours_N] % ranks, numbers_N[ours_N] // ranks] = values_N[ours_N].float()
         if self.accelerator.is_main_process:
-            self.record.set_late(name, [late_RB[:, span].flatten().tolist() for span in self._spans])
+            self.record.set_late(
+                name, [late_RB[:, span].flatten().tolist() for span in self._spans]
+            )
         return late_RB
 
     def measured(self, micro: Batch, logps_BC: Tensor) -> None:
         """Add the drift of rollouts for which it is only known after the policy's own forward pass."""
         drift_B = rollout_drift(logps_BC, micro["sampling_per_token_logps"], compared_mask(micro))
-        both = torch.stack([micro["rollout_number"].double(), drift_B.double()], dim=1).tolist()  # one wait for both
+        both = torch.stack(
+            [micro["rollout_number"].double(), drift_B.double()], dim=1
+        ).tolist()  # one wait for both
         self._drift |= {int(number): drift for number, drift in both}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -129,9 +162,17 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._spans:
-            found = {number: drift for each in gather_object([self._drift]) for number, drift in each.items()}
-            self._set_late("drift", torch.tensor([*found], dtype=torch.long), torch.tensor([*found.values()]))
-        self._counted, self._spans, self._drift = 0, [], {}
+            found = {
+                number: drift
+                for each in gather_object([self._drift])
+                for number, drift in each.items()
+            }
+            self._set_late(
+                "drift", torch.tensor([*found], dtype=torch.long), torch.tensor([*found.values()])
+            )
+        self._counted = 0
+        self._spans = []
+        self._drift = {}
         self.record.flush(state.global_step)
 
     def _drift_of(self, batch: Batch) -> list[float]:
@@ -139,13 +180,16 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         if "old_per_token_logps" not in batch or "sampling_per_token_logps" not in batch:
             return []
         logps = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
-        drift: list[float] = self.accelerator.gather(rollout_drift(*logps, compared_mask(batch))).tolist()
+        drift: list[float] = self.accelerator.gather(
+            rollout_drift(*logps, compared_mask(batch))
+        ).tolist()
         return drift
 
     def _of_row(self, row: Row) -> dict[str, Any]:
         """The columns of a rollout that come from the dataset."""
         name = None if row.get("id") is None else str(row["id"])
-        problem, answer = row.get("problem") or completion_text(row["prompt"]), row.get("answer")
+        problem = row.get("problem") or completion_text(row["prompt"])
+        answer = row.get("answer")
         return {
             "id": name,
             "problem": str(problem),
@@ -161,11 +205,15 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             return []
 
 
-def _columns(scores: Scores, weighed: Advantages, table: Mapping[str, Any], functions: Sequence[str]) -> Columns:
+def _columns(
+    scores: Scores, weighed: Advantages, table: Mapping[str, Any], functions: Sequence[str]
+) -> Columns:
     """The columns that come from grading and weighing, for the rollouts of all ranks."""
-    groups, weighting = weighed.groups, weighed.weighting
+    groups = weighed.groups
+    weighting = weighed.weighting
     rewards_BF = scores.rewards.all_BF
-    count, generations = len(rewards_BF), groups.rewards_PG.shape[1]
+    count = len(rewards_BF)
+    generations = groups.rewards_PG.shape[1]
     extra = {name: list(table["extra"].get(name, ()))[-count:] for name in _EXTRA}
     parts = {f"reward/{name}": rewards_BF[:, i].tolist() for i, name in enumerate(functions)}
     return {
@@ -188,21 +236,37 @@ class GenerationLog:
     """What a generation leaves behind: figures, the table of completions, and the record. On all ranks together."""
 
     def __init__(
-        self, context: StepContext, recorder: Recorder, figures: Mapping[str, Mapping[str, list[float]]],
-        table: Mapping[str, Any], functions: Sequence[str], notice: TieNotice, bytes_sent: Callable[[], int] | None,
-    ) -> None:  # fmt: skip
+        self,
+        context: StepContext,
+        recorder: Recorder,
+        figures: Mapping[str, Mapping[str, list[float]]],
+        table: Mapping[str, Any],
+        functions: Sequence[str],
+        notice: TieNotice,
+        bytes_sent: Callable[[], int] | None,
+    ) -> None:
         """`figures`, `table`: TRL's `_metrics` and `_logs`. `functions`: the names of the reward functions.
         `bytes_sent`: of the last weight sync, None without an engine.
         """
-        self.recorder, self.figures, self.table, self.functions = recorder, figures, table, functions
-        self.notice, self.bytes_sent, self.log, self.state = notice, bytes_sent, context.log, context.state
-        self.texts, self.images = logs_tables(context.config), logs_images(context.config)
+        self.recorder = recorder
+        self.figures = figures
+        self.table = table
+        self.functions = functions
+        self.notice = notice
+        self.bytes_sent = bytes_sent
+        self.log = context.log
+        self.state = context.state
+        self.texts = logs_tables(context.config)
+        self.images = logs_images(context.config)
 
     def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
         """Of all that were graded, also of those that are replaced. `prompts`, `answers`: of this rank."""
-        scores, judged, training = generation.scores, generation.advantages, generation.mode == "train"
+        scores = generation.scores
+        judged = generation.advantages
+        training = generation.mode == "train"
         assert scores is not None and judged is not None
-        figures, state = self.figures[generation.mode], self.state()
+        figures = self.figures[generation.mode]
+        state = self.state()
         if training:
             state.num_input_tokens_seen += scores.tokens
         if training and self.bytes_sent is not None:
@@ -211,14 +275,33 @@ class GenerationLog:
         for name, value in judged_figures(judged, scores, self.functions).items():
             figures[name].append(value)
         if self.recorder.decode is not None:
-            facts = [[len(r.calls), sum(c.failed for c in r.calls), sum(c.seconds for c in r.calls),
-                      r.ended in ("calls", "room")] for r in generation.rollouts]  # fmt: skip
-            gather, device = self.recorder.accelerator.gather, self.recorder.accelerator.device
-            facts_N4 = gather(torch.tensor(facts, dtype=torch.float32, device=device))  # whole where nothing was called
+            facts = [
+                [
+                    len(r.calls),
+                    sum(c.failed for c in r.calls),
+                    sum(c.seconds for c in r.calls),
+                    r.ended in ("calls", "room"),
+                ]
+                for r in generation.rollouts
+            ]
+            gather = self.recorder.accelerator.gather
+            device = self.recorder.accelerator.device
+            facts_N4 = gather(
+                torch.tensor(facts, dtype=torch.float32, device=device)
+            )  # whole where nothing was called
             for name, value in tool_figures(judged.groups.rewards_PG.cpu(), facts_N4.cpu()).items():
                 figures[name].append(value)
         images = (prompts.images or [None] * len(answers)) if self.images else []
-        add_rows(self.table, prompts.messages, answers, images, scores, judged, self.functions, texts=self.texts)
+        add_rows(
+            self.table,
+            prompts.messages,
+            answers,
+            images,
+            scores,
+            judged,
+            self.functions,
+            texts=self.texts,
+        )
         if training:
             generation.batch["rollout_number"] = self.recorder.number(len(answers))
             self.recorder.add(generation, self.table, self.functions)

@@ -21,9 +21,12 @@ from adora_vl.rollout.rollouts import Rollout
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import remove_partial, replacing
 
-ROLLOUTS, IMAGES = "rollouts", "_images"
+ROLLOUTS = "rollouts"
+IMAGES = "_images"
 _NAME = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
-_MERGE_COUNT, _MERGE_BYTES = 32, 8_000_000  # when this many consecutive files are below this size, they are merged
+# when this many consecutive files are below this size, they are merged
+_MERGE_COUNT = 32
+_MERGE_BYTES = 8_000_000
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,9 @@ class Part:
 def parts(folder: Path) -> list[Part]:
     """The files that count, in the order of their steps."""
     found = [part for path in folder.glob("*") if (part := _part(path)) is not None]
-    within = {b for a in found for b in found if a != b and a.first <= b.first and b.last <= a.last}  # of merged ones
+    within = {
+        b for a in found for b in found if a != b and a.first <= b.first and b.last <= a.last
+    }  # of merged ones
     return sorted(set(found) - within, key=lambda part: part.first)
 
 
@@ -58,7 +63,9 @@ def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
 def merge_small(folder: Path) -> None:
     """Merge the newest files if they are many and small: a long run must not leave 100,000 files."""
     newest = parts(folder)[-_MERGE_COUNT:]
-    if len(newest) < _MERGE_COUNT or any(part.path.stat().st_size > _MERGE_BYTES for part in newest):
+    if len(newest) < _MERGE_COUNT or any(
+        part.path.stat().st_size > _MERGE_BYTES for part in newest
+    ):
         return
     write_part(folder, read_parts(newest), newest[0].first, newest[-1].last)
     for part in newest:
@@ -112,14 +119,17 @@ def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
         ) from error
 
 
-_SIDE = 512  # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
+_SIDE = (
+    512  # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
+)
 
 
 class Diagrams:
     """Writes into `folder` until it holds `limit_bytes`. Every rank may write: equal content has an equal name."""
 
     def __init__(self, folder: Path, limit_bytes: float) -> None:
-        self.folder, self.limit_bytes = folder, limit_bytes
+        self.folder = folder
+        self.limit_bytes = limit_bytes
         self._names: dict[str, list[str]] = {}
         self._bytes: int | None = None
 
@@ -189,31 +199,45 @@ _TYPES: dict[str, pa.DataType] = {
     "age": pa.int16(),  # generations since its group began
     "calls": pa.int16(),  # of tools; null in a run without
     # What it said, and what tools said to it; `completion` is the last turn
-    "turns": pa.list_(pa.struct({
-        "by": pa.string(), "text": pa.string(), "tokens": pa.int32(), "images": pa.list_(pa.string()),
-        "seconds": pa.float32(), "failed": pa.bool_(),
-    })),
+    "turns": pa.list_(
+        pa.struct(
+            {
+                "by": pa.string(),
+                "text": pa.string(),
+                "tokens": pa.int32(),
+                "images": pa.list_(pa.string()),
+                "seconds": pa.float32(),
+                "failed": pa.bool_(),
+            }
+        )
+    ),
     "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
-}  # fmt: skip
+}
 Columns = dict[str, list[Any]]
 
 
 def turns_of(
-    rollout: Rollout, decode: Callable[[Sequence[int]], str], keep: Callable[[Sequence[Any]], list[str]]
+    rollout: Rollout,
+    decode: Callable[[Sequence[int]], str],
+    keep: Callable[[Sequence[Any]], list[str]],
 ) -> list[dict[str, Any]]:
     """A rollout as a conversation of `model` and `tool`. `keep`: stores pictures and says their names."""
     made = []
     for number, span in enumerate(rollout.spans):
         calls = [call for call in rollout.calls if call.span == number]
         own = span.logps is not None
-        made.append({
-            "by": "model" if own else "tool",
-            "text": decode(span.tokens) if own else "\n".join(call.text for call in calls),
-            "tokens": len(span.tokens),
-            "images": keep([picture.image for picture in rollout.pictures if picture.span == number]),
-            "seconds": sum(call.seconds for call in calls),
-            "failed": any(call.failed for call in calls),
-        })  # fmt: skip
+        made.append(
+            {
+                "by": "model" if own else "tool",
+                "text": decode(span.tokens) if own else "\n".join(call.text for call in calls),
+                "tokens": len(span.tokens),
+                "images": keep(
+                    [picture.image for picture in rollout.pictures if picture.span == number]
+                ),
+                "seconds": sum(call.seconds for call in calls),
+                "failed": any(call.failed for call in calls),
+            }
+        )
     return made
 
 
@@ -225,7 +249,9 @@ def criteria_columns(groups: Groups) -> Columns:
         "mean_wrong": groups.mean_finished_wrong_P,  # NaN becomes null
     }
     rollouts = groups.lengths_PG.shape[1]
-    return {name: column_P.repeat_interleave(rollouts).tolist() for name, column_P in columns_P.items()}
+    return {
+        name: column_P.repeat_interleave(rollouts).tolist() for name, column_P in columns_P.items()
+    }
 
 
 def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:
@@ -236,16 +262,22 @@ def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) 
     for name, kind in types.items():
         values = columns.get(name) or [None] * count
         if pa.types.is_floating(kind):
-            values = [value if value is not None and math.isfinite(value) else None for value in values]
+            values = [
+                value if value is not None and math.isfinite(value) else None for value in values
+            ]
         arrays.append(pa.array(values, kind))
-    schema = pa.schema(list(types.items()), metadata={SETTINGS: json.dumps(settings, sort_keys=True, default=str)})
+    schema = pa.schema(
+        list(types.items()), metadata={SETTINGS: json.dumps(settings, sort_keys=True, default=str)}
+    )
     return pa.table(arrays, schema=schema)
 
 
 class Record:
     """The record of one run: rows are kept until their step ends, and written then. One process writes."""
 
-    def __init__(self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1) -> None:
+    def __init__(
+        self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1
+    ) -> None:
         self.folder = output_dir / ROLLOUTS
         self._limit_bytes = limit_gb * 1e9 / 2  # the other half is for the diagrams
         self._settings = settings
@@ -284,4 +316,8 @@ class Record:
             rotate(self.folder, self._limit_bytes)
         except OSError as error:
             self.failed = str(error)
-            print(f"step {step}: the rollouts are no longer recorded ({error})", file=sys.stderr, flush=True)
+            print(
+                f"step {step}: the rollouts are no longer recorded ({error})",
+                file=sys.stderr,
+                flush=True,
+            )

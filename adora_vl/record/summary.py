@@ -19,8 +19,20 @@ from eval.benchmark import for_data
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
     """The command that evaluates `model` on the held-out split of `data`, with a placeholder if there is no such."""
     held_out = any(Path(data).glob("data/test-*.parquet"))
-    benchmark, more = (for_data(Path(data)), ["--max-tokens", str(max_tokens)]) if held_out else ("geometry3k", [])
-    words = ["--model", str(model), "--data", data if held_out else "DATA", "--output", str(output), *more]
+    benchmark, more = (
+        (for_data(Path(data)), ["--max-tokens", str(max_tokens)])
+        if held_out
+        else ("geometry3k", [])
+    )
+    words = [
+        "--model",
+        str(model),
+        "--data",
+        data if held_out else "DATA",
+        "--output",
+        str(output),
+        *more,
+    ]
     return shlex.join([interpreter(), "-m", f"eval.{benchmark}", "run", *words])
 
 
@@ -61,14 +73,21 @@ def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, st
         values = [entry[key] for entry in entries if entry.get(key) is not None]
         fifth = max(1, len(values) // 5)
         if values:
-            rows.append((title, form.format(fmean(values[:fifth])), form.format(fmean(values[-fifth:]))))
+            rows.append(
+                (title, form.format(fmean(values[:fifth])), form.format(fmean(values[-fifth:])))
+            )
     return rows
 
 
 def summary_lines(
-    history: Sequence[Mapping[str, Any]], config: AdoraGRPOConfig, model: Path, seconds: float, *, data: str = "DATA",
+    history: Sequence[Mapping[str, Any]],
+    config: AdoraGRPOConfig,
+    model: Path,
+    seconds: float,
+    *,
+    data: str = "DATA",
     command: str = "",
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """The lines of the summary; the table compares the first and the last fifth of the logged steps. `model`: a folder
     that transformers and vLLM can load, or a LoRA adapter that is to be merged first. `data`: the dataset's folder.
     `command`: the one that started the run.
@@ -83,12 +102,17 @@ def summary_lines(
         lines += [f"{title:20}{first:>12}{last:>12}" for title, first, last in rows]
     folder = Path(config.output_dir)
     merge = merge_command(model)
-    alone = "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this memory; " if merge else ""
+    alone = (
+        "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this memory; "
+        if merge
+        else ""
+    )
     lines += ["", f"Model         {model}  ({alone}README.md: how to load it)"]
     lines.append(f"Metrics       {folder / METRICS}")
     if config.adora_record_every:
         lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
-    longest, calls = config.max_completion_length, config.tools or config.environment_factory
+    longest = config.max_completion_length
+    calls = config.tools or config.environment_factory
     steps = {
         "View it": view_command(folder),
         "Merge it": merge,

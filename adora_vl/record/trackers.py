@@ -20,18 +20,25 @@ from adora_vl.utils.errors import UserError
 
 def gather_texts(values: list[Any]) -> list[Any]:
     """Like accelerate's `gather_object`, but images in conversations are replaced by `{"type": "image"}`."""
-    gathered: list[Any] = gather_object([strip_images_from_messages(v) if is_conversation(v) else v for v in values])
+    gathered: list[Any] = gather_object(
+        [strip_images_from_messages(v) if is_conversation(v) else v for v in values]
+    )
     return gathered
 
 
 def is_conversation(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(message, dict) and "role" in message for message in value)
+    return isinstance(value, list) and all(
+        isinstance(message, dict) and "role" in message for message in value
+    )
 
 
 # The packages of trackers that are not called like them; kubeflow's comes with its cluster
 _PACKAGES = {
-    "azure_ml": ("azureml",), "flyte": ("flytekit",), "tensorboard": ("tensorboard", "tensorboardX"), "kubeflow": (),
-}  # fmt: skip
+    "azure_ml": ("azureml",),
+    "flyte": ("flytekit",),
+    "tensorboard": ("tensorboard", "tensorboardX"),
+    "kubeflow": (),
+}
 
 
 def check_trackers(report_to: Sequence[str]) -> None:
@@ -59,9 +66,16 @@ _GROUPS = ("rewards", "extra")  # a deque per reward function, per column of the
 
 
 def add_rows(
-    table: Mapping[str, Any], prompts: list[Any], answers: list[Any], images: list[Any], scores: Scores,
-    judged: Advantages, functions: Sequence[str], *, texts: bool = False,
-) -> None:  # fmt: skip
+    table: Mapping[str, Any],
+    prompts: list[Any],
+    answers: list[Any],
+    images: list[Any],
+    scores: Scores,
+    judged: Advantages,
+    functions: Sequence[str],
+    *,
+    texts: bool = False,
+) -> None:
     """Put rollouts that were graded into `table`, the trainer's `_logs`, which keeps as many as a generation has.
     `prompts`, `answers` and `images` (empty where no tracker shows them) are of this rank, the rest of all. The
     advantages are in a training 0 until `set_weighed` has the final ones; `advantage_raw` is TRL's. `functions`: the
@@ -81,17 +95,26 @@ def add_rows(
         "adora_tds": judged.weighting.tds_P.repeat_interleave(generations),
         "adora_length": judged.groups.lengths_PG.flatten(),
     }
-    for name, values in [*scores.extra.items(), *((name, own.tolist()) for name, own in columns.items())]:
+    for name, values in [
+        *scores.extra.items(),
+        *((name, own.tolist()) for name, own in columns.items()),
+    ]:
         table["extra"][name].extend(values)
     if texts:
-        plain = [prompt if isinstance(prompt, str) else as_text(prompt) for prompt in table["prompt"]]
+        plain = [
+            prompt if isinstance(prompt, str) else as_text(prompt) for prompt in table["prompt"]
+        ]
         table["prompt"].clear()
         table["prompt"].extend(plain)
 
 
 def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) -> None:
     """Put the final values of a column of the record into the newest rows of `table`. NaN: the rollout has none."""
-    columns = {**table["extra"], "advantage": table["advantages"], "weight": table["extra"]["adora_weight"]}
+    columns = {
+        **table["extra"],
+        "advantage": table["advantages"],
+        "weight": table["extra"]["adora_weight"],
+    }
     column = columns.get(name, ())
     for place in range(-min(len(column), len(values)), 0):
         if not math.isnan(values[place]):
@@ -101,23 +124,36 @@ def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) ->
 def in_one_form(prompts: Any) -> None:
     """Give all prompts one form, as a column has one type: TRL splits texts into parts on ranks with an image alone."""
     conversations = [prompt for prompt in prompts if is_conversation(prompt)]
-    if not any(isinstance(message.get("content"), list) for prompt in conversations for message in prompt):
+    if not any(
+        isinstance(message.get("content"), list) for prompt in conversations for message in prompt
+    ):
         return
-    alike = [[_with_parts(message) for message in prompt] if is_conversation(prompt) else prompt for prompt in prompts]
+    alike = [
+        [_with_parts(message) for message in prompt] if is_conversation(prompt) else prompt
+        for prompt in prompts
+    ]
     prompts.clear()
     prompts.extend(alike)
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    return (
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, str)
+        else message
+    )
 
 
 def to_json(logs: Mapping[str, Any]) -> str:
     """The rows of the newest generation. Images are left out; what JSON does not know becomes its text."""
     kept: dict[str, Any] = {name: list(logs[name]) for name in _COLUMNS}
-    kept |= {group: {name: list(values) for name, values in logs[group].items()} for group in _GROUPS}
-    return json.dumps(kept, default=lambda value: value.item() if hasattr(value, "item") else str(value))
+    kept |= {
+        group: {name: list(values) for name, values in logs[group].items()} for group in _GROUPS
+    }
+    return json.dumps(
+        kept, default=lambda value: value.item() if hasattr(value, "item") else str(value)
+    )
 
 
 def from_json(text: str, logs: Mapping[str, Any]) -> None:
@@ -126,7 +162,9 @@ def from_json(text: str, logs: Mapping[str, Any]) -> None:
         return
     kept = json.loads(text)
     pairs = [(logs[name], kept[name]) for name in _COLUMNS]
-    pairs += [(logs[group][name], values) for group in _GROUPS for name, values in kept[group].items()]
+    pairs += [
+        (logs[group][name], values) for group in _GROUPS for name, values in kept[group].items()
+    ]
     for column, values in pairs:
         column.clear()
         column.extend(values)

@@ -27,21 +27,56 @@ FORMULA = (
     rf"|\\[A-Za-z]{{3,20}}(?:\s?{_GROUP}|\s(?:[A-Z]|\d{{1,9}})(?![A-Za-z\d])){{0,9}}"  # a command alone in prose
 )
 MAX_FORMULAS = 10_000  # different ones in a page; each takes a fifth of a millisecond and 50 bytes
-_MAX_CHARACTERS, _MAX_NODES = 400, 1000
+_MAX_CHARACTERS = 400
+_MAX_NODES = 1000
 _DELIMITED = re.compile(r"\$\$([\s\S]*)\$\$|\$([\s\S]*)\$|\\\(([\s\S]*)\\\)|\\\[([\s\S]*)\\\]")
 # Definitions could call one another, and a short text grow without end; a comment would hide the rest of its line.
-_REFUSED = re.compile(r"\\(?:\w*def|let|futurelet|\w*command|Declare\w*|\w*environment|verb)(?![a-z])|(?<!\\)%")
+_REFUSED = re.compile(
+    r"\\(?:\w*def|let|futurelet|\w*command|Declare\w*|\w*environment|verb)(?![a-z])|(?<!\\)%"
+)
 _ELEMENTS = {
-    "mrow", "mi", "mn", "mo", "mtext", "mspace", "mfrac", "msqrt", "mroot", "msub", "msup", "msubsup", "munder",
-    "mover", "munderover", "mtable", "mtr", "mtd", "mstyle", "mpadded", "mphantom", "menclose", "mmultiscripts",
-    "mprescripts", "none",
-}  # fmt: skip
+    "mrow",
+    "mi",
+    "mn",
+    "mo",
+    "mtext",
+    "mspace",
+    "mfrac",
+    "msqrt",
+    "mroot",
+    "msub",
+    "msup",
+    "msubsup",
+    "munder",
+    "mover",
+    "munderover",
+    "mtable",
+    "mtr",
+    "mtd",
+    "mstyle",
+    "mpadded",
+    "mphantom",
+    "menclose",
+    "mmultiscripts",
+    "mprescripts",
+    "none",
+}
 _ATTRIBUTES = {
-    "accent": "true|false", "accentunder": "true|false", "displaystyle": "true|false", "fence": "true|false",
-    "stretchy": "true|false", "separator": "true|false", "movablelimits": "true|false", "form": "prefix|infix|postfix",
-    "mathvariant": "normal", "notation": "box", "scriptlevel": r"\+?\d", "columnalign": "(left|center|right| ){1,60}",
-    "linethickness": "0|0em|0px|thin", "width": r"-?\d?\.?\d{1,4}em",
-}  # fmt: skip
+    "accent": "true|false",
+    "accentunder": "true|false",
+    "displaystyle": "true|false",
+    "fence": "true|false",
+    "stretchy": "true|false",
+    "separator": "true|false",
+    "movablelimits": "true|false",
+    "form": "prefix|infix|postfix",
+    "mathvariant": "normal",
+    "notation": "box",
+    "scriptlevel": r"\+?\d",
+    "columnalign": "(left|center|right| ){1,60}",
+    "linethickness": "0|0em|0px|thin",
+    "width": r"-?\d?\.?\d{1,4}em",
+}
 Tree = list[Any]  # [element, attributes, child or text, ...]
 
 
@@ -87,8 +122,15 @@ def _plain(element: Element, left: list[int]) -> Tree:
     if element.tag not in _ELEMENTS or left[0] < 0 or unknown or struck:
         raise ValueError(element.tag)
     given = element.attrib.items()
-    attributes = {name: value for name, value in given if re.fullmatch(_ATTRIBUTES.get(name, "(?!)"), value)}
-    return [element.tag, attributes, *([text] if text else []), *(_plain(child, left) for child in element)]
+    attributes = {
+        name: value for name, value in given if re.fullmatch(_ATTRIBUTES.get(name, "(?!)"), value)
+    }
+    return [
+        element.tag,
+        attributes,
+        *([text] if text else []),
+        *(_plain(child, left) for child in element),
+    ]
 
 
 GENERATOR = "adora_vl report"  # marks a page that this module wrote
@@ -108,20 +150,29 @@ def _packed(data: Any) -> str:
 def build_page(views: list[RunView], images: dict[str, str]) -> str:
     runs = [
         {
-            "name": view.name, "facts": view.facts, "notes": view.notes, "metrics": view.metrics,
-            "groups": [{**group, "rollouts": [one[:-1] for one in group["rollouts"]]} for group in view.groups],
+            "name": view.name,
+            "facts": view.facts,
+            "notes": view.notes,
+            "metrics": view.metrics,
+            "groups": [
+                {**group, "rollouts": [one[:-1] for one in group["rollouts"]]}
+                for group in view.groups
+            ],
             "problems": view.problems,
         }
         for view in views
-    ]  # fmt: skip
+    ]
     problems = [problem for view in views for problem in view.problems.values()]
-    extracted, compared = ROLLOUT.index("extracted"), ROLLOUT.index("compared")
+    extracted = ROLLOUT.index("extracted")
+    compared = ROLLOUT.index("compared")
     rollouts = [one for view in views for group in view.groups for one in group["rollouts"]]
     texts = [text for problem in problems for text in (problem["problem"], *problem["choices"])]
     answers = [*(problem["answer"] for problem in problems), *(one[extracted] for one in rollouts)]
     answers += [text for one in rollouts for pair in one[compared] or () for text in pair[:2]]
     math = formulas([*texts, *(one[-1] for one in rollouts)], answers)
-    completions = [[one[-1] for group in view.groups for one in group["rollouts"]] for view in views]
+    completions = [
+        [one[-1] for group in view.groups for one in group["rollouts"]] for view in views
+    ]
     style = (_VIEWER / "viewer.css").read_text(encoding="utf-8")
     script = "".join((_VIEWER / name).read_text(encoding="utf-8") for name in _SCRIPTS)
     policy = (
@@ -129,10 +180,14 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
     )
     parts = {
-        "GENERATOR": GENERATOR, "POLICY": policy, "TITLE": escape(", ".join(view.name for view in views)),
-        "STYLE": style, "DATA": _packed({"runs": runs, "rollout": ROLLOUT[:-1], "formula": FORMULA}),
-        "TEXTS": _packed({"completions": completions, "images": images, "math": math}), "SCRIPT": script,
-    }  # fmt: skip
+        "GENERATOR": GENERATOR,
+        "POLICY": policy,
+        "TITLE": escape(", ".join(view.name for view in views)),
+        "STYLE": style,
+        "DATA": _packed({"runs": runs, "rollout": ROLLOUT[:-1], "formula": FORMULA}),
+        "TEXTS": _packed({"completions": completions, "images": images, "math": math}),
+        "SCRIPT": script,
+    }
     page = (_VIEWER / "page.html").read_text(encoding="utf-8")
     before, *pieces = page.split("{{")
     for piece in pieces:  # in one pass, so that no part is looked for in another
@@ -144,8 +199,15 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
 def write_page(page: str, path: Path) -> None:
     """Write the page at once. Raises `UserError` if `path` is a file of another kind, or cannot be written."""
     try:
-        if path.exists() and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]:
-            raise UserError(f"--output: {str(path)!r} is not a page that this command wrote; choose another name")
+        if (
+            path.exists()
+            and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]
+        ):
+            raise UserError(
+                f"--output: {str(path)!r} is not a page that this command wrote; choose another name"
+            )
         replace_file(path, page)
     except OSError as error:
-        raise UserError(f"--output: {str(path)!r} cannot be written ({error.strerror}); choose another name") from error
+        raise UserError(
+            f"--output: {str(path)!r} cannot be written ({error.strerror}); choose another name"
+        ) from error

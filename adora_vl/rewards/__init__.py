@@ -6,6 +6,15 @@ from adora_vl.rewards.grade import Grade, grade, grade_batch, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward_function, reward_functions
 
 __all__ = [
-    "PRESETS", "ChosenRewards", "Grade", "canonical_gold", "choose_rewards", "grade", "grade_batch", "reward_function",
-    "reward_functions", "try_rewards", "verify_gold",
-]  # fmt: skip
+    "PRESETS",
+    "ChosenRewards",
+    "Grade",
+    "canonical_gold",
+    "choose_rewards",
+    "grade",
+    "grade_batch",
+    "reward_function",
+    "reward_functions",
+    "try_rewards",
+    "verify_gold",
+]

@@ -21,7 +21,15 @@ from adora_vl.rewards.units import Unit, unit_of
 
 # The first four are single values.
 Kind = Literal[
-    "number", "percentage", "expression", "text", "ordered", "unordered", "equation", "inequality", "unreadable"
+    "number",
+    "percentage",
+    "expression",
+    "text",
+    "ordered",
+    "unordered",
+    "equation",
+    "inequality",
+    "unreadable",
 ]
 
 
@@ -71,15 +79,26 @@ class Answer:
 _NO_VALUE = (
     ("empty_box", re.compile(r"^[{}() ]*$")),
     ("not_finite", re.compile(r"(?i)\bnan\b|\binf(?:inity|ty)?\b|\\infty|∞")),
-    ("relation", re.compile(r"[<>≤≥≠≈∈]|\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?|approx|sim|in)(?![A-Za-z])")),
+    (
+        "relation",
+        re.compile(r"[<>≤≥≠≈∈]|\\(?:[lg]eq?|[lg]eqslant|[lg]t|neq?|approx|sim|in)(?![A-Za-z])"),
+    ),
     ("interval", re.compile(r"^[(\[].*,.*[)\]]$|^\[.*\]$")),
-    ("enumeration", re.compile(r"[,;&±∓…]|\.\.|\\(?:pm|mp|cup|cap|[lc]?dots)(?![A-Za-z])|\\\{|\\\\")),
+    (
+        "enumeration",
+        re.compile(r"[,;&±∓…]|\.\.|\\(?:pm|mp|cup|cap|[lc]?dots)(?![A-Za-z])|\\\{|\\\\"),
+    ),
     ("enumeration", re.compile(r"(?<![A-Za-z\\])(?:or|and)(?![A-Za-z])|[0-9.] [0-9.]")),
     ("equation", re.compile(r"=|≡|\\equiv")),
-    ("percentage", re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct")),  # more than one in per cent
+    (
+        "percentage",
+        re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct"),
+    ),  # more than one in per cent
 )
 NO_VALUE = frozenset(reason for reason, _ in _NO_VALUE)
-UNREAD = frozenset({"too_long", "hidden_characters", "not_read", "too_large", "undefined"})  # nothing can be said of it
+UNREAD = frozenset(
+    {"too_long", "hidden_characters", "not_read", "too_large", "undefined"}
+)  # nothing can be said of it
 # One sign, so that reading goes one level deep.
 _PER_CENT = re.compile(r"((?:(?!%|percent|pct).)+?) ?(?:\\?%|percent(?:age)?|pct)")
 # Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and unknown commands are
@@ -88,7 +107,9 @@ _READABLE = re.compile(
     r"(?:[0-9A-Za-z .:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
     r"|widehat|theta|alpha|beta|gamma|phi)(?![A-Za-z]))*"
 )
-_DAY, _MONTH, _YEAR = "(?:0?[1-9]|[12][0-9]|3[01])", "(?:0?[1-9]|1[0-2])", "(?:1[0-9]|20)[0-9]{2}"
+_DAY = "(?:0?[1-9]|[12][0-9]|3[01])"
+_MONTH = "(?:0?[1-9]|1[0-2])"
+_YEAR = "(?:1[0-9]|20)[0-9]{2}"
 _ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
 _DATE = re.compile("|".join(sign.join(parts) for sign in "-/" for parts in _ORDERS))
 _RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
@@ -127,7 +148,9 @@ def _valued(text: str, raw: str) -> Answer:
     except NotReadError as error:
         if error.reason == "beyond":
             return Answer("expression", text, "not_a_number", raw, tree=tree)
-        worded = re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(text)
+        worded = re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)) and _READABLE.fullmatch(
+            text
+        )
         if error.reason == "not_read" and (worded or _RATIO.fullmatch(text)):
             return Answer("text", text, "not_a_number", raw)
         return Answer("unreadable", text, error.reason, raw)
@@ -136,12 +159,22 @@ def _valued(text: str, raw: str) -> Answer:
 def amount(answer: Answer) -> Answer:
     r"""The amount of money in an answer, 5 in `\$5` and `5 dollars`; without one the answer itself."""
     match = CURRENCY.fullmatch(answer.text)
-    return plain(match["named"] or match["before"] or match["sign"] + match["cents"]) if match else answer
+    return (
+        plain(match["named"] or match["before"] or match["sign"] + match["cents"])
+        if match
+        else answer
+    )
 
 
 def in_unit(answer: Answer, unit: Unit) -> Answer:
     """The same quantity in another unit of its dimension: 3 for `300 cm` in metres."""
-    if not (answer.tree and answer.unit and answer.unit.factor and unit.factor and answer.unit.factor != unit.factor):
+    if not (
+        answer.tree
+        and answer.unit
+        and answer.unit.factor
+        and unit.factor
+        and answer.unit.factor != unit.factor
+    ):
         return answer
     above, below = (answer.unit.factor / unit.factor).as_integer_ratio()
     tree = ("product", ("*", answer.tree), ("*", ("num", str(above))), ("/", ("num", str(below))))

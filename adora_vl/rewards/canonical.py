@@ -13,18 +13,30 @@ from adora_vl.rewards.units import DEGREE, MEASURED, upright
 
 _DIGITS = "0123456789."
 _DOLLAR = re.compile(r"(?<!\\)\$")
-MAX_CHARS = 500  # an honest answer has under 60; every regular expression below runs on at most this much
+MAX_CHARS = (
+    500  # an honest answer has under 60; every regular expression below runs on at most this much
+)
 
 
-_SYMBOLS = str.maketrans({
-    "\u2212": "-", "√": r"\surd ", "π": r"\pi ", **dict.fromkeys("°º˚∘", r"^\circ "), "\u00d7": r"\times ",
-    "·": r"\cdot ", "⋅": r"\cdot ", "÷": "/",
-})  # fmt: skip
+_SYMBOLS = str.maketrans(
+    {
+        "\u2212": "-",
+        "√": r"\surd ",
+        "π": r"\pi ",
+        **dict.fromkeys("°º˚∘", r"^\circ "),
+        "\u00d7": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "÷": "/",
+    }
+)
 # What may stand between groups of three digits: `1,234`, `1{,}234`, `1\,234`, and thin spaces of Unicode.
 _THIN = r"(?:,\\! ?|,|\{,\}|\\,|\\!|[\u2009\u202f])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THIN}\d{{3}})+(?!\d|{_THIN})", re.ASCII)
 # What a careless escape makes of `\left(`: two backslashes. Of `\frac` it makes a form feed and `rac`.
-_ESCAPED = re.compile(r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))")
+_ESCAPED = re.compile(
+    r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))"
+)
 _FORM_FEED = re.compile(r"\\?\x0crac(?=\s*\{)")
 # Raised digits and signs, fractions in one character, and numbers in circles.
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
@@ -39,7 +51,9 @@ _EMPHASIS = re.compile(r"(\*{1,3}|`)([^*`]+)\1")
 _DECIMAL_COMMA_OF_TEX = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
 _MONEY = re.compile(r"(-?)(\\\$|€)\s*(?=[0-9.])(.*)", re.DOTALL)
 # No other command begins with `\quad`, so in `\quadx` a space was lost.
-_SPACING = re.compile(r"~|(?<!\\)\\(?:[,;:! ]|q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))")
+_SPACING = re.compile(
+    r"~|(?<!\\)\\(?:[,;:! ]|q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))"
+)
 _TEXT = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|sf|tt)|mbox|num|number|ang|emph|underline|boldsymbol|bm|bf)\s*"
     r"\{((?:[^{}]|\{[^{}]*\})*)\}|\{\s*\\bf\s+([^{}]*)\}"
@@ -50,7 +64,9 @@ _DEGREE = re.compile(
 )
 _DEGREE_WORD = re.compile(r"(?<=[\d})$\s])degrees?$")
 _IN_DEGREES = re.compile(rf"(?:{_DEGREE.pattern}|{_DEGREE_WORD.pattern})[\s$.]*$")
-_MAY_BE_MEASURED = re.compile(r"[^\W\d_]\.?$|\^[^^]*$")  # what no unit can end is not searched for one
+_MAY_BE_MEASURED = re.compile(
+    r"[^\W\d_]\.?$|\^[^^]*$"
+)  # what no unit can end is not searched for one
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 # The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`, `area of the circle`.
 NAME = (
@@ -72,7 +88,9 @@ NAME_OF_VALUE = re.compile(
     rf"|{_NO_UNKNOWN}/{_NO_UNKNOWN}|\\frac\{{{_NO_UNKNOWN}\}}\{{{_NO_UNKNOWN}\}}"
 )
 # A value with its name; `|x|` is none, since two numbers have it.
-NAMED_VALUE = re.compile(rf"(?!\|[a-z]\|)({NAME_OF_VALUE.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)")
+NAMED_VALUE = re.compile(
+    rf"(?!\|[a-z]\|)({NAME_OF_VALUE.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)"
+)
 _BARE_COMMAND = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
 # Fractions, roots and pi in one spelling: `\frac{1}{2}` for `\dfrac12`, `\sqrt{3}` for `sqrt3` and `√3`. An argument
 # without braces has to be one digit, one letter or `\pi`: TeX sets `\sqrt12` as a root of 1 beside a 2, which nobody
@@ -100,7 +118,8 @@ CURRENCY = re.compile(
     r"(?P<sign>-?)\\?[$€£¥](?P<cents>[0-9]+\.[0-9]{2})|(?P<before>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
     r"|(?P<named>-?[0-9]+(?:\.[0-9]+)?) ?(?:dollars?|euros?)"
 )
-_INLINE, _DISPLAYED = re.compile(r"(?<!\\)\\[()]"), re.compile(r"(?<!\\)\\[\[\]]")
+_INLINE = re.compile(r"(?<!\\)\\[()]")
+_DISPLAYED = re.compile(r"(?<!\\)\\[\[\]]")
 _BOXED = re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 # Words that say no more than that an answer follows, or stood before. None of them denies, offers a choice or counts.
 _STOCK = (
@@ -120,7 +139,9 @@ _SCIENTIFIC = re.compile(
     r"(?!.*[eE][+-]?0+$)[+-]?(?:(?:[0-9]+(?:\.[0-9]+)?)(?:[eE][0-9]{1,2}|E[+-][0-9]{1,2}|e[+-]0[0-9])"
     r"|1(?:\.0+)?e[+-][0-9]{1,2}|[0-9]\.[0-9]+e[+-][0-9]{1,2})"
 )
-_TIMES_A_POWER = re.compile(r"([+-]?[1-9](?:\.[0-9]+)?)(?:\\cdot|\\times|\*)10\^(?:\{([+-]?[0-9]{1,2})\}|([0-9]))")
+_TIMES_A_POWER = re.compile(
+    r"([+-]?[1-9](?:\.[0-9]+)?)(?:\\cdot|\\times|\*)10\^(?:\{([+-]?[0-9]{1,2})\}|([0-9]))"
+)
 _SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
 # Neither two answers nor thousands: `1000,99` and `0,125`. `3,5` may be two answers.
 _DECIMAL_COMMA = re.compile(r"[+-]?(?:[1-9][0-9]{3,},[0-9]{1,2}|0,[0-9]{3,})")
@@ -135,16 +156,20 @@ def canonical(text: str) -> tuple[str, str]:
     """
     text = _spelled(_formula(text))
     name = _NAME_BEFORE.match(text)
-    if name and not all(FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], text[name.end() :])):
+    if name and not all(
+        FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], text[name.end() :])
+    ):
         text = _undecorated(text[name.end() :])
     unit = ""
     if "circ" in text or "deg" in text:
         unit = DEGREE if _IN_DEGREES.search(text) and not _FUNCTION.search(text) else ""
         text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
     if money := _MONEY.fullmatch(text):
-        text, unit = money[1] + money[3], "euros" if money[2] == "€" else "dollars"
+        text = money[1] + money[3]
+        unit = "euros" if money[2] == "€" else "dollars"
     if _MAY_BE_MEASURED.search(text) and (measured := MEASURED.fullmatch(text)):
-        text, unit = measured[1], measured[2]
+        text = measured[1]
+        unit = measured[2]
     return _plain_number(_compact(_undecorated(text))), unit
 
 
@@ -165,7 +190,11 @@ def _formula(text: str) -> str:
     text = _DISPLAYED.sub("$$", _INLINE.sub("$", _ESCAPED.sub(r"\\", text))).strip(" \t\n\r")
     sentence = _SENTENCE.fullmatch(text) if "$" in text else None
     if sentence:
-        text = sentence["formula"] + sentence["unit"] if sentence["unit"] else sentence["formula"].strip("$ \t\n\r")
+        text = (
+            sentence["formula"] + sentence["unit"]
+            if sentence["unit"]
+            else sentence["formula"].strip("$ \t\n\r")
+        )
     box = _BOXED.fullmatch(text) if "boxed" in text else None
     return box[1] if box else text
 
@@ -188,7 +217,8 @@ def _spelled(text: str) -> str:
         text = _SPACING.sub(" ", upright(text))
         if "\\SI" in text or "\\qty" in text:
             text = _MEASURED.sub(r" \1 \2 ", text)
-        text, wrapped = _EMPTY_GROUP.sub("", text), 1
+        text = _EMPTY_GROUP.sub("", text)
+        wrapped = 1
         while wrapped:  # the innermost ones first: `\textbf{5\text{ cm}}`
             text, wrapped = _TEXT.subn(r" \1\2 ", text)
         text = _UNBRACED.sub(" ", text)
@@ -256,7 +286,8 @@ def _compact(text: str) -> str:
     text = re.sub(r"\s+", " ", text.strip())
 
     def kept(space: re.Match[str]) -> str:
-        left, right = text[space.start() - 1], text[space.end()]
+        left = text[space.start() - 1]
+        right = text[space.end()]
         letters = left.isalpha() and right.isalpha()
         digits = left in _DIGITS + "," and right in _DIGITS
         return " " if letters or digits else ""

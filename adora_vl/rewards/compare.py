@@ -65,9 +65,13 @@ def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compa
         found = _same_value(worked_out, reference, False)
         sure = sure or found.verdict == "correct"
         near = sign == "~" and reference.real and _is_rounded(value.text, reference.real.value)
-        near = near or (rounded and sign != "~" and value.real and _is_rounded(reference.text, value.real.value))
+        near = near or (
+            rounded and sign != "~" and value.real and _is_rounded(reference.text, value.real.value)
+        )
         if found.verdict != "correct" and (not near or found.reason == "different_unit"):
-            return Compared("wrong", "chain_differs") if found.reason == "different_number" else found
+            return (
+                Compared("wrong", "chain_differs") if found.reason == "different_number" else found
+            )
     return Compared("correct", "same_number") if sure else Compared("wrong", "chain_differs")
 
 
@@ -83,10 +87,15 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
     answer = value = _measured(answer, reference)
     if answer.reason in NO_VALUE and answer.kind != "percentage":
         match = NAMED_VALUE.fullmatch(answer.whole)
-        if not match or (match[2] != "=" and not re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text)):
+        if not match or (
+            match[2] != "=" and not re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text)
+        ):
             return answer
-        label, value = match[1], plain(match[3])
-    names_itself = value.kind == "expression" and (label == value.text or label in unknowns(value.tree or ()))
+        label = match[1]
+        value = plain(match[3])
+    names_itself = value.kind == "expression" and (
+        label == value.text or label in unknowns(value.tree or ())
+    )
     return Answer("unreadable", answer.text, "equation") if names_itself else value  # f(x) = f(x)
 
 
@@ -104,12 +113,14 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
     if by_text and unspaced(answer.text) == unspaced(reference.text):
         return Compared("correct", "same_text")
-    answer, reference = amount(answer), amount(reference)
+    answer = amount(answer)
+    reference = amount(reference)
     if not answer.is_value:
         return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.reason)
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
         return Compared("wrong", "percentage" if answer.kind == "percentage" else "different_text")
-    given, wanted = answer.real, reference.real
+    given = answer.real
+    wanted = reference.real
     if given and given.unevaluated and not (wanted and wanted.unevaluated):
         return Compared("wrong", "unevaluated")
     if given and wanted:
@@ -122,11 +133,17 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     if not answer.tree or not reference.tree:
         return Compared("wrong", answer.reason or "different_text")
     if unknowns(answer.tree) != unknowns(reference.tree):
-        return Compared("wrong", "different_expression" if unknowns(reference.tree) else "not_a_number")
+        return Compared(
+            "wrong", "different_expression" if unknowns(reference.tree) else "not_a_number"
+        )
     found = same_function(answer.tree, reference.tree)
     if found == "equal":
         return Compared("correct", "same_value")
-    return Compared("wrong", "different_expression") if found == "different" else Compared("unparseable", found)
+    return (
+        Compared("wrong", "different_expression")
+        if found == "different"
+        else Compared("unparseable", found)
+    )
 
 
 def unspaced(text: str) -> str:
@@ -152,22 +169,39 @@ def _is_rounded(text: str, reference: Any) -> bool:
 
 def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     if answer.kind == "unreadable":
-        return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.refusal or answer.reason)
+        return Compared(
+            "unparseable" if answer.reason in UNREAD else "wrong", answer.refusal or answer.reason
+        )
     kinds = answer.kind, reference.kind
-    functions = "(" in reference.label and "(" in answer.label  # their names may differ: `W(n) = 1` and `W(x) = 1`
+    functions = (
+        "(" in reference.label and "(" in answer.label
+    )  # their names may differ: `W(n) = 1` and `W(x) = 1`
     decoration = reference.is_value or functions or kinds == ("equation", "equation")
-    if reference.label and answer.label and not decoration and bare(answer.label) != bare(reference.label):
-        return Compared("wrong", "different_label", (Pair(answer.label, reference.label, "different_label"),))
+    if (
+        reference.label
+        and answer.label
+        and not decoration
+        and bare(answer.label) != bare(reference.label)
+    ):
+        return Compared(
+            "wrong", "different_label", (Pair(answer.label, reference.label, "different_label"),)
+        )
     if answer.solution and reference.solution and kinds != ("ordered", "ordered"):
         same = same_solutions(answer.solution, reference.solution)
-        return Compared("correct", "same_solutions") if same else Compared("wrong", "different_solutions")
+        return (
+            Compared("correct", "same_solutions")
+            if same
+            else Compared("wrong", "different_solutions")
+        )
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
         return _same_form(answer, reference.parts[0], rounding)
     if reference.kind == "unordered":
         return _same_list(answer, reference, rounding)
     if answer.is_value and reference.is_value:
         found = _same_value(answer, reference, rounding)
-        return Compared(found.verdict, found.reason, (Pair(_shown(answer), _shown(reference), found.reason),))
+        return Compared(
+            found.verdict, found.reason, (Pair(_shown(answer), _shown(reference), found.reason),)
+        )
     if answer.kind != reference.kind:
         return Compared("wrong", "different_form")
     if reference.kind in {"equation", "inequality"}:
@@ -229,9 +263,13 @@ def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared
     pairs: list[Pair] = []
     for given in answer.parts:
         named = [one for one in left if not by_label or bare(given.label) == bare(one.label)]
-        found = next((one for one in named if _same_form(given, one, rounding).verdict == "correct"), None)
+        found = next(
+            (one for one in named if _same_form(given, one, rounding).verdict == "correct"), None
+        )
         if found is None:
-            return Compared("wrong", "different_part", (*pairs, Pair(_shown(given), "-", "different_part")))
+            return Compared(
+                "wrong", "different_part", (*pairs, Pair(_shown(given), "-", "different_part"))
+            )
         left.remove(found)
         pairs.append(Pair(_shown(given), _shown(found), "same_part"))
     return Compared("correct", "same_parts", tuple(pairs))

@@ -145,26 +145,43 @@ def _has_tag(text: str) -> bool:
 
 def think_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
     """TRL's reward function: 1.0 where one block of thinking, not an empty one, stands before something, else 0.0."""
-    rests = [_after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions]
+    rests = [
+        _after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions
+    ]
     return [float(bool(rest) and not _has_tag(rest or "")) for rest in rests]
 
 
 def think_answer_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
     """TRL's reward function: 1.0 where thinking and answer stand in their blocks and nothing else, else 0.0."""
-    rests = [_after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions]
+    rests = [
+        _after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions
+    ]
     return [float(rest is not None and _after_block(rest, ANSWER_TAGS) == "") for rest in rests]
 
 
 # ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the list is ours, and fixed, so that two runs
 # can be compared. Each word has the pattern that counts as it; an ending such as `-ing` may follow.
-_ALONE = ("wait", "verify", "reconsider", "rethink", "alternatively", "however", "mistake", "let me see", "hold on")
+_ALONE = (
+    "wait",
+    "verify",
+    "reconsider",
+    "rethink",
+    "alternatively",
+    "however",
+    "mistake",
+    "let me see",
+    "hold on",
+)
 REFLECTIVE = {
     **{word: word for word in _ALONE},
     "check": "(?<!-)(?<!double )check",  # not the end of `re-check` and `double-check`, which count as themselves
     "recheck": "re-?check",
     "double-check": "double[- ]?check",
 }
-_PATTERNS = {word: re.compile(rf"(?<!\w){like}(?:s|ed|ing)?(?!\w)", re.IGNORECASE) for word, like in REFLECTIVE.items()}
+_PATTERNS = {
+    word: re.compile(rf"(?<!\w){like}(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
+    for word, like in REFLECTIVE.items()
+}
 
 
 def reflective_words(text: str) -> dict[str, int]:

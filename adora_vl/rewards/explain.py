@@ -75,7 +75,9 @@ RULES = {
 }
 
 
-def explanation(response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool) -> list[str]:
+def explanation(
+    response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool
+) -> list[str]:
     """The lines of the explanation. `accepted`: `rounding` and `answer_tags` of `grade`. Raises `UserError` for a
     reference answer that cannot be graded against.
     """
@@ -83,8 +85,11 @@ def explanation(response: str, gold: str, choices: Sequence[str] | None = None, 
     if reason:
         said = reason if ":" in reason else f"{reason}: {RULES.get(reason, '')}"
         raise UserError(f"--gold: {gold!r} cannot be graded against ({said})")
-    found, answer_tags = grade(response, gold, choices=choices, **accepted), accepted.get("answer_tags", False)
-    lines = [f"extracted  {_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"]
+    found = grade(response, gold, choices=choices, **accepted)
+    answer_tags = accepted.get("answer_tags", False)
+    lines = [
+        f"extracted  {_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"
+    ]
     given = last_answer(response) if answer_tags else last_boxed(response)
     if given is not None:
         answer = answer_to(read(gold), response, given, answer_tags)
@@ -92,12 +97,17 @@ def explanation(response: str, gold: str, choices: Sequence[str] | None = None, 
     lines.append(f"gold       {_described(read(gold))}")
     compared = comparison(response, gold, **accepted)
     for number, pair in enumerate(compared.pairs if compared else (), 1):
-        lines.append(f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: {pair.reason}")
+        lines.append(
+            f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: {pair.reason}"
+        )
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_described(read(value))}")
     lines.append(f"rule       {found.reason}: {RULES.get(found.reason.removeprefix('gold_'), '')}")
     lines.append(f"verdict    {found.verdict} ({found.ms:.1f} ms)")
-    return [*lines, f"rewards    {', '.join(f'{preset} {reward(found, preset):g}' for preset in PRESETS)}"]
+    return [
+        *lines,
+        f"rewards    {', '.join(f'{preset} {reward(found, preset):g}' for preset in PRESETS)}",
+    ]
 
 
 def _described(answer: Answer) -> str:
@@ -106,7 +116,8 @@ def _described(answer: Answer) -> str:
     text = _printable(answer.whole if answer.is_form else answer.text)
     kind: str = answer.kind
     if kind == "unreadable" and (chain := working(answer.whole)):
-        answer, kind = chain[-1][1], "working"
+        answer = chain[-1][1]
+        kind = "working"
     if answer.real:
         return f"{text}  [{kind}, {float(answer.real.value):.9g}]"
     return f"{text or '-'}  [{kind}{f': {answer.reason}' if kind == 'unreadable' else ''}]"
@@ -114,10 +125,14 @@ def _described(answer: Answer) -> str:
 
 def _printable(text: str) -> str:
     """`text` with what a terminal would hide or obey spelled out."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
 
 
-def tried(entries: Sequence[Entry], response: str, columns: Mapping[str, str], answer_tags: bool = False) -> list[str]:
+def tried(
+    entries: Sequence[Entry], response: str, columns: Mapping[str, str], answer_tags: bool = False
+) -> list[str]:
     """What each reward of `entries` gives for a response, without a model. Raises `UserError` where one fails."""
     chosen = choose_rewards(entries, answer_tags=answer_tags)
     chosen.check_columns(columns)
@@ -128,7 +143,9 @@ def tried(entries: Sequence[Entry], response: str, columns: Mapping[str, str], a
         "completion_ids": [[0]],
         **{name: [value] for name, value in columns.items()},
         "trainer_state": None,
-        "log_extra": lambda name, values: noted.append(f"logged     {name}: {_printable(str(values[0]))}"),
+        "log_extra": lambda name, values: noted.append(
+            f"logged     {name}: {_printable(str(values[0]))}"
+        ),
         "log_metric": lambda name, value: noted.append(f"logged     {name}: {value:g}"),
     }
     lines = []
@@ -157,23 +174,41 @@ def _columns(options: argparse.Namespace) -> dict[str, str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong."""
-    parser = Parser(prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(
+        prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("--gold", help="the right answer, as a dataset has it")
-    parser.add_argument("--response", required=True, help="the whole response; - reads it from standard input")
+    parser.add_argument(
+        "--response", required=True, help="the whole response; - reads it from standard input"
+    )
     parser.add_argument("--choices", nargs="+", metavar="VALUE", help="the values of A, B, C, ...")
-    parser.add_argument("--rounding", action="store_true", help="also accept the reference answer rounded to a decimal")
-    parser.add_argument("--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box")
+    parser.add_argument(
+        "--rounding",
+        action="store_true",
+        help="also accept the reference answer rounded to a decimal",
+    )
+    parser.add_argument(
+        "--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box"
+    )
     what = "as adora_reward, with options too"
-    parser.add_argument("--reward", nargs="+", type=_entry, default=[], metavar="FILE.py:FUNCTION", help=what)
-    parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row")
+    parser.add_argument(
+        "--reward", nargs="+", type=_entry, default=[], metavar="FILE.py:FUNCTION", help=what
+    )
+    parser.add_argument(
+        "--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the row"
+    )
 
     def command() -> None:
         options = parser.parse_args(arguments)
         if options.gold is None and not options.reward:
-            raise UserError("give --gold to see how the answer is graded, or --reward to try a reward")
+            raise UserError(
+                "give --gold to see how the answer is graded, or --reward to try a reward"
+            )
         response = sys.stdin.read() if options.response == "-" else options.response
         lines = []
-        if options.gold is not None and not (options.reward and all(map(is_own, names_of(options.reward)))):
+        if options.gold is not None and not (
+            options.reward and all(map(is_own, names_of(options.reward)))
+        ):
             accepted = {"rounding": options.rounding, "answer_tags": options.answer_tags}
             lines = explanation(response, options.gold, options.choices, **accepted)
         if options.reward:

@@ -22,7 +22,8 @@ _COMMA = re.compile(r",(?:\s*(?:and|or)(?![a-z]))?|(?<![A-Za-z\\])(?:and|or)(?![
 _OR = re.compile(r",?(?<![A-Za-z\\])or(?![a-z])")
 _SEMICOLON = re.compile(r";")
 _UNION = re.compile(r"\\cup(?![A-Za-z])|∪")
-_PLUS_MINUS, _MINUS_PLUS = re.compile(r"\\pm(?![A-Za-z])\s*|±"), re.compile(r"\\mp(?![A-Za-z])\s*|∓")
+_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*|±")
+_MINUS_PLUS = re.compile(r"\\mp(?![A-Za-z])\s*|∓")
 _MEMBER = re.compile(r"\\in(?![A-Za-z])|∈")
 _SIGNS = {
     **dict.fromkeys(("<=", "≤", r"\leqslant", r"\leq", r"\le"), "<="),
@@ -33,24 +34,36 @@ _SIGNS = {
     **dict.fromkeys((">", r"\gt"), ">"),
     "=": "=",
 }
-_SIGN = re.compile("|".join(re.escape(sign) + ("(?![A-Za-z])" if sign[0] == "\\" else "") for sign in _SIGNS))
+_SIGN = re.compile(
+    "|".join(re.escape(sign) + ("(?![A-Za-z])" if sign[0] == "\\" else "") for sign in _SIGNS)
+)
 
 _FUNCTION = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
 _NAMES = re.compile(rf"\({NAME}(?:[,;]\s?{NAME})+\)")
 _POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
 # A piece of a list that is no value by itself: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
 _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
-_ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")  # also the first one of `angles 2, 3 and 6`
-_WORDED = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")  # `bh` and `lwh` are products in a formula
+_ANGLE = re.compile(
+    r"(?:\\angle|angles?) ?([0-9]{1,2})"
+)  # also the first one of `angles 2, 3 and 6`
+_WORDED = re.compile(
+    r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])"
+)  # `bh` and `lwh` are products in a formula
 _INFINITE = {  # the ends of intervals
     sign + name: Answer("text", "-infinity" if sign == "-" else "infinity", "not_finite")
-    for name in (r"\infty", "∞") for sign in ("", "+", "-")
-}  # fmt: skip
-_REFUSED = (("matrix", re.compile(r"\\begin|\\end|&|\\\\")), ("open_list", re.compile(r"…|\.\.|\\[lc]?dots")))
+    for name in (r"\infty", "∞")
+    for sign in ("", "+", "-")
+}
+_REFUSED = (
+    ("matrix", re.compile(r"\\begin|\\end|&|\\\\")),
+    ("open_list", re.compile(r"…|\.\.|\\[lc]?dots")),
+)
 _MATRIX = re.compile(
     r"[(\[]?\\begin\{(p|b|small|)(?:matrix|array)\}(?:\{[clr|]+\})?((?:(?!\\begin).)+)\\end\{\1(?:matrix|array)\}[)\]]?"
 )
-REFUSALS = frozenset({"decimal_comma", "matrix", "open_list", "chain_differs", "always_true", "labels", "too_large"})
+REFUSALS = frozenset(
+    {"decimal_comma", "matrix", "open_list", "chain_differs", "always_true", "labels", "too_large"}
+)
 
 
 def read(raw: str) -> Answer:
@@ -62,7 +75,11 @@ def read(raw: str) -> Answer:
 def _read(raw: str) -> Answer:
     """The rollouts of a group share their reference answer."""
     value = plain(raw)
-    several = value.reason in NO_VALUE if value.kind == "unreadable" else value.kind == "expression" and "=" in raw
+    several = (
+        value.reason in NO_VALUE
+        if value.kind == "unreadable"
+        else value.kind == "expression" and "=" in raw
+    )
     if not several:
         return value
     form = as_form(value)
@@ -103,7 +120,12 @@ def _parsed(text: str) -> Answer:
     for reason, pattern in _REFUSED:
         if pattern.search(text) and not (reason == "matrix" and _MATRIX.search(text)):
             raise NotReadError(reason)
-    text = text.replace(r"\langle", "(").replace(r"\rangle", ")").replace(r"\lbrace", r"\{").replace(r"\rbrace", r"\}")
+    text = (
+        text.replace(r"\langle", "(")
+        .replace(r"\rangle", ")")
+        .replace(r"\lbrace", r"\{")
+        .replace(r"\rbrace", r"\}")
+    )
     answer = _parse(text, 0)
     if _size(answer) > 3 * MAX_PARTS:
         raise NotReadError("too_large")
@@ -117,7 +139,8 @@ def _size(answer: Answer) -> int:
 @lru_cache(maxsize=256)
 def _depths(text: str) -> tuple[int, ...]:
     """How many brackets each character stands in; a bracket does not stand in itself. Raises `NotReadError`."""
-    depth, depths = 0, []
+    depth = 0
+    depths = []
     for char in text:
         depth -= char in ")]}"
         depths.append(depth)
@@ -130,7 +153,9 @@ def _depths(text: str) -> tuple[int, ...]:
 def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
     """The pieces of `text` between the matches that stand in no brackets, and the matches."""
     depths = _depths(text)
-    pieces, found, begin = [], [], 0
+    pieces = []
+    found = []
+    begin = 0
     for match in pattern.finditer(text):
         if depths[match.start()] == 0:
             pieces.append(text[begin : match.start()].strip())
@@ -203,7 +228,8 @@ def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answ
     labels = [part.label for part in parts]
     label = ""
     if labels[0] and (not any(labels[1:]) or len(set(labels)) == 1):  # a = 4, -8 and x = 5 or x = 6
-        label, parts = labels[0], [replace(part, label="") for part in parts]
+        label = labels[0]
+        parts = [replace(part, label="") for part in parts]
     elif any(labels) and (not all(labels) or len(set(labels)) < len(labels)):
         raise NotReadError("labels")
     if len(parts) > MAX_PARTS:
@@ -236,9 +262,15 @@ def _bracketed(text: str, depth: int) -> Answer | None:
     pieces, found = _split(inside, _SEMICOLON)
     if not found:
         pieces, _ = _split(inside, re.compile(","))
-    if len(pieces) < 2 or closing not in {")", "]"} or (len(pieces) > 2 and opening + closing not in {"()", "[]"}):
+    if (
+        len(pieces) < 2
+        or closing not in {")", "]"}
+        or (len(pieces) > 2 and opening + closing not in {"()", "[]"})
+    ):
         return None
-    parts = tuple(_parse(piece, depth + 1) if piece not in _INFINITE else _INFINITE[piece] for piece in pieces)
+    parts = tuple(
+        _parse(piece, depth + 1) if piece not in _INFINITE else _INFINITE[piece] for piece in pieces
+    )
     if any(part.kind == "unordered" and not part.both_signs for part in parts):
         raise NotReadError("enumeration")  # (3,5; 4)
     ends = [_real(part) or part.text for part in parts]
@@ -255,7 +287,10 @@ def _matrix(text: str, inside: str) -> Answer:
         raise NotReadError("matrix")
     if len(rows[0]) == 1 < len(rows):
         return Answer("ordered", text, parts=tuple(row[0] for row in rows), brackets="()")
-    parts = (Answer("ordered", ", ".join(one.text for one in row), parts=tuple(row), brackets="row") for row in rows)
+    parts = (
+        Answer("ordered", ", ".join(one.text for one in row), parts=tuple(row), brackets="row")
+        for row in rows
+    )
     return Answer("ordered", text, parts=tuple(parts), brackets="rows")
 
 
@@ -270,7 +305,9 @@ def _both_signs(text: str) -> Answer | None:
         value = plain(_MINUS_PLUS.sub(minus, _PLUS_MINUS.sub(plus, text)))
         if not value.tree:
             raise NotReadError("enumeration")
-        real = value.real and replace(value.real, unevaluated=False)  # 12 + 1 is a way to write 13 here
+        real = value.real and replace(
+            value.real, unevaluated=False
+        )  # 12 + 1 is a way to write 13 here
         values.append(replace(value, real=real, raw=""))
     one, other = map(_real, values)
     if one and other and same_number(one, other):
@@ -292,7 +329,8 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
     if signs == ["="] and NAME_OF_VALUE.fullmatch(right) and not NAME_OF_VALUE.fullmatch(left):
         left, right = right, left  # 5 = x
     if _NAMES.fullmatch(left):
-        inner, names = _bracketed(right, depth), re.split(r"[,;]\s?", left[1:-1])
+        inner = _bracketed(right, depth)
+        names = re.split(r"[,;]\s?", left[1:-1])
         if not inner or inner.kind != "ordered" or len(names) != len(inner.parts):
             raise NotReadError("equation")
         parts = (replace(part, label=name) for part, name in zip(inner.parts, names, strict=True))
@@ -301,7 +339,8 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
         if signs != ["="]:
             raise NotReadError("equation")
         return _equation(text, sides)
-    inner, tree = _parse(right, depth + 1), plain(left).tree
+    inner = _parse(right, depth + 1)
+    tree = plain(left).tree
     if signs == ["="] and inner.kind == "expression" and tree and tree[0] == "unknown":
         return replace(_equation(text, sides), parts=(inner,), label=left)  # y = 2x + 1
     if not (inner.is_value or inner.kind in {"ordered", "unordered"}):
@@ -331,13 +370,21 @@ def working(text: str) -> list[tuple[str, Answer]]:
     if len(sides) < 2 or not all(sides) or {_SIGNS[sign] for sign in signs} - {"=", "~"}:
         return []
     values = [plain(side) for side in sides]
-    found = [(_SIGNS[sign], value) for sign, value in zip(["=", *signs], values, strict=True) if value.kind == "number"]
-    names = [NAME_OF_VALUE.fullmatch(side) and not re.fullmatch(r"\|[a-z]\|", side) for side in sides]  # |x| has two
+    found = [
+        (_SIGNS[sign], value)
+        for sign, value in zip(["=", *signs], values, strict=True)
+        if value.kind == "number"
+    ]
+    names = [
+        NAME_OF_VALUE.fullmatch(side) and not re.fullmatch(r"\|[a-z]\|", side) for side in sides
+    ]  # |x| has two
     begins = values[0].kind == "number" or names[0]
     for name, value in zip(names, values, strict=True):
         if not name and (value.kind == "unreadable" or _WORDED.search(value.text)):
             return []
-    worked = len(found) < len(sides) or not all(re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in found)
+    worked = len(found) < len(sides) or not all(
+        re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in found
+    )
     ends = values[-1].real is not None and not values[-1].real.unevaluated
     return found if begins and worked and ends and values[-1].kind == "number" else []
 

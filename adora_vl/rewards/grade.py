@@ -26,14 +26,23 @@ _SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every 
 _LETTER = re.compile(r"([A-Z])|\(([A-Z])\)")
 # Where the choices are known: also `C)`, `c`, `Option C`, and the letter before its value, as in `(C) 12` and `C. 12`.
 _LABEL = re.compile(
-    r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) ?(.*)", re.ASCII
+    r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) ?(.*)",
+    re.ASCII,
 )
 # Reference answers that no honest answer can meet, and what to write in their place. They run on canonical text.
 _COMMA = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
 _UNMEETABLE = (
     ("decimal_comma", re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"), _COMMA),
-    ("currency", re.compile(r"-?\\?[$€£¥]-?[0-9.]+|-?[0-9.]+\\?[$€£¥]"), "write the amount alone, 5 for $5"),
-    ("prime", re.compile(r"[0-9.]+(?:['\"′″]|\^\{?\\prime).*"), "feet, or minutes? write the number alone, 5 for 5'"),
+    (
+        "currency",
+        re.compile(r"-?\\?[$€£¥]-?[0-9.]+|-?[0-9.]+\\?[$€£¥]"),
+        "write the amount alone, 5 for $5",
+    ),
+    (
+        "prime",
+        re.compile(r"[0-9.]+(?:['\"′″]|\^\{?\\prime).*"),
+        "feet, or minutes? write the number alone, 5 for 5'",
+    ),
 )
 REMEDIES = {reason: remedy for reason, _, remedy in _UNMEETABLE}
 REMEDIES["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
@@ -59,7 +68,12 @@ Choices = Sequence[str] | None  # the values of A, B, C, ...
 
 
 def grade(
-    response: str, gold: str, *, choices: Choices = None, rounding: bool = False, answer_tags: bool = False
+    response: str,
+    gold: str,
+    *,
+    choices: Choices = None,
+    rounding: bool = False,
+    answer_tags: bool = False,
 ) -> Grade:
     r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. Never raises, in any thread.
 
@@ -85,12 +99,18 @@ def grade(
 
 
 def grade_batch(
-    responses: Sequence[str], golds: Sequence[str], *, choices: Sequence[Choices] | None = None, **accepted: bool
+    responses: Sequence[str],
+    golds: Sequence[str],
+    *,
+    choices: Sequence[Choices] | None = None,
+    **accepted: bool,
 ) -> list[Grade]:
     """As `grade`, for each response with its reference answer and choices. `accepted`: its `rounding`, `answer_tags`.
     Raises `ValueError` for unequal lengths.
     """
-    rows = zip(responses, golds, choices if choices is not None else [None] * len(responses), strict=True)
+    rows = zip(
+        responses, golds, choices if choices is not None else [None] * len(responses), strict=True
+    )
     return [grade(response, gold, choices=options, **accepted) for response, gold, options in rows]
 
 
@@ -110,7 +130,8 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
 
 def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
     """The verdict, with the letters of a multiple-choice item resolved. Source: points 3, 5 and 6."""
-    named, right = _named(answer, choices), _named(reference, choices)
+    named = _named(answer, choices)
+    right = _named(reference, choices)
     if not choices:
         if named and right:
             same = named.letter == right.letter
@@ -120,19 +141,29 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
         text = reference.text
         if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
             return Compared("wrong", "gold_other_digits")
-        unmeetable = next((reason for reason, pattern, _ in _UNMEETABLE if pattern.fullmatch(text)), None)
-        return Compared("wrong", f"gold_{unmeetable}") if unmeetable else compare(answer, reference, rounding)
+        unmeetable = next(
+            (reason for reason, pattern, _ in _UNMEETABLE if pattern.fullmatch(text)), None
+        )
+        return (
+            Compared("wrong", f"gold_{unmeetable}")
+            if unmeetable
+            else compare(answer, reference, rounding)
+        )
     if right:
         value = _choice(right.letter, choices)
         if value is None:
             return Compared("wrong", "gold_letter_without_choice")
         if not _is_beside(right, value):
             return Compared("wrong", "gold_letter_with_another_value")
-        reference, rounding = value, False  # the policy asks for exactly that choice's value
+        # the policy asks for exactly that choice's value
+        reference = value
+        rounding = False
     if named is None:
         return _by_value(answer, reference, right, choices, rounding)
     found = _by_letter(named, right, reference, choices)
-    sure = _LETTER.fullmatch(answer.text) and _choice(named.letter, choices)  # `c` may also be a value, as may `(c)5`
+    sure = _LETTER.fullmatch(answer.text) and _choice(
+        named.letter, choices
+    )  # `c` may also be a value, as may `(c)5`
     if found.verdict != "correct" and not sure:
         as_value = _by_value(answer, reference, right, choices, rounding)
         found = as_value if as_value.verdict == "correct" else found
@@ -146,7 +177,9 @@ def _by_value(
     answer has to have the text of the right one. With a letter as the reference answer (`right`), that text is enough.
     """
     found = compare(answer, reference, rounding)
-    if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(reference.whole.replace(", ", ",")):
+    if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(
+        reference.whole.replace(", ", ",")
+    ):
         return Compared("correct", "same_text") if right and found.verdict != "correct" else found
     rivals = map(plain, choices) if found.verdict == "correct" else ()
     for rival in rivals:
@@ -155,14 +188,20 @@ def _by_value(
     return found
 
 
-def _by_letter(named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]) -> Compared:
+def _by_letter(
+    named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]
+) -> Compared:
     """The verdict on an answer that names a choice. `right`: the choice that the reference answer names, if it does."""
     value = _choice(named.letter, choices)
     if value is None:
         return Compared("wrong", "different_letter" if right else "letter_without_choice")
     if not _is_beside(named, value):
         return Compared("wrong", "letter_with_another_value")
-    same = named.letter == right.letter if right else compare(plain(value.raw), reference).verdict == "correct"
+    same = (
+        named.letter == right.letter
+        if right
+        else compare(plain(value.raw), reference).verdict == "correct"
+    )
     return Compared("correct", "letter") if same else Compared("wrong", "different_letter")
 
 
@@ -173,7 +212,9 @@ def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -
     return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
 
 
-def comparison(response: str, gold: str, *, rounding: bool = False, answer_tags: bool = False) -> Compared | None:
+def comparison(
+    response: str, gold: str, *, rounding: bool = False, answer_tags: bool = False
+) -> Compared | None:
     """How the answer of a response was compared with a reference answer that is a form, part by part; else None."""
     given = last_answer(response) if answer_tags else last_boxed(response)
     reference = read(gold)

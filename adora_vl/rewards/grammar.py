@@ -32,7 +32,9 @@ _TOKEN = re.compile(
 _TIMES = frozenset({r"\cdot", r"\times", "*"})
 _OVER = frozenset({"/", r"\div"})
 _GREEK = frozenset({r"\theta", r"\alpha", r"\beta", r"\gamma", r"\phi"})
-FUNCTIONS = frozenset({"sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln"})
+FUNCTIONS = frozenset(
+    {"sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln"}
+)
 _CALLS = frozenset({f"\\{name}" for name in FUNCTIONS} | {r"\log"})
 _COSTLY = _CALLS | {"^", r"\sqrt", "!", r"\binom", r"\exp"}
 _INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
@@ -226,7 +228,12 @@ class _Parser:
         """
         start = self._next
         window = self._tokens[start : start + 7]
-        if len(window) < 7 or not (window[2] + window[5]).isdigit() or window[3:5] != ["}", "{"] or window[6] != "}":
+        if (
+            len(window) < 7
+            or not (window[2] + window[5]).isdigit()
+            or window[3:5] != ["}", "{"]
+            or window[6] != "}"
+        ):
             return whole  # the fraction is the next factor of the product
         _, (_, above), (_, below) = self._primary()
         if int(below) == 0:
@@ -272,7 +279,11 @@ class _Parser:
         first = self.peek()
         if first in {"(", "{"}:
             return self._group(first)
-        argument = self._primary() if first in {r"\frac", r"\sqrt"} or _is_unknown(first) else self._literal()
+        argument = (
+            self._primary()
+            if first in {r"\frac", r"\sqrt"} or _is_unknown(first)
+            else self._literal()
+        )
         if self.peek() in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(self.peek()):
             raise NotReadError  # `\sin30\sqrt{3}`: where the angle ends is anybody's guess
         return argument

@@ -19,10 +19,17 @@ _FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score
 _MAX_CHARS = 16_000  # of a reply: its end has the answer
 # The options in `adora_reward: [{judge: {...}}]` with type and default. One without a default has to be given.
 _OPTIONS: dict[str, tuple[type, Any]] = {
-    "base_url": (str, None), "model": (str, None), "instruction": (str, INSTRUCTION),
-    "cache": (str, "judge_cache.jsonl"), "budget": (int, -1), "concurrency": (int, 16), "timeout": (float, 60.0),
-    "attempts": (int, 4), "wait": (float, 1.0), "max_tokens": (int, 512),
-}  # fmt: skip
+    "base_url": (str, None),
+    "model": (str, None),
+    "instruction": (str, INSTRUCTION),
+    "cache": (str, "judge_cache.jsonl"),
+    "budget": (int, -1),
+    "concurrency": (int, 16),
+    "timeout": (float, 60.0),
+    "attempts": (int, 4),
+    "wait": (float, 1.0),
+    "max_tokens": (int, 512),
+}
 
 
 class JudgeReward:
@@ -34,12 +41,18 @@ class JudgeReward:
         """Raises `UserError` for an option that is missing, unknown or of the wrong kind."""
         given = _checked(options)
         self._endpoint = Endpoint(
-            check_url("adora_reward.judge.base_url", given["base_url"]), given["model"], KEY_VARIABLE,
-            timeout_s=given["timeout"], attempts=given["attempts"], wait_s=given["wait"], workers=given["concurrency"],
+            check_url("adora_reward.judge.base_url", given["base_url"]),
+            given["model"],
+            KEY_VARIABLE,
+            timeout_s=given["timeout"],
+            attempts=given["attempts"],
+            wait_s=given["wait"],
+            workers=given["concurrency"],
             body={"temperature": 0, "max_tokens": given["max_tokens"]},
-        )  # fmt: skip
+        )
         self._budget = None if given["budget"] < 0 else given["budget"]
-        self._cache, self._instruction = folder / Path(given["cache"]).expanduser(), given["instruction"]
+        self._cache = folder / Path(given["cache"]).expanduser()
+        self._instruction = given["instruction"]
         self._client: ChatClient | None = None
         self._warned = False
         self._refused: EndpointError | None = None
@@ -52,16 +65,24 @@ class JudgeReward:
         return self._client
 
     def __call__(
-        self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] = (),
-        log_metric: Callable[[str, float], None] | None = None, **columns: Any,
-    ) -> list[float | EndpointError]:  # fmt: skip
+        self,
+        prompts: Sequence[Any] | None = None,
+        completions: Sequence[Any] = (),
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float | EndpointError]:
         """One score per completion, or the error of its call. Of the `columns` it reads `problem` and `answer`. Logs
         `judge/failed` and `judge/cached`, shares. Raises `UserError` where the endpoint refuses the key.
         """
-        said = columns.get("problem") or [completion_text(prompt) for prompt in prompts or [""] * len(completions)]
+        said = columns.get("problem") or [
+            completion_text(prompt) for prompt in prompts or [""] * len(completions)
+        ]
         references = columns.get("answer") or [None] * len(completions)
         rows = zip(said, references, completions, strict=True)
-        asked = [self.messages(str(one), reference, completion_text(reply)) for one, reference, reply in rows]
+        asked = [
+            self.messages(str(one), reference, completion_text(reply))
+            for one, reference, reply in rows
+        ]
         known = [self._known(messages) is not None for messages in asked]
         found = self.client.each(self._score, asked)
         if self._refused is not None:
@@ -72,7 +93,11 @@ class JudgeReward:
         errors = [each for each in found if isinstance(each, EndpointError)]
         if errors and not self._warned:
             self._warned = True  # once; the log counts them
-            print(f"warning: the judge failed, the first time: {errors[0]}; no score", file=sys.stderr, flush=True)
+            print(
+                f"warning: the judge failed, the first time: {errors[0]}; no score",
+                file=sys.stderr,
+                flush=True,
+            )
         if log_metric and asked:
             log_metric("judge/failed", len(errors) / len(asked))
             log_metric("judge/cached", sum(known) / len(asked))
@@ -81,8 +106,13 @@ class JudgeReward:
     def messages(self, problem: str, answer: object, reply: str) -> Messages:
         """What the judge is asked about one completion."""
         reference = "" if answer is None else f"<reference>\n{answer}\n</reference>\n"
-        text = f"<problem>\n{problem}\n</problem>\n{reference}<reply>\n{reply[-_MAX_CHARS:]}\n</reply>"
-        return [{"role": "system", "content": f"{self._instruction} {_FORM}"}, {"role": "user", "content": text}]
+        text = (
+            f"<problem>\n{problem}\n</problem>\n{reference}<reply>\n{reply[-_MAX_CHARS:]}\n</reply>"
+        )
+        return [
+            {"role": "system", "content": f"{self._instruction} {_FORM}"},
+            {"role": "user", "content": text},
+        ]
 
     def try_once(self) -> None:
         """One call, before a run. Raises `UserError` where it fails."""
@@ -145,12 +175,22 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, (kind, default) in _OPTIONS.items():
         value = options.get(name, default)
         if value is None:
-            raise UserError(f"{where}: no {name}; give base_url and model, as in {{judge: {{base_url: URL, ...}}}}")
+            raise UserError(
+                f"{where}: no {name}; give base_url and model, as in {{judge: {{base_url: URL, ...}}}}"
+            )
         number = isinstance(value, int | float) and not isinstance(value, bool)
         least = 0 if name in ("budget", "wait") else 1 if kind is int else 1e-3
-        fits = isinstance(value, str) if kind is str else number and (value == default or value >= least)
+        fits = (
+            isinstance(value, str)
+            if kind is str
+            else number and (value == default or value >= least)
+        )
         if not fits or (kind is int and value != int(value)) or value == "":
-            wanted = "a text" if kind is str else f"a {'whole ' * (kind is int)}number of at least {least:g}"
+            wanted = (
+                "a text"
+                if kind is str
+                else f"a {'whole ' * (kind is int)}number of at least {least:g}"
+            )
             raise UserError(f"{where}.{name}: {value!r:.60} is not {wanted}")
         found[name] = kind(value)
     return found

@@ -4,10 +4,19 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from adora_vl.rewards.completion import ANSWER_TAGS, THINK_TAGS, answer_block, completion_text, last_answer
+from adora_vl.rewards.completion import (
+    ANSWER_TAGS,
+    THINK_TAGS,
+    answer_block,
+    completion_text,
+    last_answer,
+)
 from adora_vl.utils.errors import UserError
 
-RIGHT, COMPLETE, NOTHING = 1.0, 0.1, 0.0  # as in the `adora` preset
+# as in the `adora` preset
+RIGHT = 1.0
+COMPLETE = 0.1
+NOTHING = 0.0
 # Of Logic-RL and the half of ADORA for language models (`verl/utils/reward_score/kk.py` of its repository): 1 or -1 for
 # the form, and 2 for the right answer, -1.5 for a wrong one, -2 for none.
 LOGIC_RL = {"correct": 3.0, "wrong": -0.5, "unparseable": -1.0}
@@ -49,11 +58,14 @@ def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
     """`correct`, `wrong` or `unparseable`, and the answer as it was read (`last_answer`). One that names other people,
     leaves someone out or contradicts itself is unparseable. Raises `UserError` for a reference answer without roles.
     """
-    expected, given = _expected(reference), last_answer(response) or ""
+    expected = _expected(reference)
+    given = last_answer(response) or ""
     return _verdict(given, roles_in(given), expected)
 
 
-def _verdict(given: str, roles: dict[str, str] | None, expected: dict[str, str]) -> tuple[str, str | None]:
+def _verdict(
+    given: str, roles: dict[str, str] | None, expected: dict[str, str]
+) -> tuple[str, str | None]:
     if roles is None or roles.keys() != expected.keys():
         return "unparseable", None
     return ("correct" if roles == expected else "wrong"), given
@@ -69,7 +81,9 @@ def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
 def _expected(reference: str) -> dict[str, str]:
     expected = roles_in(reference)
     if not expected:
-        raise UserError(f"answer {reference!r} names no knight and no knave: prepare the data with data_prep knights")
+        raise UserError(
+            f"answer {reference!r} names no knight and no knave: prepare the data with data_prep knights"
+        )
     return expected
 
 
@@ -89,13 +103,18 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
 
 
 def _verdicts(
-    judge: Callable[[str, str], tuple[str, str | None]], completions: Sequence[Any],
-    answer: Sequence[str] | None = None, log_extra: Callable[[str, list[Any]], None] | None = None,
-    log_metric: Callable[[str, float], None] | None = None, **columns: Any,
-) -> list[tuple[str, str]]:  # fmt: skip
+    judge: Callable[[str, str], tuple[str, str | None]],
+    completions: Sequence[Any],
+    answer: Sequence[str] | None = None,
+    log_extra: Callable[[str, list[Any]], None] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **columns: Any,
+) -> list[tuple[str, str]]:
     """Each text with the verdict on it, which goes into the record and the log."""
     if answer is None:
-        raise UserError("the dataset has no column 'answer': the reward needs the reference answer of every row")
+        raise UserError(
+            "the dataset has no column 'answer': the reward needs the reference answer of every row"
+        )
     texts = [completion_text(completion) for completion in completions]
     graded = [judge(text, reference) for text, reference in zip(texts, answer, strict=True)]
     verdicts = [verdict for verdict, _ in graded]

@@ -19,7 +19,9 @@ from typing import Any, Literal
 from adora_vl.rewards.grammar import NotReadError, Tree, children, in_radians, nodes, unknowns
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)  # the grading policy, point 3
-ABSOLUTE_TOLERANCE = Fraction(1, 10**12)  # where the reference answer is 0, also as a sum that cancels
+ABSOLUTE_TOLERANCE = Fraction(
+    1, 10**12
+)  # where the reference answer is 0, also as a sum that cancels
 
 MAX_EXPONENT = 64  # of a constant
 MAX_BITS = 1000  # of a numerator or denominator; any other value is 0 or between 2^-1000 and 2^1000
@@ -68,7 +70,11 @@ class Ball:
 
     def inexact(self) -> Ball:
         """The same value as one of mpmath."""
-        return _computed(_mp().mpf(self.value.numerator) / self.value.denominator) if self.exact else self
+        return (
+            _computed(_mp().mpf(self.value.numerator) / self.value.denominator)
+            if self.exact
+            else self
+        )
 
     def __neg__(self) -> Ball:
         return Ball(-self.value, self.error)
@@ -76,7 +82,8 @@ class Ball:
     def __add__(self, other: Ball) -> Ball:
         if self.exact and other.exact:
             return _fraction(self.value + other.value)
-        left, right = self.inexact(), other.inexact()
+        left = self.inexact()
+        right = other.inexact()
         return _computed(left.value + right.value, left.error + right.error)
 
     def __mul__(self, other: Ball) -> Ball:
@@ -85,7 +92,8 @@ class Ball:
             return _fraction(self.value * other.value)
         if self.value == 0 == self.error or other.value == 0 == other.error:
             return Ball(Fraction(0))
-        left, right = self.inexact(), other.inexact()
+        left = self.inexact()
+        right = other.inexact()
         error = left.size * right.error + right.size * left.error + left.error * right.error
         return _computed(left.value * right.value, error)
 
@@ -95,7 +103,8 @@ class Ball:
             raise NotReadError("undefined")
         if self.exact and other.exact:
             return _fraction(self.value / other.value)
-        above, below = self.inexact(), other.inexact()
+        above = self.inexact()
+        below = other.inexact()
         value = above.value / below.value
         return _computed(value, (above.error + Ball(value).size * below.error) / below.least)
 
@@ -143,10 +152,13 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
             return bool(answer.value == reference.value)
         limit = RELATIVE_TOLERANCE * abs(reference.value) or ABSOLUTE_TOLERANCE
         return bool(abs(answer.value - reference.value) <= limit)
-    left, right = answer.inexact(), reference.inexact()
+    left = answer.inexact()
+    right = reference.inexact()
     bound = float(RELATIVE_TOLERANCE) * right.size if right.least > 0 else float(ABSOLUTE_TOLERANCE)
     margin = bound - Ball(left.value - right.value).size
-    error = left.error + right.error + 2.0**-40 * bound  # the last is that of the bound, which is a float
+    error = (
+        left.error + right.error + 2.0**-40 * bound
+    )  # the last is that of the bound, which is a float
     if abs(margin) > error:
         return margin > 0
     return True if 1000 * error < bound else None  # as near to the bound as can be known
@@ -191,7 +203,9 @@ def factor_between(answer: Tree, reference: Tree) -> int:
             base = left, right
         else:
             zeros.append((left, right))
-    if base is None or not all(_same_product(left, base[1], base[0], right) for left, right in zeros):
+    if base is None or not all(
+        _same_product(left, base[1], base[0], right) for left, right in zeros
+    ):
         return 0
     return 1 if (base[0].value > 0) == (base[1].value > 0) else -1
 
@@ -219,7 +233,9 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
         zero = -at_0 / slope
         for point in _POINTS:
             ball = _value_at(tree, {name: point})
-            if not isinstance(ball, Ball) or not _same_product(ball + -at_0, _ONE, slope, Ball(point)):
+            if not isinstance(ball, Ball) or not _same_product(
+                ball + -at_0, _ONE, slope, Ball(point)
+            ):
                 return None
     except NotReadError:
         return None
@@ -229,7 +245,8 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
 def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
     """Whether `ab` is `cd`, exactly or but for an error that is small beside them."""
     try:
-        left, right = a * b, c * d
+        left = a * b
+        right = c * d
         difference = left + -right
     except NotReadError:
         return False
@@ -246,7 +263,9 @@ def _places(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
 
 
 @lru_cache(maxsize=256)
-def _values(reference: Tree, names: frozenset[str]) -> tuple[Ball | Literal["too_large", "undefined"], ...]:
+def _values(
+    reference: Tree, names: frozenset[str]
+) -> tuple[Ball | Literal["too_large", "undefined"], ...]:
     """The values of a reference answer at the six points, which the rollouts of a group share."""
     return tuple(_value_at(reference, at) for at in _places(names))
 
@@ -282,7 +301,9 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
     elif kind == "mixed":
         ball = Ball(int(tree[1]) + Fraction(int(tree[2]), int(tree[3])))
     elif kind == "power":
-        exponent = _of(tree[2], at)  # capped before the base is evaluated, which may be an unknown: `x^{999}`
+        exponent = _of(
+            tree[2], at
+        )  # capped before the base is evaluated, which may be an unknown: `x^{999}`
         if at is None and exponent.exact and abs(exponent.value) > MAX_EXPONENT:
             raise NotReadError("too_large")
         ball = _raised(_of(tree[1], at), exponent)
@@ -291,8 +312,15 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
     elif kind == "pi":
         ball = _pi()
     elif kind == "root":
-        radicand = _of(tree[2], at)  # of a negative constant the real root, at a point the principal one
-        negative = tree[1] % 2 and (at is None or not unknowns(tree[2])) and radicand.real and radicand.value < 0
+        radicand = _of(
+            tree[2], at
+        )  # of a negative constant the real root, at a point the principal one
+        negative = (
+            tree[1] % 2
+            and (at is None or not unknowns(tree[2]))
+            and radicand.real
+            and radicand.value < 0
+        )
         ball = -_rooted(-radicand, tree[1]) if negative else _rooted(radicand, tree[1])
     elif kind == "log":
         ball = _log(_of(tree[2], at)) / _log(_of(tree[1], at))
@@ -376,7 +404,9 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
             return Ball(Fraction(0))
         ends = float(power) - exponent.error, float(power) + exponent.error
         try:
-            return _computed(_mp().mpf(0), 2 * max(math.pow(base.size + base.error, end) for end in ends))
+            return _computed(
+                _mp().mpf(0), 2 * max(math.pow(base.size + base.error, end) for end in ends)
+            )
         except OverflowError:
             raise NotReadError("too_large") from None
     if not exponent.exact:
@@ -386,10 +416,14 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
     base = base.inexact()
     steps = abs(float(power))
     spread = steps * base.error / base.least
-    bits = steps * (abs(math.log2(base.size)) + 2.0**-50)  # of the result, and what the logarithm may be off
+    bits = steps * (
+        abs(math.log2(base.size)) + 2.0**-50
+    )  # of the result, and what the logarithm may be off
     if bits > 2 * MAX_BITS or spread > 1:
         raise NotReadError("too_large")
-    value = base.value ** (int(power) if power.denominator == 1 else _mp().mpf(power.numerator) / power.denominator)
+    value = base.value ** (
+        int(power) if power.denominator == 1 else _mp().mpf(power.numerator) / power.denominator
+    )
     return _computed(value, 2 * Ball(value).size * spread)
 
 
@@ -397,7 +431,10 @@ def _rooted(radicand: Ball, degree: int) -> Ball:
     """The principal root. It is exact if the radicand is a perfect power, as in the square root of 4/9."""
     value = radicand.value
     if radicand.exact and value >= 0:
-        exact = Fraction(round(float(value.numerator) ** (1 / degree)), round(float(value.denominator) ** (1 / degree)))
+        exact = Fraction(
+            round(float(value.numerator) ** (1 / degree)),
+            round(float(value.denominator) ** (1 / degree)),
+        )
         if exact**degree == value:
             return Ball(exact)
     return _raised(radicand, Ball(Fraction(1, degree)))
@@ -410,7 +447,11 @@ def _counted(whole: Ball, chosen: Ball | None = None) -> Ball:
             raise NotReadError("undefined")
         if ball.value > MAX_COUNTED:
             raise NotReadError("too_large")
-    count = math.comb(int(whole.value), int(chosen.value)) if chosen else math.factorial(int(whole.value))
+    count = (
+        math.comb(int(whole.value), int(chosen.value))
+        if chosen
+        else math.factorial(int(whole.value))
+    )
     return _fraction(Fraction(count))
 
 
@@ -431,9 +472,13 @@ def _called(name: str, argument: Ball, radians: bool) -> Ball:
     error = math.exp(height + 1) * angle.error  # within 1 of the angle, neither function is steeper
     cosine, sine = (_computed(value, error) for value in _mp().cos_sin(angle.value))
     above, below = {
-        "sin": (sine, _ONE), "cos": (cosine, _ONE), "tan": (sine, cosine), "sec": (_ONE, cosine), "csc": (_ONE, sine),
+        "sin": (sine, _ONE),
+        "cos": (cosine, _ONE),
+        "tan": (sine, cosine),
+        "sec": (_ONE, cosine),
+        "csc": (_ONE, sine),
         "cot": (cosine, sine),
-    }[name]  # fmt: skip
+    }[name]
     return above / below
 
 
@@ -448,5 +493,9 @@ def _inverse(name: str, sine: Ball) -> Ball:
             raise NotReadError("undefined")
         return _computed(_mp().atan(sine.value), sine.error / steepness.least)
     steepness = _ONE + -squared
-    error = sine.error / math.sqrt(steepness.least) if steepness.least > 0 else 8 * math.sqrt(sine.error)
+    error = (
+        sine.error / math.sqrt(steepness.least)
+        if steepness.least > 0
+        else 8 * math.sqrt(sine.error)
+    )
     return _computed((_mp().asin if name == "arcsin" else _mp().acos)(sine.value), error)

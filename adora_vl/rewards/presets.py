@@ -3,7 +3,12 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from adora_vl.rewards.completion import completion_text, shows_working, think_answer_format_reward, think_format_reward
+from adora_vl.rewards.completion import (
+    completion_text,
+    shows_working,
+    think_answer_format_reward,
+    think_format_reward,
+)
 from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
 from adora_vl.rewards.knights import knights_logic_rl_reward, knights_reward
 from adora_vl.utils.cli import quantile
@@ -18,8 +23,11 @@ _References = list[tuple[str, tuple[str, ...] | None]]
 #     a <think> block and a box; here it is a complete box, since our prompt asks for no block. So it equals `adora`.
 #   accuracy: the verdict alone. format: a complete box alone, to be weighed against another one.
 PRESETS: Mapping[str, tuple[float, float, float]] = {
-    "adora": (1.0, 0.1, 0.0), "easyr1": (0.9 + 0.1, 0.1, 0.0), "accuracy": (1.0, 0.0, 0.0), "format": (1.0, 1.0, 0.0),
-}  # fmt: skip
+    "adora": (1.0, 0.1, 0.0),
+    "easyr1": (0.9 + 0.1, 0.1, 0.0),
+    "accuracy": (1.0, 0.0, 0.0),
+    "format": (1.0, 1.0, 0.0),
+}
 OTHERS: Mapping[str, RewardFunction] = {  # these are not about one mathematical answer
     "knights": knights_reward,
     "knights_logic_rl": knights_logic_rl_reward,
@@ -34,7 +42,9 @@ def reward(grade: Grade, preset: str) -> float:
     return correct if grade.verdict == "correct" else none if grade.extracted is None else boxed
 
 
-def reward_function(preset: str, rounding: bool = False, answer_tags: bool = False) -> RewardFunction:
+def reward_function(
+    preset: str, rounding: bool = False, answer_tags: bool = False
+) -> RewardFunction:
     """The TRL reward function of one preset; see `reward_functions`."""
     return reward_functions([preset], [preset] if rounding else [], answer_tags)[0]
 
@@ -58,12 +68,19 @@ def reward_functions(
         raise UserError(f"adora_reward: [] names no reward preset, use one or more of {known}")
     for index, preset in enumerate(presets):
         if preset not in names:
-            raise UserError(f"adora_reward: unknown preset '{preset}', use one of {known}{did_you_mean(preset, names)}")
+            raise UserError(
+                f"adora_reward: unknown preset '{preset}', use one of {known}{did_you_mean(preset, names)}"
+            )
         if preset in presets[:index]:
-            raise UserError(f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead")
+            raise UserError(
+                f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead"
+            )
     graders = {rounding: _Grader(rounding, answer_tags) for rounding in (False, True)}
     first = presets[0]
-    return [OTHERS.get(one) or _reward_function(one, graders[one in rounded], logs=one == first) for one in presets]
+    return [
+        OTHERS.get(one) or _reward_function(one, graders[one in rounded], logs=one == first)
+        for one in presets
+    ]
 
 
 class _Grader:
@@ -76,7 +93,8 @@ class _Grader:
 
     def __call__(self, texts: list[str], references: _References) -> list[Grade]:
         if (texts, references) != self._last:
-            answers, choices = [gold for gold, _ in references], [options for _, options in references]
+            answers = [gold for gold, _ in references]
+            choices = [options for _, options in references]
             self._grades = grade_batch(texts, answers, choices=choices, **self._accepted)
             self._last = (texts, references)
         return self._grades
@@ -84,11 +102,14 @@ class _Grader:
 
 def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunction:
     def function(
-        completions: Sequence[Any] = (), *, answer: Sequence[str] | None = None,
+        completions: Sequence[Any] = (),
+        *,
+        answer: Sequence[str] | None = None,
         choices: Sequence[Sequence[str] | None] | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None,
-        log_metric: Callable[[str, float], None] | None = None, **columns: Any,
-    ) -> list[float]:  # fmt: skip
+        log_metric: Callable[[str, float], None] | None = None,
+        **columns: Any,
+    ) -> list[float]:
         references = _references(answer, choices, len(completions))
         texts = [completion_text(completion) for completion in completions]
         grades = grader(texts, references)
@@ -97,7 +118,8 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
             log_extra("extracted", [one.extracted for one in grades])
             log_extra("reason", [one.reason for one in grades])
         if logs and log_metric and grades:
-            verdicts, times_ms = [one.verdict for one in grades], [one.ms for one in grades]
+            verdicts = [one.verdict for one in grades]
+            times_ms = [one.ms for one in grades]
             for verdict in VERDICTS:
                 log_metric(f"grading/{verdict}", verdicts.count(verdict) / len(grades))
             log_metric("grading/ms_median", quantile(times_ms, 0.5))
@@ -109,12 +131,18 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
     return function
 
 
-def _references(answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int) -> _References:
+def _references(
+    answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int
+) -> _References:
     """One (reference answer, choices) per completion. Raises `UserError` for one that is missing or unusable."""
     if answer is None:
-        raise UserError("the dataset has no column 'answer': the reward needs the reference answer of every row")
+        raise UserError(
+            "the dataset has no column 'answer': the reward needs the reference answer of every row"
+        )
     if len(answer) != count or (choices is not None and len(choices) != count):
-        raise UserError(f"'answer' and 'choices' need one value for each of the {count} completions")
+        raise UserError(
+            f"'answer' and 'choices' need one value for each of the {count} completions"
+        )
     references: _References = []
     usable: set[tuple[str, tuple[str, ...] | None]] = set()  # the G rollouts of a prompt share one
     for row, reference in enumerate(answer):

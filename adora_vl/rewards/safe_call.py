@@ -59,15 +59,24 @@ def own_copy(value: Any) -> Any:
         return view
     if is_dataclass(value) and not isinstance(value, type):
         made = copy(value)  # the log is long: its list is copied, and its entries are not
-        vars(made).update({name: copy(each) for name, each in vars(value).items() if isinstance(each, list | dict)})
+        vars(made).update(
+            {
+                name: copy(each)
+                for name, each in vars(value).items()
+                if isinstance(each, list | dict)
+            }
+        )
         return made
     return value
 
 
 def safe_call(
-    function: Callable[..., Any], name: str, timeout: float | None, failures: list[RewardFailure],
+    function: Callable[..., Any],
+    name: str,
+    timeout: float | None,
+    failures: list[RewardFailure],
     unscored: dict[int, str] | None = None,
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """`function` as TRL calls it, sync or async as it is. What goes wrong is added to `failures`, and the call returns
     zeros, which must not be used. `timeout`: seconds. Where the function returns an exception in the place of a reward,
     TRL gets None, and `unscored` the completion's number with the reason.
@@ -81,16 +90,29 @@ def safe_call(
     def rewards(found: Any, count: int) -> list[float | None]:
         values = checked(found, count)
         if unscored is not None:
-            unscored.update({n: in_one_line(v)[:_REASON] for n, v in enumerate(values) if isinstance(v, BaseException)})
+            unscored.update(
+                {
+                    n: in_one_line(v)[:_REASON]
+                    for n, v in enumerate(values)
+                    if isinstance(v, BaseException)
+                }
+            )
         return [None if isinstance(value, BaseException) else value for value in values]
 
     def call(**arguments: Any) -> list[float | None]:
         try:
-            with back_in(folder), backstop(timeout), deadline(timeout), in_one_process(f"reward {name}"):
+            with (
+                back_in(folder),
+                backstop(timeout),
+                deadline(timeout),
+                in_one_process(f"reward {name}"),
+            ):
                 return rewards(function(**own_copy(arguments)), len(arguments["completions"]))
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # asyncio's cancellation and a panic of compiled code are no `Exception`
+        except (
+            BaseException
+        ) as error:  # asyncio's cancellation and a panic of compiled code are no `Exception`
             row = None
             if not isinstance(error, OverdueError | RewardValueError | UserError):
                 with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
@@ -112,7 +134,13 @@ def safe_call(
             if limit.expired():
                 return [*ended(OverdueError(), arguments, None)]
             alone = not isinstance(error, RewardValueError | UserError)
-            return [*ended(error, arguments, await _first_to_fail_async(function, arguments) if alone else None)]
+            return [
+                *ended(
+                    error,
+                    arguments,
+                    await _first_to_fail_async(function, arguments) if alone else None,
+                )
+            ]
 
     return call_async if is_async(function) else call
 
@@ -121,18 +149,25 @@ def is_async(function: Callable[..., Any]) -> bool:
     """Whether a call returns a coroutine, also of a partial function or an object with an async `__call__`."""
     while isinstance(function, partial):
         function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+        type(function).__call__
+    )
 
 
 def checked(found: Any, count: int) -> list[float | BaseException | None]:
     """One finite number, None or exception per completion. Raises `RewardValueError`."""
     values = found.tolist() if hasattr(found, "tolist") else found  # of torch or NumPy
     if not isinstance(values, list | tuple):
-        raise RewardValueError(f"it returned {_shown(found)}, not a list with one reward per completion")
+        raise RewardValueError(
+            f"it returned {_shown(found)}, not a list with one reward per completion"
+        )
     if len(values) != count:
         raise RewardValueError(f"it returned {len(values)} rewards for {count} completions")
     unscored = (BaseException, type(None))
-    return [value if isinstance(value, unscored) else _number(value, row) for row, value in enumerate(values)]
+    return [
+        value if isinstance(value, unscored) else _number(value, row)
+        for row, value in enumerate(values)
+    ]
 
 
 def _number(value: Any, row: int) -> float:
@@ -140,7 +175,9 @@ def _number(value: Any, row: int) -> float:
     if not isinstance(value, numbers.Real):
         raise RewardValueError(f"it returned {_shown(value)}, not a number or None", row)
     if not math.isfinite(value):
-        raise RewardValueError(f"it returned {value}; return None for a completion that is not scored", row)
+        raise RewardValueError(
+            f"it returned {value}; return None for a completion that is not scored", row
+        )
     return float(value)
 
 
@@ -150,9 +187,13 @@ def _shown(value: Any) -> str:
 
 
 def _failure(
-    function: Callable[..., Any], name: str, error: BaseException, arguments: Mapping[str, Any], row: int | None,
+    function: Callable[..., Any],
+    name: str,
+    error: BaseException,
+    arguments: Mapping[str, Any],
+    row: int | None,
     timeout: float | None,
-) -> RewardFailure:  # fmt: skip
+) -> RewardFailure:
     """The failure in words. `row`: the completion that fails alone."""
     if isinstance(error, UserError):
         return RewardFailure(name, "", str(error), mistake=True)
@@ -160,12 +201,14 @@ def _failure(
     if isinstance(error, OverdueError):
         reason = f"it did not return within {timeout:g} s (adora_reward_timeout){place}"
     elif isinstance(error, RewardValueError):
-        reason, row = str(error), error.row
+        reason = str(error)
+        row = error.row
     elif isinstance(error, SystemExit):
         reason = f"it called sys.exit({'' if error.code is None else f'{error.code!r:.{_REASON}}'}){place}"
     else:
         reason = f"{in_one_line(error)[:_REASON]}{place}"
-    count, ids = len(arguments["completions"]), arguments.get("id")
+    count = len(arguments["completions"])
+    ids = arguments.get("id")
     where = f"row {ids[row or 0]}" if ids else f"completion {(row or 0) + 1} of {count}"
     if row is None and count > 1:
         where = f"{count} completions together" + (f", of row {ids[0]} and others" if ids else "")
@@ -178,21 +221,31 @@ def _place(function: Callable[..., Any], error: BaseException) -> str:
         function = function.func
     code = getattr(function, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename]
-    return f" ({Path(code.co_filename).name}, line {lines[-1]})" if code is not None and lines else ""
+    lines = [
+        frame.lineno for frame in frames if code is not None and frame.filename == code.co_filename
+    ]
+    return (
+        f" ({Path(code.co_filename).name}, line {lines[-1]})" if code is not None and lines else ""
+    )
 
 
 def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments of each completion by itself, without the hooks that would log it again."""
     count = len(arguments["completions"])
-    columns = {key: each for key, each in arguments.items() if isinstance(each, list | tuple) and len(each) == count}
+    columns = {
+        key: each
+        for key, each in arguments.items()
+        if isinstance(each, list | tuple) and len(each) == count
+    }
     for row in range(count):
         one = {**arguments, **{key: [each[row]] for key, each in columns.items()}}
         one |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in one}
         yield own_copy(one)
 
 
-def _first_to_fail(function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None) -> int | None:
+def _first_to_fail(
+    function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None
+) -> int | None:
     for row, one in enumerate(_alone(arguments)):
         try:
             with deadline(timeout):
@@ -206,7 +259,9 @@ def _first_to_fail(function: Callable[..., Any], arguments: Mapping[str, Any], t
     return None
 
 
-async def _first_to_fail_async(function: Callable[..., Any], arguments: Mapping[str, Any]) -> int | None:
+async def _first_to_fail_async(
+    function: Callable[..., Any], arguments: Mapping[str, Any]
+) -> int | None:
     for row, one in enumerate(_alone(arguments)):
         try:
             await function(**one)

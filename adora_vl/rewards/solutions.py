@@ -15,7 +15,14 @@ from adora_vl.rewards.numeric import Ball, same_number
 
 Solution = tuple[Any, ...]
 REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
-_HOLDS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "!=": operator.ne, "=": operator.eq}
+_HOLDS = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+    "!=": operator.ne,
+    "=": operator.eq,
+}
 
 
 def of_absolute(atom: Solution) -> Solution | None:
@@ -30,7 +37,9 @@ def of_absolute(atom: Solution) -> Solution | None:
 def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> Solution | None:
     """What lies between two ends, also `-infinity` and `infinity`; None where that is nothing, all or not known."""
     atoms = []
-    for end, sign, infinite, bracket in zip((low, high), "><", ("-infinity", "infinity"), brackets, strict=True):
+    for end, sign, infinite, bracket in zip(
+        (low, high), "><", ("-infinity", "infinity"), brackets, strict=True
+    ):
         if end == infinite and bracket in "()":
             continue
         if not isinstance(end, Ball):

@@ -42,12 +42,18 @@ _NAMES = {
 DEGREE = r"^\circ"
 _ONE = "|".join(f"(?:{name})" for name in _NAMES)
 _POWER = r"\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)"
-_WORD = rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_ONE})\.?(?:{_POWER})?|sq|square)"
+_WORD = (
+    rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_ONE})\.?(?:{_POWER})?|sq|square)"
+)
 # A value and its unit: `12 cm`, `12 cm^2`, `12 square feet`, `5\pi in.`, `60 km/h`.
-MEASURED = re.compile(rf"(.*(?:[\d}})$!]|\\pi))\s*({_WORD}(?:\s*(?:/|per\s)\s*(?:{_WORD}|h|s))?)", re.DOTALL)
+MEASURED = re.compile(
+    rf"(.*(?:[\d}})$!]|\\pi))\s*({_WORD}(?:\s*(?:/|per\s)\s*(?:{_WORD}|h|s))?)", re.DOTALL
+)
 # Upright letters, which would be unknowns if they were not.
 _UPRIGHT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([shgLl])\s*\}\s*(?=[.$]*\s*$)")
-_POWERS = re.compile(r"^(?:(?:sq|cu)\b\.? ?|(?:square|cubic) |平方|立方)|\.?(?:\^[23]| ?squared| ?cubed)?\.?$")
+_POWERS = re.compile(
+    r"^(?:(?:sq|cu)\b\.? ?|(?:square|cubic) |平方|立方)|\.?(?:\^[23]| ?squared| ?cubed)?\.?$"
+)
 _LETTERS = {"s": "sec", "h": "hr", "g": "gram", "L": "liter", "l": "liter"}
 
 
@@ -64,11 +70,14 @@ def unit_of(text: str) -> Unit:
     factor: Fraction | None = Fraction(1)
     dimensions = []
     for sign, one in zip((1, -1), re.split(r" ?(?:/|\bper ) ?", text), strict=False):
-        cubed, squared = re.search(r"\^3|cubed|\bcu|立方", one), re.search(r"\^2|squared|\bsq|平方", one)
+        cubed = re.search(r"\^3|cubed|\bcu|立方", one)
+        squared = re.search(r"\^2|squared|\bsq|平方", one)
         power = 3 if cubed else 2 if squared else 1
         name = _POWERS.sub("", one)
         name = _LETTERS.get(name, name)
-        dimension, size = next((found for key, found in _NAMES.items() if re.fullmatch(key, name)), ("length", None))
+        dimension, size = next(
+            (found for key, found in _NAMES.items() if re.fullmatch(key, name)), ("length", None)
+        )
         factor = factor and size and factor * size ** (sign * power)
         dimensions.append(f"{dimension}{power if power > 1 else ''}")
     return Unit(text, "/".join(dimensions), factor)

@@ -33,7 +33,9 @@ from adora_vl.utils.seeding import kept_random_state, rollout_seed
 
 TOKENS = 24  # of a probing rollout
 KINDS = "mm_token_type_ids"
-CHECK_ROWS, CHECK_TOKENS = 2, 8  # of each rank, and of each rollout
+# of each rank, and of each rollout
+CHECK_ROWS = 2
+CHECK_TOKENS = 8
 # Names of checks, and below them what to do where one fails.
 PROMPTS = "engine reads the trainer's prompts"
 COLD = "agreement, cold"
@@ -99,7 +101,8 @@ class Rollouts:
 
 def own_rows(trainer: HasEngine, count: int) -> list[Any]:
     """The first rows of the data set, other ones on each rank."""
-    data, first = trainer.train_dataset, trainer.accelerator.process_index * count
+    data = trainer.train_dataset
+    first = trainer.accelerator.process_index * count
     return [data[(first + number) % len(data)] for number in range(count)]
 
 
@@ -109,7 +112,9 @@ def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
     return Prompts(**vars(trainer.images.read(rows)), names=names)
 
 
-def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any) -> Rollouts:
+def sample(
+    trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any
+) -> Rollouts:
     """Rollouts of at most `tokens` tokens, each with its own seed. `further`: vLLM's parameters beside the run's.
 
     Raises `PromptMismatchError` where the engine reads another prompt.
@@ -121,7 +126,8 @@ def sample(trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **f
 
 
 def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[RolloutAsk]:
-    first, seed = trainer.accelerator.process_index * len(prompts.ids), (trainer.args.seed, f"check/{where}")
+    first = trainer.accelerator.process_index * len(prompts.ids)
+    seed = (trainer.args.seed, f"check/{where}")
     rows = zip(prompts.ids, prompts.images or [None] * len(prompts.ids), strict=True)
     return [
         RolloutAsk(ids, list(shown or ()), number, rollout_seed(*seed, number, 0), tokens)
@@ -130,7 +136,8 @@ def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list
 
 
 def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[RolloutAnswer]) -> Rollouts:
-    tokens, logps = [answer.tokens for answer in answers], [answer.logps for answer in answers]
+    tokens = [answer.tokens for answer in answers]
+    logps = [answer.logps for answer in answers]
     batch = trainer.pool.judge.collated(prompts, tokens, logps, [True] * len(tokens))
     return Rollouts(tokens, batch)
 
@@ -138,7 +145,9 @@ def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[RolloutAns
 def score(trainer: HasEngine, rollouts: Rollouts) -> Tensor:
     """The policy's log-probabilities of the sampled tokens, (B, C), by the pass that the loss uses."""
     policy = partial(trainer._get_per_token_logps_and_entropies, trainer.model)
-    checkpointing = disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
+    checkpointing = disable_gradient_checkpointing(
+        trainer.model, trainer.args.gradient_checkpointing_kwargs
+    )
     with kept_random_state(), checkpointing:
         return generation_logps(rollouts.batch, policy, trainer.args.per_device_train_batch_size)
 
@@ -162,7 +171,11 @@ def agreement_bound(trainer: HasEngine) -> float:
     if args.adora_max_drift is None:
         return rounding
     filtered = (
-        args.temperature != 1.0 or args.top_p != 1.0 or args.top_k > 0 or args.min_p or args.repetition_penalty != 1.0
+        args.temperature != 1.0
+        or args.top_p != 1.0
+        or args.top_k > 0
+        or args.min_p
+        or args.repetition_penalty != 1.0
     )
     return float(args.adora_max_drift) if filtered else min(rounding, float(args.adora_max_drift))
 
@@ -191,29 +204,42 @@ def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | 
         engine = served_length(trainer.args) or longest
     else:
         engine = trainer.vllm_generation.llm.llm_engine.model_config.max_model_len
-    by = min(gather_object([min(POSITION, min(longest, engine) - tokens) - max(map(len, near.ids))]))
+    by = min(
+        gather_object([min(POSITION, min(longest, engine) - tokens) - max(map(len, near.ids))])
+    )
     if by <= 0:
         return None
     special = {*trainer._tokenizer.all_special_ids, *never_sampled_ids(trainer._tokenizer)}
     draw = random.Random(trainer.args.seed)  # one of its own: the run's random state stays
-    ids = [[*draw.choices([token for token in row if token not in special], k=by), *row] for row in near.ids]
-    types = {name: [[0] * by + row for row in near.fields[name]] for name in near.fields if name == KINDS}
+    ids = [
+        [*draw.choices([token for token in row if token not in special], k=by), *row]
+        for row in near.ids
+    ]
+    types = {
+        name: [[0] * by + row for row in near.fields[name]] for name in near.fields if name == KINDS
+    }
     return replace(near, ids=ids, fields={**near.fields, **types})
 
 
 def head(prompts: Prompts, rows: int) -> Prompts:
     """The first prompts alone, with the fields of their own images."""
-    counts, fields = prompts.num_images[:rows], dict(prompts.fields)
+    counts = prompts.num_images[:rows]
+    fields = dict(prompts.fields)
     if prompts.images is not None:
         fields["image_grid_thw"] = grids = fields["image_grid_thw"][: sum(counts)]
         fields["pixel_values"] = fields["pixel_values"][: int(grids.prod(dim=-1).sum())]
         fields[KINDS] = fields[KINDS][:rows]
     images = prompts.images and prompts.images[:rows]
-    return Prompts(prompts.messages[:rows], prompts.ids[:rows], images, fields, prompts.names[:rows])
+    return Prompts(
+        prompts.messages[:rows], prompts.ids[:rows], images, fields, prompts.names[:rows]
+    )
 
 
 def drift_measured(
-    trainer: HasEngine, check: Callable[[Tensor, Tensor, Tensor, int], None], rows: Sequence[Any], step: int
+    trainer: HasEngine,
+    check: Callable[[Tensor, Tensor, Tensor, int], None],
+    rows: Sequence[Any],
+    step: int,
 ) -> Callable[[], None]:
     """Ask servers that have the present weights for short rollouts of the first of these rows. Returns what scores them
     and has them checked: the policy's log-probabilities, the engine's, the mask, (B, C), and the step.
@@ -260,7 +286,9 @@ class EngineProbe:
         rollouts: Rollouts | None = None
         try:
             tokens = tokens or self.tokens
-            rollouts = sample(self.trainer, prompts or self.prompts, tokens=tokens, where=where, **further)
+            rollouts = sample(
+                self.trainer, prompts or self.prompts, tokens=tokens, where=where, **further
+            )
         except Exception as error:
             problem = error
         said = "" if problem is None else str(problem) or type(problem).__name__
@@ -276,7 +304,11 @@ class EngineProbe:
         """How far the engine is from the policy on `prompts`, rollouts of them, and what the policy thinks of these."""
         rollouts = self.sampled(where, prompts=prompts)
         logps_BC = score(self.trainer, rollouts)
-        return difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC), rollouts, logps_BC
+        return (
+            difference(self.trainer, logps_BC, rollouts.logps_BC, rollouts.mask_BC),
+            rollouts,
+            logps_BC,
+        )
 
     def cold(self) -> list[Check]:
         """Prompts and log-probabilities with the weights as they are."""
@@ -284,7 +316,10 @@ class EngineProbe:
         try:
             drift, _, _ = self.drift("cold")
         except OtherRankError as error:
-            return [skipped(PROMPTS, f"on another rank: {error}"), skipped(COLD, "the prompts differ")]
+            return [
+                skipped(PROMPTS, f"on another rank: {error}"),
+                skipped(COLD, "the prompts differ"),
+            ]
         except PromptMismatchError as error:
             where = f"{self.prompts.names[error.row]}: {error}"
             why = f"image tokens are expanded twice, or limits differ; {PIXELS}"
@@ -305,10 +340,18 @@ class EngineProbe:
         """
         far = far_prompts(self.trainer, self.prompts, self.tokens)
         if far is None:
-            return skipped(DISTANT, "model and engine take no longer prompts (vllm_max_model_length)")
+            return skipped(
+                DISTANT, "model and engine take no longer prompts (vllm_max_model_length)"
+            )
         drift, _, _ = self.drift("far", far)
         begin = min(gather_object([len(ids) for ids in far.ids]))
-        return judge(DISTANT, drift, distant_bound(self.trainer), POSITIONS, f", answers from position {begin} on")
+        return judge(
+            DISTANT,
+            drift,
+            distant_bound(self.trainer),
+            POSITIONS,
+            f", answers from position {begin} on",
+        )
 
 
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
@@ -332,13 +375,19 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         if not trainer.use_vllm:
             return
         rows = own_rows(trainer, CHECK_ROWS)
-        if gather_object(unreadable_rows(rows)):  # the step that draws the row says so, on all ranks
+        if gather_object(
+            unreadable_rows(rows)
+        ):  # the step that draws the row says so, on all ranks
             return
-        checks = EngineProbe(trainer, read_prompts(trainer, rows), tokens=CHECK_TOKENS).cold_on_all_ranks()
+        checks = EngineProbe(
+            trainer, read_prompts(trainer, rows), tokens=CHECK_TOKENS
+        ).cold_on_all_ranks()
         if trainer.accelerator.is_main_process:
             for agreement in checks:
                 if agreement.name in (COLD, DISTANT) and agreement.status is Status.PASSED:
-                    tqdm.write(f"Self-check: engine and trainer differ by {agreement.detail}")  # above the progress bar
+                    tqdm.write(
+                        f"Self-check: engine and trainer differ by {agreement.detail}"
+                    )  # above the progress bar
         problems = [check for check in checks if check.status is Status.FAILED]
         if problems:
             raise RolloutError(refusal(problems))
@@ -346,7 +395,10 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
 
 def refusal(problems: list[Check]) -> str:
     """Why the run does not start, and how it would all the same."""
-    lines = [f"{check.name}: {check.detail}. {check.remedy[0].upper()}{check.remedy[1:]}." for check in problems]
+    lines = [
+        f"{check.name}: {check.detail}. {check.remedy[0].upper()}{check.remedy[1:]}."
+        for check in problems
+    ]
     return (
         f"before the first step: {' '.join(lines)} Nothing would be learned from such rollouts. "
         "`python -m adora_vl.doctor` with the same arguments looks closer; --adora_self_check false trains all the "

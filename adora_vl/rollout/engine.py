@@ -59,21 +59,30 @@ def _biases(asked: Any) -> dict[int, float]:
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
 
-    lora: Mapping[str, Any] | None = None  # vLLM's settings where it gets the adapter alone; None: merged tensors
+    lora: Mapping[str, Any] | None = (
+        None  # vLLM's settings where it gets the adapter alone; None: merged tensors
+    )
 
-    def __init__(self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
+    ) -> None:
         """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its seconds.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
         """
         processing_class = kwargs["processing_class"]
-        self.settings, self._timed = settings, timed
+        self.settings = settings
+        self._timed = timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
-        self._engine_is_complete = False  # nothing but the checkpoint on disk has reached the engine yet
+        self._engine_is_complete = (
+            False  # nothing but the checkpoint on disk has reached the engine yet
+        )
         self.tensors_sent = self.bytes_sent = 0  # by the last sync
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._asked = dict(generation_kwargs)
-        banned = dict.fromkeys(never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0)
+        banned = dict.fromkeys(
+            never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0
+        )
         if biases := _biases(generation_kwargs.get("logit_bias") or {}) | banned:
             generation_kwargs["logit_bias"] = biases
         # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them text is made.
@@ -110,23 +119,32 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.llm.timed = self._timed
         elif self.mode == "server":
             speaks = self.accelerator.is_main_process
-            servers = Servers([self.vllm_client], self.server_timeout, self.settings.answer_s) if speaks else None
+            servers = (
+                Servers([self.vllm_client], self.server_timeout, self.settings.answer_s)
+                if speaks
+                else None
+            )
             self.served = Served(self.accelerator, self._place_features, servers)
 
     def _connect(self, folder: Path) -> None:
         """Find the servers, which get their weights from files in `folder`."""
         self.served = Served(self.accelerator, self._place_features, None)
         if self.accelerator.is_main_process:
-            addresses = (self.server_base_url or f"http://{self.server_host}:{self.server_port}").split(",")
+            addresses = (
+                self.server_base_url or f"http://{self.server_host}:{self.server_port}"
+            ).split(",")
             patience_s = self.server_timeout
             clients = connect([one.strip() for one in addresses], self.group_port, patience_s)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
-            self.served.servers = Servers(clients, patience_s, self.settings.answer_s, self._logprobs_mode())
+            self.served.servers = Servers(
+                clients, patience_s, self.settings.answer_s, self._logprobs_mode()
+            )
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
         if self.served.first_rank(Servers.have_lora) or self.four_bit:
             self.lora = lora_settings(self.model)
         if self.lora is not None:
-            base, four_bit = self.model.name_or_path, self.four_bit
+            base = self.model.name_or_path
+            four_bit = self.four_bit
             self.served.first_rank(lambda servers: servers.take_adapter(self.lora, base, four_bit))
             if self.served.files is not None:
                 self.served.files.rank = self.lora["max_lora_rank"]
@@ -139,16 +157,21 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
         settings = self.settings
         kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
-        longest = kwargs.get("max_model_len") or self.model.config.get_text_config().max_position_embeddings
+        longest = (
+            kwargs.get("max_model_len")
+            or self.model.config.get_text_config().max_position_embeddings
+        )
         kwargs |= machine_options(longest, settings.max_num_batched_tokens, settings.enforce_eager)
         kwargs["logprobs_mode"] = self._logprobs_mode()
         kwargs["revision"] = settings.revision
         # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head weights of its own where
         # the checkpoint has a copy of them, until it has read both and found them equal.
-        base, later = None, self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
+        base = None
+        later = self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
         if self.four_bit:
             # It reads the folder that the policy was loaded from, and nothing else sends the base.
-            later, kwargs["dtype"] = False, "bfloat16"
+            later = False
+            kwargs["dtype"] = "bfloat16"
             self.lora = lora_settings(self.model)
             assert self.lora is not None  # `check_four_bit` takes nothing else
             kwargs |= {"max_loras": 1, **self.lora}
@@ -163,15 +186,20 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             kwargs["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
             # vLLM reads the limits of the model's folder. With the trainer's own the two prompts agree.
-            kwargs["mm_processor_kwargs"] = pixel_limits(getattr(self.processing_class, "image_processor", None))
-            kwargs["limit_mm_per_prompt"] = {"video": 0}  # otherwise vLLM reserves memory for a video
+            kwargs["mm_processor_kwargs"] = pixel_limits(
+                getattr(self.processing_class, "image_processor", None)
+            )
+            kwargs["limit_mm_per_prompt"] = {
+                "video": 0
+            }  # otherwise vLLM reserves memory for a video
             if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
         with own_shared_memory() if divided_on_cpu else nullcontext():
             llm = PolicyLLM(**kwargs)
         if self.four_bit:
-            llm.adapter, llm.base = LoRARequest("policy", 1, "in memory"), base
+            llm.adapter = LoRARequest("policy", 1, "in memory")
+            llm.base = base
         return llm
 
     def _logprobs_mode(self) -> str:
@@ -200,11 +228,15 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if is_peft_model(self.model) and not self._dist.is_fsdp:
             # A CPU engine, too, needs all tensors of a layer together.
             changed_only = not everything and self.mode == "colocate" and not engine_runs_on_cpu()
-            for name, tensor in merged_parameters(self.model, self._dist.gather_params, wanted, changed_only):
+            for name, tensor in merged_parameters(
+                self.model, self._dist.gather_params, wanted, changed_only
+            ):
                 yield self._fix_param_name_to_vllm(name), tensor
             return
         if self._dist.is_fsdp:
-            yield from ((name, tensor) for name, tensor in super()._iter_named_params() if wanted(name))
+            yield from (
+                (name, tensor) for name, tensor in super()._iter_named_params() if wanted(name)
+            )
             return
         for name, parameter in self.model.named_parameters():
             if wanted(name):
@@ -251,7 +283,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """Inside, the policy's present weights are in this folder: `everything`, or what can change."""
         with ExitStack() as until:
             with self._timed("sync"), engine_call("the weight sync"):
-                folder = until.enter_context(self.served.weights_written(self._for_servers(everything)))
+                folder = until.enter_context(
+                    self.served.weights_written(self._for_servers(everything))
+                )
             self._engine_is_complete = True
             yield folder
 
@@ -300,14 +334,18 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
             compat.IMAGE_PROCESSING.install(cache.preprocess(processor), on=processor)
 
-    def _place_features(self, features: dict[str, Any] | None, prompt_ids: list[int]) -> dict[str, Any] | None:
+    def _place_features(
+        self, features: dict[str, Any] | None, prompt_ids: list[int]
+    ) -> dict[str, Any] | None:
         """Stock TRL moves a server's image features to the trainer's image tokens without comparing their numbers.
 
         Raises `RolloutError` where they differ: the server was started with other pixel limits.
         """
         placed: dict[str, Any] | None = super()._place_features(features, prompt_ids)
         if features is not None and placed is not None:
-            theirs, ours = ([p["length"] for p in f["mm_placeholders"]["image"]] for f in (features, placed))
+            theirs, ours = (
+                [p["length"] for p in f["mm_placeholders"]["image"]] for f in (features, placed)
+            )
             if theirs != ours:
                 raise RolloutError(
                     f"the server made {theirs} features for the images of a prompt with {ours} image tokens; start it "
@@ -315,7 +353,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 )
         return placed
 
-    def sample(self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any] | None = None) -> list[RolloutAnswer]:
+    def sample(
+        self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any] | None = None
+    ) -> list[RolloutAnswer]:
         """What engine or servers sample now, by the weights of the last sync. All ranks call it together; each may ask
         for a number of its own. `settings`: vLLM's parameters, by default those of the run.
 
@@ -330,11 +370,14 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         with engine_call("generate"):
             answers = self._sampled(asks, settings)
         if self.image_token_id is not None:
-            check_prompts([ask.ids for ask in asks], [answer.read for answer in answers], self.image_token_id)
+            check_prompts(
+                [ask.ids for ask in asks], [answer.read for answer in answers], self.image_token_id
+            )
         return answers
 
     def _sampled(self, asks: Sequence[RolloutAsk], settings: dict[str, Any]) -> list[RolloutAnswer]:
-        everyone, first = list(asks), 0
+        everyone = list(asks)
+        first = 0
         if self.tensor_parallel_size > 1:  # the ranks of an engine ask for the same
             parts: list[Any] = [None] * self.tensor_parallel_size
             distributed.all_gather_object(parts, everyone, group=self.tp_group)
@@ -355,10 +398,15 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def sampling(self) -> dict[str, Any]:
         """vLLM's parameters of the run, as stock TRL puts them together from its keys."""
         settings = {
-            "repetition_penalty": self.repetition_penalty, "temperature": self.temperature, "top_p": self.top_p,
-            "top_k": self.top_k, "min_p": self.min_p or 0.0, "max_tokens": self.max_completion_length,
-            "logprobs": self.logprobs, **self.generation_kwargs,
-        }  # fmt: skip
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "max_tokens": self.max_completion_length,
+            "logprobs": self.logprobs,
+            **self.generation_kwargs,
+        }
         if self.structured_outputs_regex is not None:
             settings["structured_outputs"] = {"regex": self.structured_outputs_regex}
         return settings
@@ -367,6 +415,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def greedy(self) -> dict[str, Any]:
         """vLLM's parameters of an evaluation: the likeliest tokens, whatever the run says of its rollouts."""
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
-        made: dict[str, Any] = {"temperature": 0.0, "logprobs": 0, "max_tokens": self.max_completion_length}
+        made: dict[str, Any] = {
+            "temperature": 0.0,
+            "logprobs": 0,
+            "max_tokens": self.max_completion_length,
+        }
         made["logit_bias"] = dict.fromkeys(never_sampled_ids(tokenizer), -100.0)
         return made | ({"detokenize": False} if self.mode == "colocate" else {})

@@ -13,7 +13,9 @@ class EngineSettings:
     """Settings of the engine that TRL has no field for."""
 
     dtype: str | None = None  # None: the policy's own
-    revision: str | None = None  # TRL loads the policy at a revision, but the engine always at the newest
+    revision: str | None = (
+        None  # TRL loads the policy at a revision, but the engine always at the newest
+    )
     enforce_eager: bool | None = None  # without torch.compile and CUDA graphs; None: on a CPU
     max_num_batched_tokens: int = 4096
     keeps_images: bool = True  # vLLM's own store of processed images
@@ -46,7 +48,8 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
         keeps_images=not args.own("cache_images"),
         weight_folder=files.get(folder, folder),
-        answer_s=args.ddp_timeout / 2,  # as long again remains to ask another, while the other ranks wait
+        answer_s=args.ddp_timeout
+        / 2,  # as long again remains to ask another, while the other ranks wait
         output_dir=args.output_dir,
     )
 
@@ -67,9 +70,15 @@ def machine_options(longest: int | None, budget: int, eager: bool | None = None)
     ("CPU Generator does not use offset"), so it is processed whole.
     """
     on_cpu = engine_runs_on_cpu()
-    options: dict[str, Any] = {"enforce_eager": on_cpu if eager is None else eager, "max_num_batched_tokens": budget}
+    options: dict[str, Any] = {
+        "enforce_eager": on_cpu if eager is None else eager,
+        "max_num_batched_tokens": budget,
+    }
     if on_cpu:
-        options |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(budget, longest or 0)}
+        options |= {
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(budget, longest or 0),
+        }
     return options
 
 

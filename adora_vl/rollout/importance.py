@@ -54,7 +54,9 @@ def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Ten
 def merge_drift(sums_R3: Tensor) -> Drift:
     """One `Drift` from the sums of all ranks, (ranks, 3)."""
     totals, counts, largest = zip(*sums_R3.tolist(), strict=True)
-    return Drift(mean=sum(totals) / max(sum(counts), 1), largest=max(largest), tokens=int(sum(counts)))
+    return Drift(
+        mean=sum(totals) / max(sum(counts), 1), largest=max(largest), tokens=int(sum(counts))
+    )
 
 
 def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
@@ -68,9 +70,14 @@ def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str
 
 
 def importance_ratio(
-    logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, *, mode: str, clip_min: float | None,
+    logps_BC: Tensor,
+    sampling_BC: Tensor,
+    mask_BC: Tensor,
+    *,
+    mode: str,
+    clip_min: float | None,
     clip_max: float | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """exp(policy - engine), cut off: (B, C) for `token_*` modes, (B, 1) for `sequence_*`.
 
     `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the engine gave no
@@ -82,7 +89,11 @@ def importance_ratio(
         difference = difference.sum(dim=-1, keepdim=True)
     ratio = torch.exp(difference)
     if mode.endswith("truncate"):
-        return ratio.clamp(min=clip_min, max=clip_max) if (clip_min, clip_max) != (None, None) else ratio
+        return (
+            ratio.clamp(min=clip_min, max=clip_max)
+            if (clip_min, clip_max) != (None, None)
+            else ratio
+        )
     low = -math.inf if clip_min is None else clip_min
     high = math.inf if clip_max is None else clip_max
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
@@ -98,7 +109,9 @@ _FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, same_B: Tensor) -> Tensor:
+def ratio_figures(
+    ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, same_B: Tensor
+) -> Tensor:
     """This rank's values of `_FIGURES`, (5,), over the rows `same_B` (bool); 0 where they have no token.
 
     No mask is used as an index, for which the host would wait.
@@ -121,7 +134,8 @@ class ImportanceRatio:
     """Computes the ratio in the policy's own pass. Stock TRL makes a separate pass for it."""
 
     def __init__(self, context: StepContext) -> None:
-        self.accelerator, self.config = context.accelerator, context.config
+        self.accelerator = context.accelerator
+        self.config = context.config
 
     def is_due(self, micro: Batch) -> bool:
         """Whether the batch has the engine's log-probabilities but no ratio yet."""
@@ -129,14 +143,22 @@ class ImportanceRatio:
 
     def complete(self, micro: Batch, logps_BC: Tensor) -> dict[str, float]:
         """Put the ratio into the batch. Returns its figures for the log under TRL's names, of all ranks."""
-        mask_BC, sampling_BC, config = loss_mask(micro), micro["sampling_per_token_logps"], self.config
+        mask_BC = loss_mask(micro)
+        sampling_BC = micro["sampling_per_token_logps"]
+        config = self.config
         ratio = importance_ratio(
-            logps_BC, sampling_BC, mask_BC, mode=config.vllm_importance_sampling_mode,
-            clip_min=config.vllm_importance_sampling_clip_min, clip_max=config.vllm_importance_sampling_clip_max,
-        )  # fmt: skip
+            logps_BC,
+            sampling_BC,
+            mask_BC,
+            mode=config.vllm_importance_sampling_mode,
+            clip_min=config.vllm_importance_sampling_clip_min,
+            clip_max=config.vllm_importance_sampling_clip_max,
+        )
         micro["importance_sampling_ratio"] = ratio
         everything_B = torch.ones(len(ratio), dtype=torch.bool, device=ratio.device)
-        same_B = ~micro["distorted"] if "distorted" in micro else everything_B  # of the others the ratio is 1
+        same_B = (
+            ~micro["distorted"] if "distorted" in micro else everything_B
+        )  # of the others the ratio is 1
         own_5 = ratio_figures(ratio, logps_BC, sampling_BC, mask_BC, same_B)
         ranks = self.accelerator.gather(own_5[None]).tolist()
         columns = zip(_FIGURES.items(), zip(*ranks, strict=True), strict=True)

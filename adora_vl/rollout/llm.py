@@ -113,7 +113,8 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
 
 def answer_of(rollout: Any, ask: RolloutAsk, read: Sequence[int], room: int) -> RolloutAnswer:
     """What vLLM has sampled for `ask`. `read`: the prompt's ids as it has read them. `room`: tokens of a sequence."""
-    tokens, given = list(rollout.token_ids), rollout.logprobs
+    tokens = list(rollout.token_ids)
+    given = rollout.logprobs
     logps: list[float | None] = [None] * len(tokens)
     if given is not None:  # by the token's id: the first of several is the likeliest
         scored = [one[token].logprob for one, token in zip(given, tokens, strict=True)]
@@ -128,7 +129,9 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
 
     stays_awake = False
     adapter: LoRARequest | None = None  # the policy's, where the engine gets its adapter alone
-    base: FrozenBase | None = None  # of the trainer, which leaves the card while the engine is awake
+    base: FrozenBase | None = (
+        None  # of the trainer, which leaves the card while the engine is awake
+    )
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager
@@ -175,16 +178,22 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
         prompts, parameters = [], []
         for ask, *more in requests:
-            ids = ask.ids if image_token_id is None else collapse_image_runs(ask.ids, image_token_id)
+            ids = (
+                ask.ids if image_token_id is None else collapse_image_runs(ask.ids, image_token_id)
+            )
             shown = {"multi_modal_data": {"image": ask.images}} if ask.images else {}
             prompts.append(with_known_images({"prompt_token_ids": ids, **shown}))
             own = {"seed": ask.seed, "max_tokens": ask.limit}
             own = {name: value for name, value in own.items() if value is not None}
             parameters.append(SamplingParams(**{**given, **own, "n": 1 + len(more)}))
         room = self.model_config.max_model_len
-        outputs = self.generate(prompts, sampling_params=parameters, use_tqdm=False) if prompts else []
+        outputs = (
+            self.generate(prompts, sampling_params=parameters, use_tqdm=False) if prompts else []
+        )
         return [
             answer_of(rollout, ask, output.prompt_token_ids, room)
             for output, request in zip(outputs, requests, strict=True)
-            for rollout, ask in zip(sorted(output.outputs, key=lambda one: one.index), request, strict=True)
+            for rollout, ask in zip(
+                sorted(output.outputs, key=lambda one: one.index), request, strict=True
+            )
         ]

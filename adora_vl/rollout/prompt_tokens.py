@@ -10,7 +10,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from adora_vl.utils.errors import RolloutError, UserError
 
 # If one of these is sampled, there is no image for it, and the training's forward pass raises (trl issue 3847).
-NEVER_SAMPLED = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
+NEVER_SAMPLED = (
+    "<|image_pad|>",
+    "<|video_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+)
 
 
 class PromptMismatchError(RolloutError):
@@ -56,7 +62,8 @@ def never_sample(ids: Sequence[int], settings: dict[str, Any], config: Generatio
 def folder_settings_left_out(model: Any) -> Iterator[None]:
     """Inside, `transformers` fills in nothing from the model's `generation_config.json`. It stays what is saved."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kept, base.generation_config = base.generation_config, GenerationConfig()
+    kept = base.generation_config
+    base.generation_config = GenerationConfig()
     try:
         yield
     finally:
@@ -75,7 +82,9 @@ def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
     ]
 
 
-def check_prompts(expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int) -> None:
+def check_prompts(
+    expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int
+) -> None:
     """Raise `PromptMismatchError` for the first row where the engine read other token ids than the trainer sent."""
     for row, (ours, theirs) in enumerate(zip(expected, engine, strict=True)):
         if list(ours) == list(theirs):

@@ -17,7 +17,9 @@ class Span:
     """Tokens in a row from one hand."""
 
     tokens: tuple[int, ...]
-    logps: tuple[float | None, ...] | None  # of the weights that sampled it; None: not the policy's own, as a tool's
+    logps: (
+        tuple[float | None, ...] | None
+    )  # of the weights that sampled it; None: not the policy's own, as a tool's
     step: int  # optimizer steps that had been made when it came
 
 
@@ -53,7 +55,9 @@ class Rollout:
     distorted: bool = False  # sampled on another image than the trainer's
     pictures: tuple[Picture, ...] = ()
     calls: tuple[Call, ...] = ()
-    environment: Any = field(default=None, compare=False, repr=False)  # its own, of a run that has some
+    environment: Any = field(
+        default=None, compare=False, repr=False
+    )  # its own, of a run that has some
 
     @property
     def tokens(self) -> list[int]:
@@ -67,7 +71,9 @@ class Rollout:
     @property
     def turn(self) -> list[int]:
         """What the policy has sampled since a tool last answered."""
-        last = max((number + 1 for number, span in enumerate(self.spans) if span.logps is None), default=0)
+        last = max(
+            (number + 1 for number, span in enumerate(self.spans) if span.logps is None), default=0
+        )
         return [token for span in self.spans[last:] for token in span.tokens]
 
     @property
@@ -115,32 +121,47 @@ class RolloutGroup:
 
     def seed(self, run_seed: int, member: int, rollout: Rollout) -> int:
         """Of the next span of that rollout. With the seed of an earlier one its random numbers would be drawn again."""
-        problem, number = self.problem, sum(span.logps is not None for span in rollout.spans)
+        problem = self.problem
+        number = sum(span.logps is not None for span in rollout.spans)
         where = f"{problem.where}/segment-{number}" if number else problem.where
         return rollout_seed(run_seed, where, problem.place, self.first_member + member)
 
 
 def graded(row: Row, rollout: Rollout) -> Row:
     """What reward functions get of a rollout's row, and its environment under TRL's name."""
-    return row if rollout.environment is None else cast("Row", {**row, "environments": rollout.environment})
+    return (
+        row
+        if rollout.environment is None
+        else cast("Row", {**row, "environments": rollout.environment})
+    )
 
 
-def groups_of(rows: Sequence[Any], where: str, began: int, first: int, generations: int) -> list[RolloutGroup]:
+def groups_of(
+    rows: Sequence[Any], where: str, began: int, first: int, generations: int
+) -> list[RolloutGroup]:
     """The rows of a rank, whose first one has the number `first` over all ranks, as groups that are about to begin, or
     parts of them. `where`, `began`: of the generation. `generations`: rollouts of a problem, whose rows are neighbours.
     """
     found: list[RolloutGroup] = []
     for place, numbered in groupby(enumerate(rows, first), key=lambda one: one[0] // generations):
         (number, row), *others = numbered
-        own, empty = dict(row), (Rollout(),) * (1 + len(others))
+        own = dict(row)
+        empty = (Rollout(),) * (1 + len(others))
         problem = DrawnProblem(own.pop(ROW_NUMBER, -1), where, place)
         found.append(RolloutGroup(problem, cast("Row", own), began, empty, number % generations))
     return found
 
 
-def open_rollouts(groups: Sequence[RolloutGroup], limits: Iterable[int]) -> dict[tuple[int, int], Rollout]:
+def open_rollouts(
+    groups: Sequence[RolloutGroup], limits: Iterable[int]
+) -> dict[tuple[int, int], Rollout]:
     """Those that have not ended, by the group's number and their own; first those that go on, as the last to end."""
-    found = {(n, member): one for n in limits for member, one in enumerate(groups[n].rollouts) if not one.ended}
+    found = {
+        (n, member): one
+        for n in limits
+        for member, one in enumerate(groups[n].rollouts)
+        if not one.ended
+    }
     return dict(sorted(found.items(), key=lambda each: not each[1].spans))
 
 
@@ -160,7 +181,9 @@ class RolloutAnswer:
     """What was sampled for an ask."""
 
     tokens: list[int]
-    logps: list[float | None]  # of each token, by the weights that sampled it; None where the engine gave none
+    logps: list[
+        float | None
+    ]  # of each token, by the weights that sampled it; None where the engine gave none
     # by itself, at its limit, or at the end of the engine's room; servers do not say it
     reason: Literal["", "stop", "length", "room"] = ""
     read: list[int] = field(default_factory=list)  # the prompt as the engine has read it
@@ -168,7 +191,9 @@ class RolloutAnswer:
 
 def plan_requests(asks: Sequence[RolloutAsk]) -> list[list[RolloutAsk]]:
     """Neighbours that may be one request."""
-    alike = groupby(asks, key=lambda ask: (ask.together, ask.limit, ask.ids, [*map(_identity, ask.images)]))
+    alike = groupby(
+        asks, key=lambda ask: (ask.together, ask.limit, ask.ids, [*map(_identity, ask.images)])
+    )
     return [list(request) for _, request in alike]
 
 

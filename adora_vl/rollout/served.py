@@ -14,7 +14,13 @@ from torch import Tensor
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
 from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, Servers
 from adora_vl.rollout.weight_files import WeightFiles
-from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SharedUserError, UserError
+from adora_vl.utils.errors import (
+    EngineError,
+    NoServerError,
+    RolloutError,
+    SharedUserError,
+    UserError,
+)
 
 Tensors = Iterator[tuple[str, Tensor]]
 
@@ -37,9 +43,13 @@ class Served:
                 assert self.files is not None
                 return until.enter_context(self.files.written(tensors))
 
-            yield self.first_rank(write, others=lambda: deque(tensors, 0))  # take part in the gathering of each
+            yield self.first_rank(
+                write, others=lambda: deque(tensors, 0)
+            )  # take part in the gathering of each
 
-    def gathered(self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any]) -> list[GroupRequest]:
+    def gathered(
+        self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any]
+    ) -> list[GroupRequest]:
         """What all ranks ask for as requests, on the first rank; nothing elsewhere. `settings`: vLLM's parameters."""
         everyone = gather_object(list(asks))
         if not self.accelerator.is_main_process:
@@ -53,14 +63,18 @@ class Served:
 
     def sample(self, requests: list[GroupRequest], asks: int) -> list[RolloutAnswer]:
         """Ask now. Returns the answers to this rank's `asks`."""
-        return self.shared(self.first_rank(lambda servers: servers.sample(requests, self.place)), asks)
+        return self.shared(
+            self.first_rank(lambda servers: servers.sample(requests, self.place)), asks
+        )
 
     def shared(self, answers: list[Sampled], asks: int) -> list[RolloutAnswer]:
         """The part of this rank, which has `asks`, in the answers to all."""
         first = sum(gather_object([asks])[: self.accelerator.process_index])
         return [RolloutAnswer(*one) for answer in answers for one in answer][first : first + asks]
 
-    def first_rank(self, do: Callable[[Servers], Any], others: Callable[[], object] = lambda: None) -> Any:
+    def first_rank(
+        self, do: Callable[[Servers], Any], others: Callable[[], object] = lambda: None
+    ) -> Any:
         """What `do` returns on the first rank, or raises, on all of them; the others do `others` in the meantime."""
         found: Any = None
         problem: Exception | None = None
@@ -72,8 +86,14 @@ class Served:
         else:
             others()
         kinds: list[type[Exception]] = [NoServerError, UserError, RolloutError]
-        number = next((n for n, known in enumerate(kinds) if isinstance(problem, known)), len(kinds))
-        told: list[Any] = [found, number, "" if problem is None else str(problem) or type(problem).__name__]
+        number = next(
+            (n for n, known in enumerate(kinds) if isinstance(problem, known)), len(kinds)
+        )
+        told: list[Any] = [
+            found,
+            number,
+            "" if problem is None else str(problem) or type(problem).__name__,
+        ]
         broadcast_object_list(told, from_process=0)
         if problem is not None:
             raise problem

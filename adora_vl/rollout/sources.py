@@ -28,7 +28,9 @@ class Ticket:
     """For what was asked of servers, to be sampled by the weights of a step."""
 
     step: int  # optimizer steps that had been made
-    join: Callable[[], list[RolloutAnswer]]  # waits for this rank's answers; raises what asking raised, on all ranks
+    join: Callable[
+        [], list[RolloutAnswer]
+    ]  # waits for this rank's answers; raises what asking raised, on all ranks
 
 
 class Sampler(Protocol):
@@ -36,7 +38,9 @@ class Sampler(Protocol):
 
     scores: bool  # whether its answers have log-probabilities
 
-    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
+    def sample(
+        self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
+    ) -> list[RolloutAnswer]:
         """Sampled now, by the policy's present weights. `prompts`: of the asks, None where there are none."""
 
     def awake(self) -> AbstractContextManager[None]:
@@ -52,9 +56,13 @@ class PolicyNow:
         """`turn`: samples a rollout of each prompt."""
         self._turn = turn
 
-    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
+    def sample(
+        self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
+    ) -> list[RolloutAnswer]:
         assert prompts is not None and settings is None
-        return [RolloutAnswer(tokens, [None] * len(tokens), "stop") for tokens in self._turn(prompts)]
+        return [
+            RolloutAnswer(tokens, [None] * len(tokens), "stop") for tokens in self._turn(prompts)
+        ]
 
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -65,8 +73,11 @@ class EngineNow:
 
     scores = True
 
-    def __init__(self, context: StepContext, images: DistinctImages, engine: AdoraVLLMGeneration) -> None:
-        self.engine, self.context = engine, context
+    def __init__(
+        self, context: StepContext, images: DistinctImages, engine: AdoraVLLMGeneration
+    ) -> None:
+        self.engine = engine
+        self.context = context
         self.synced = -1  # optimizer steps of the weights that were given last
         engine.take_images_from(images.cache)
 
@@ -79,7 +90,9 @@ class EngineNow:
     def _give(self) -> None:
         self.engine.sync_weights()
 
-    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
+    def sample(
+        self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
+    ) -> list[RolloutAnswer]:
         self.give_weights()
         return self.engine.sample(asks, settings)
 
@@ -93,7 +106,9 @@ class ServersAhead(EngineNow):
     another: which weights sample what does not depend on the clock. Weights wait as files.
     """
 
-    def __init__(self, context: StepContext, images: DistinctImages, engine: AdoraVLLMGeneration) -> None:
+    def __init__(
+        self, context: StepContext, images: DistinctImages, engine: AdoraVLLMGeneration
+    ) -> None:
         super().__init__(context, images, engine)
         self.ahead = context.config.adora_rollouts.ahead  # generations
         self._queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
@@ -119,7 +134,8 @@ class ServersAhead(EngineNow):
 
     def begin(self, asks: Asks, settings: Settings = None) -> Ticket:
         """Ask the servers, once they have done what they were asked before."""
-        engine, place = self.engine, self.engine.served.place
+        engine = self.engine
+        place = self.engine.served.place
         requests = engine.served.gathered(asks, engine.sampling if settings is None else settings)
         found = self._put(lambda servers: servers.sample(requests, place))
         return Ticket(self.synced, cache(partial(self._join, found, len(asks))))
@@ -131,13 +147,16 @@ class ServersAhead(EngineNow):
         self._seconds["trainer"] += time.perf_counter() - began
         return self.engine.served.shared(everyone, asks)
 
-    def sample(self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None) -> list[RolloutAnswer]:
+    def sample(
+        self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
+    ) -> list[RolloutAnswer]:
         self.give_weights()
         return self.begin(asks, settings).join()
 
     def waited(self) -> dict[str, float]:
         """Seconds since the last call for which the trainer waited for servers, and on the first rank they for it."""
-        found, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        found = self._seconds
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         return found
 
     def close(self) -> None:

@@ -40,8 +40,12 @@ class WeightFiles:
         self.folder = folder.absolute()
         run = f"{socket.gethostname()}:{output_dir.resolve()}"  # two machines may each have a disk with such a path
         self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
-        self._was_there = self.folder.exists()  # with the rights that its owner gave it, so it stays
-        self.rank: int | None = None  # of the adapter that is written, as PEFT writes one; None: whole tensors
+        self._was_there = (
+            self.folder.exists()
+        )  # with the rights that its owner gave it, so it stays
+        self.rank: int | None = (
+            None  # of the adapter that is written, as PEFT writes one; None: whole tensors
+        )
         self._kept = ExitStack()  # removes the adapter that servers have
         finalize(self, self._kept.close)
         for path in abandoned(self.folder.glob(f"{self._name}-*")):
@@ -64,7 +68,10 @@ class WeightFiles:
                 if self.rank is None:
                     save_tensors(rest, path)
                 else:
-                    save_file({name: tensor.to("cpu").contiguous() for name, tensor in rest}, path / _ADAPTER_WEIGHTS)
+                    save_file(
+                        {name: tensor.to("cpu").contiguous() for name, tensor in rest},
+                        path / _ADAPTER_WEIGHTS,
+                    )
                     config = {"r": self.rank, "lora_alpha": self.rank, "target_modules": []}
                     replace_file(path / ADAPTER, json.dumps(config))
                 for file in path.iterdir():

@@ -77,14 +77,21 @@ def lora_settings(policy: Any) -> Mapping[str, Any] | None:
     """
     if ADAPTER_NAME not in getattr(policy, "peft_config", ()):
         return None
-    config, layers = policy.peft_config[ADAPTER_NAME], dict(_adapter_layers(policy))
-    factors = [part[ADAPTER_NAME] for layer in layers.values() for part in (layer.lora_A, layer.lora_B)]
+    config = policy.peft_config[ADAPTER_NAME]
+    layers = dict(_adapter_layers(policy))
+    factors = [
+        part[ADAPTER_NAME] for layer in layers.values() for part in (layer.lora_A, layer.lora_B)
+    ]
     sent = {id(one.weight) for one in factors if isinstance(one, nn.Linear)}
     trained = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
     if not layers or trained - sent or len(sent) < len(factors) or config.target_parameters:
         return None
     sees = any(component_of(name) != LANGUAGE_MODEL for name in layers)
-    return {"enable_lora": True, "max_lora_rank": served_rank(config), "enable_tower_connector_lora": sees}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": served_rank(config),
+        "enable_tower_connector_lora": sees,
+    }
 
 
 def adapter_tensors(policy: Any, gather: Gather) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +102,8 @@ def adapter_tensors(policy: Any, gather: Gather) -> Iterator[tuple[str, Tensor]]
     parameters whole, so every rank has to iterate.
     """
     for name, layer in _adapter_layers(policy):
-        first, second = layer.lora_A[ADAPTER_NAME].weight, layer.lora_B[ADAPTER_NAME].weight
+        first = layer.lora_A[ADAPTER_NAME].weight
+        second = layer.lora_B[ADAPTER_NAME].weight
         with gather([first, second]):
             yield f"{name}.lora_A.weight", first.detach().clone()
             yield f"{name}.lora_B.weight", second.detach() * layer.scaling[ADAPTER_NAME]
@@ -109,14 +117,20 @@ def push_adapter(llm: Any, given: Iterable[tuple[str, Tensor]]) -> int:
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    tensors, runner = dict(given), _model_runner(llm)
+    tensors = dict(given)
+    runner = _model_runner(llm)
     rank = runner.lora_manager.lora_config.max_lora_rank
-    manager, renamed = runner.lora_manager._adapter_manager, getattr(runner.get_model(), "hf_to_vllm_mapper", None)
+    manager = runner.lora_manager._adapter_manager
+    renamed = getattr(runner.get_model(), "hf_to_vllm_mapper", None)
     number = llm.adapter.lora_int_id
     adapter = LoRAModel.from_lora_tensors(
-        number, tensors, PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]), device="cpu",
-        dtype=runner.lora_manager.lora_config.lora_dtype, weights_mapper=renamed and renamed.get_rename_mapper(),
-    )  # fmt: skip
+        number,
+        tensors,
+        PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
+        device="cpu",
+        dtype=runner.lora_manager.lora_config.lora_dtype,
+        weights_mapper=renamed and renamed.get_rename_mapper(),
+    )
     manager.remove_adapter(number)
     manager.add_adapter(adapter)
     manager.activate_adapter(number)
@@ -151,7 +165,9 @@ def _check_complete(model: nn.Module, loaded: Collection[str]) -> None:
 def reset_caches(llm: Any) -> None:
     """Empty the caches of prefixes and image features. Raises `RolloutError` if the engine refuses."""
     if not llm.reset_prefix_cache():
-        raise RolloutError("the engine did not reset its prefix cache after a weight sync: requests are still running")
+        raise RolloutError(
+            "the engine did not reset its prefix cache after a weight sync: requests are still running"
+        )
     llm.llm_engine.reset_encoder_cache()
 
 
@@ -166,9 +182,15 @@ def can_merge(model: Any, gather: Gather = lambda parameters: nullcontext()) -> 
         return False
     parts = [part for _, part in _parts(model.get_base_model())]
     reached = {id(parameter) for part in parts for parameter in part.parameters()}
-    if not all(id(parameter) in reached for parameter in model.parameters() if parameter.requires_grad):
+    if not all(
+        id(parameter) in reached for parameter in model.parameters() if parameter.requires_grad
+    ):
         return False
-    kinds = {(type(part), *(name for name, _ in part.named_parameters())): part for part in parts if _is_adapted(part)}
+    kinds = {
+        (type(part), *(name for name, _ in part.named_parameters())): part
+        for part in parts
+        if _is_adapted(part)
+    }
     try:
         for part in kinds.values():
             with gather(list(part.parameters())):
@@ -181,7 +203,14 @@ def can_merge(model: Any, gather: Gather = lambda parameters: nullcontext()) -> 
 def refuse_unmergeable(model: Any, gather: Gather) -> None:
     """Raise `UserError` for a `PeftModel` whose adapters can be merged neither for an engine nor for a saved model."""
     if not can_merge(model, gather):
-        kinds = ", ".join(sorted({str(getattr(c.peft_type, "value", c.peft_type)) for c in model.peft_config.values()}))
+        kinds = ", ".join(
+            sorted(
+                {
+                    str(getattr(c.peft_type, "value", c.peft_type))
+                    for c in model.peft_config.values()
+                }
+            )
+        )
         raise UserError(
             f"peft_config: {kinds}: PEFT cannot merge this adapter into the weights of this model, as the engine and "
             "the evaluators need it; choose another one, such as LoRA"
@@ -200,7 +229,11 @@ def merged_parameters(
     seen: set[int] = set()  # tied parameters go once
     for path, module in _parts(model.get_base_model()):
         own = dict(_base_of(module).named_parameters(recurse=_is_adapted(module)))
-        new = {name: parameter for name, parameter in own.items() if id(parameter) not in seen and wanted(path + name)}
+        new = {
+            name: parameter
+            for name, parameter in own.items()
+            if id(parameter) not in seen and wanted(path + name)
+        }
         seen |= {id(parameter) for parameter in own.values()}
         if not new:
             continue
@@ -224,7 +257,9 @@ def _parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]
 
     if isinstance(module, ModulesToSaveWrapper):
         active = module.active_adapters
-        yield from _parts(module.modules_to_save[active[0]] if active else module.original_module, path)
+        yield from _parts(
+            module.modules_to_save[active[0]] if active else module.original_module, path
+        )
         return
     yield path, module
     if not _is_adapted(module):
@@ -243,17 +278,24 @@ def _base_of(module: Any) -> nn.Module:
     """The layer that an adapter changes, or the module itself."""
     if not _is_adapted(module):
         return cast("nn.Module", module)
-    return cast("nn.Module", module.get_base_layer() if hasattr(module, "base_layer") else module.original_module)
+    return cast(
+        "nn.Module",
+        module.get_base_layer() if hasattr(module, "base_layer") else module.original_module,
+    )
 
 
 def _merged(module: nn.Module) -> nn.Module:
     """The layer of a module with an adapter, as PEFT merges and unloads it, of a copy in at least float32."""
     copied: dict[int, Any] = {}  # what the copy has in the place of an object of the original
     for part in module.modules():
-        parameters = {name: None if p is None else _exact(p) for name, p in part._parameters.items()}
+        parameters = {
+            name: None if p is None else _exact(p) for name, p in part._parameters.items()
+        }
         copied[id(part._parameters)] = parameters
         # DeepSpeed's hooks know its whole engine.
-        copied |= {id(value): type(value)() for name, value in vars(part).items() if name.endswith("hooks")}
+        copied |= {
+            id(value): type(value)() for name, value in vars(part).items() if name.endswith("hooks")
+        }
     copy: Any = deepcopy(module, copied)
     if hasattr(copy, "unload_and_optionally_merge_module"):
         return cast("nn.Module", copy.unload_and_optionally_merge_module(True, False, None))
@@ -262,5 +304,9 @@ def _merged(module: nn.Module) -> nn.Module:
 
 
 def _exact(parameter: nn.Parameter) -> nn.Parameter:
-    dtype = torch.promote_types(parameter.dtype, torch.float32) if parameter.is_floating_point() else parameter.dtype
+    dtype = (
+        torch.promote_types(parameter.dtype, torch.float32)
+        if parameter.is_floating_point()
+        else parameter.dtype
+    )
     return nn.Parameter(parameter.detach().to(dtype, copy=True), requires_grad=False)

@@ -71,14 +71,20 @@ class Checked:
     asked: Asked
     where: Where
     notes: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)  # what could not be looked at; empty for all but a dry run
+    unknown: list[str] = field(
+        default_factory=list
+    )  # what could not be looked at; empty for all but a dry run
     plan: Shape = field(init=False)
     rewards: ChosenRewards = field(init=False)
     tools: ChosenTools = field(init=False)
     toolbox: Toolbox | None = None  # where the run has tools
-    name: str = field(init=False)  # the folder of the model, or its hub id; of an adapter that of its base
+    name: str = field(
+        init=False
+    )  # the folder of the model, or its hub id; of an adapter that of its base
     revision: str | None = field(init=False)  # of `name`
-    adapters: list[Adapter] = field(default_factory=list)  # where an adapter was named: it, and those beneath it
+    adapters: list[Adapter] = field(
+        default_factory=list
+    )  # where an adapter was named: it, and those beneath it
     model_config: PretrainedConfig = field(init=False)
     four_bit: bool = False  # whether the base is in 4 bits
     processor: Any = field(init=False)  # None where it is not here
@@ -114,22 +120,31 @@ class Checked:
         """Of the policy as it will be trained."""
         byte = bytes_of(self.model.use_bnb_nested_quant) if self.four_bit else 0.0
         return describe(
-            self.model_config, dtype=self.model.dtype, frozen=self.config.adora_freeze, peft_config=self.peft_config,
+            self.model_config,
+            dtype=self.model.dtype,
+            frozen=self.config.adora_freeze,
+            peft_config=self.peft_config,
             four_bit_bytes=byte,
-        )  # fmt: skip
+        )
 
     def policy(self) -> Any:
         """What TRL makes its model of: a name, or the model of an adapter that was named, or in 4 bits."""
         if not self.adapters and not self.four_bit:
             return self.name
-        init = {**(self.config.model_init_kwargs or {}), "revision": self.revision, "trust_remote_code": False}
+        init = {
+            **(self.config.model_init_kwargs or {}),
+            "revision": self.revision,
+            "trust_remote_code": False,
+        }
         init.pop("quantization_config", None)  # the folder says it
         if self.where.sharding.processes > 1:
             init["device_map"] = None  # as TRL has it
         base = self.name
         if self.model.load_in_4bit and not is_four_bit(self.model_config):
             base = four_bit_folder(base, self.revision, self.model)
-        found = (load_policy if self.adapter is not None else load_merged)(base, self.adapters, init)
+        found = (load_policy if self.adapter is not None else load_merged)(
+            base, self.adapters, init
+        )
         keep_gradients(found)
         return found
 
@@ -167,7 +182,11 @@ class Checked:
     @property
     def environment(self) -> Any:
         """What makes one for each rollout, FILE.py:CLASS or an object of Python's; None without any."""
-        return self.asked.environment if self.asked.environment is not None else self.config.environment_factory
+        return (
+            self.asked.environment
+            if self.asked.environment is not None
+            else self.config.environment_factory
+        )
 
     @property
     def first(self) -> bool:
@@ -178,13 +197,20 @@ class Checked:
         self.start = self.folder.take(wanted, from_python=True)
 
     def manifest(self) -> dict[str, Any]:
-        asked, processes = self.asked.given, self.where.sharding.processes
+        asked = self.asked.given
+        processes = self.where.sharding.processes
         return run_manifest(
-            *filter(None, (self.script, self.config, self.model)), arguments=asked.arguments if asked else None,
-            data=self.data or ["Python"], rows=count_of(self.dataset) or 0, fingerprint=self.fingerprint,
-            plan=self.plan.describe(), processes=processes, checkpoint=self.start.checkpoint, own=self.own,
+            *filter(None, (self.script, self.config, self.model)),
+            arguments=asked.arguments if asked else None,
+            data=self.data or ["Python"],
+            rows=count_of(self.dataset) or 0,
+            fingerprint=self.fingerprint,
+            plan=self.plan.describe(),
+            processes=processes,
+            checkpoint=self.start.checkpoint,
+            own=self.own,
             left_out=len(self.overlong.left_out),
-        )  # fmt: skip
+        )
 
     @property
     def finished(self) -> Path | None:
@@ -197,4 +223,10 @@ class Checked:
         rows = count_of(self.dataset)
         problems = "a stream of problems" if rows is None else amount(rows, "training problem")
         facts = f"{problems}; {self.plan.describe()}"
-        return [facts, *filter(None, [fewer_than_asked()]), *self.notes, *costs_of(self.config), *self.start.notes]
+        return [
+            facts,
+            *filter(None, [fewer_than_asked()]),
+            *self.notes,
+            *costs_of(self.config),
+            *self.start.notes,
+        ]

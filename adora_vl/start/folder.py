@@ -28,14 +28,20 @@ class RunFolder:
     """`output_dir` of one run. Every method is called by all ranks together: the first one decides, and all hear it."""
 
     def __init__(
-        self, config: AdoraGRPOConfig, now: Fingerprint | Callable[[], Fingerprint], inputs: Sequence[tuple[str, str]]
+        self,
+        config: AdoraGRPOConfig,
+        now: Fingerprint | Callable[[], Fingerprint],
+        inputs: Sequence[tuple[str, str]],
     ) -> None:
         """`now`: of the run; a function where it may not be asked for, since it reads all weights. `inputs`: keys and
         the folders that they name, which the run reads.
         """
-        self.path, self.overwrite = Path(config.output_dir), config.overwrite_output_dir
-        self._first, self._ranks = config.process_index == 0, config.world_size
-        self._now, self._inputs = now, inputs
+        self.path = Path(config.output_dir)
+        self.overwrite = config.overwrite_output_dir
+        self._first = config.process_index == 0
+        self._ranks = config.world_size
+        self._now = now
+        self._inputs = inputs
         self._locks: list[FileLock] = []
 
     @cached_property
@@ -54,7 +60,12 @@ class RunFolder:
                 lock_output_dir(self.path).release()
             if not data_known:
                 return StartPoint(None, [])
-            compared = checkpoints(self.path) or str(wanted).lower() not in ("none", "auto", "true", "false")
+            compared = checkpoints(self.path) or str(wanted).lower() not in (
+                "none",
+                "auto",
+                "true",
+                "false",
+            )
             now = self.now if compared else {}
             return choose_start(self.path, wanted, self.overwrite, now, self._inputs, clear=False)
 
@@ -77,7 +88,9 @@ class RunFolder:
                 found = next(iter(checkpoints(self.path)), None)
                 goes_on = "train(resume_from_checkpoint=True) goes on, " if found else ""
                 holds = f"{str(self.path)!r} holds {f'{found.name} of a run' if found else 'a finished run'}"
-                remedy = f"{goes_on}overwrite_output_dir=True replaces it, or choose another output_dir"
+                remedy = (
+                    f"{goes_on}overwrite_output_dir=True replaces it, or choose another output_dir"
+                )
                 raise UserError(f"output_dir: {holds}; {remedy}")
             start = choose_start(self.path, wanted, self.overwrite, self.now, self._inputs)
             self._locks.append(lock_output_dir(self.path))

@@ -42,11 +42,15 @@ def config_of(args: Any, model: Any) -> AdoraGRPOConfig:
     if not isinstance(args, AdoraGRPOConfig):
         kind = f"a {type(args).__module__.partition('.')[0]}.{type(args).__name__}"
         remedy = "give its arguments to an AdoraGRPOConfig (from adora_vl import AdoraGRPOConfig)"
-        raise UserError(f"args: {kind} has other defaults, and steps and batches worked out of them; {remedy}")
+        raise UserError(
+            f"args: {kind} has other defaults, and steps and batches worked out of them; {remedy}"
+        )
     return args
 
 
-def refuse_objects(train_dataset: Any, reward_funcs: Any, rollout_func: Any, environment_factory: Any) -> None:
+def refuse_objects(
+    train_dataset: Any, reward_funcs: Any, rollout_func: Any, environment_factory: Any
+) -> None:
     """Raises `UserError` for an argument of the trainer that would be ignored, or fail after the weights are loaded."""
     if rollout_func:
         raise UserError(
@@ -55,24 +59,34 @@ def refuse_objects(train_dataset: Any, reward_funcs: Any, rollout_func: Any, env
         )
     if not isinstance(train_dataset, Dataset | IterableDataset):
         kind = "None" if train_dataset is None else f"a {type(train_dataset).__name__}"
-        raise UserError(f"train_dataset: {kind} is no data set; make one, such as datasets.Dataset.from_list(rows)")
+        raise UserError(
+            f"train_dataset: {kind} is no data set; make one, such as datasets.Dataset.from_list(rows)"
+        )
     if not reward_funcs and environment_factory is None:
-        raise UserError(f"reward_funcs: {reward_funcs} would train on nothing; give a function, a preset or a list")
+        raise UserError(
+            f"reward_funcs: {reward_funcs} would train on nothing; give a function, a preset or a list"
+        )
 
 
 def _name_of(model: Any) -> str:
     return model if isinstance(model, str) else str(get_config_model_id(model.config) or "")
 
 
-def model_keys(model: Any, config: AdoraGRPOConfig, peft_config: Any, quantised: Any = None) -> ModelConfig:
+def model_keys(
+    model: Any, config: AdoraGRPOConfig, peft_config: Any, quantised: Any = None
+) -> ModelConfig:
     """What a command's keys would say of the model. `quantised`: `quantization_config`. Raises `UserError`."""
     init = dict(config.model_init_kwargs or {})
     quantised = quantised or init.pop("quantization_config", None)
     if quantised is not None and not getattr(quantised, "load_in_4bit", False):
-        raise UserError("quantization_config: only 4 bits are supported; give BitsAndBytesConfig(load_in_4bit=True)")
+        raise UserError(
+            "quantization_config: only 4 bits are supported; give BitsAndBytesConfig(load_in_4bit=True)"
+        )
     if not isinstance(model, str):
         if quantised or getattr(model, "quantization_method", None):
-            raise UserError("model: an object has no folder in 4 bits; give its name, and quantization_config")
+            raise UserError(
+                "model: an object has no folder in 4 bits; give its name, and quantization_config"
+            )
         attention = getattr(model.config, "_attn_implementation", None)
         init = {"dtype": model.dtype, "attn_implementation": attention, "revision": None}
     return ModelConfig(
@@ -80,7 +94,8 @@ def model_keys(model: Any, config: AdoraGRPOConfig, peft_config: Any, quantised:
         model_revision=init.get("revision"),
         dtype=str(init.get("dtype", "float32")).removeprefix("torch."),
         attn_implementation=init.get("attn_implementation"),
-        use_peft=peft_config is not None or (not isinstance(model, str) and hasattr(model, "peft_config")),
+        use_peft=peft_config is not None
+        or (not isinstance(model, str) and hasattr(model, "peft_config")),
         load_in_4bit=quantised is not None,
         bnb_4bit_quant_type=getattr(quantised, "bnb_4bit_quant_type", "nf4"),
         use_bnb_nested_quant=bool(getattr(quantised, "bnb_4bit_use_double_quant", False)),
@@ -91,7 +106,11 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
     """The trainer's `reward_funcs`, as in TRL, or as in the key; a name with a slash is a model. Raises `UserError`."""
     asked = [*given] if isinstance(given, list | tuple) else [] if given is None else [given]
     # with a slash, or of a folder, it is the name of a reward model, for which TRL looks
-    models = [one for one in asked if isinstance(one, str) and not is_own(one) and ("/" in one or Path(one).is_dir())]
+    models = [
+        one
+        for one in asked
+        if isinstance(one, str) and not is_own(one) and ("/" in one or Path(one).is_dir())
+    ]
     ours = [one for one in asked if isinstance(one, Mapping | str) and one not in models]
     chosen = choose_rewards(ours, output_dir=output_dir) if ours else ChosenRewards((), (), {})
     made = zip(chosen.entries, chosen.functions, strict=True)
@@ -105,7 +124,9 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
                 functions.append(function)
             continue
         if not isinstance(one, str) and not callable(one):
-            raise UserError(f"reward_funcs: {one!r:.80} is no function; give a function, a preset or a list of them")
+            raise UserError(
+                f"reward_funcs: {one!r:.80} is no function; give a function, a preset or a list of them"
+            )
         name = one if isinstance(one, str) else function_name(one)
         entries.append(f"{name} of Python" if name in NAMES else name)
         functions.append(one)
@@ -117,7 +138,9 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
 
 def _can_be_tried(function: Any) -> bool:
     """Whether it is a function of the user's: a reward model is loaded later, and ours are known."""
-    ours = (getattr(function, "__module__", None) or type(function).__module__).startswith("adora_vl.")
+    ours = (getattr(function, "__module__", None) or type(function).__module__).startswith(
+        "adora_vl."
+    )
     return callable(function) and not isinstance(function, torch.nn.Module) and not ours
 
 
@@ -152,13 +175,17 @@ def told_of_tools(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
 def check_prompts(dataset: Dataset) -> bool:
     """Whether a row of a data set of Python's has an image. Raises `UserError` for a row that cannot be asked."""
     if "prompt" not in dataset.column_names:
-        raise UserError(f"train_dataset: lacks the column 'prompt' (it has {', '.join(dataset.column_names)})")
+        raise UserError(
+            f"train_dataset: lacks the column 'prompt' (it has {', '.join(dataset.column_names)})"
+        )
     pictured = False
     for name, prompt, sizes in prompts_of(dataset):
         pictured = pictured or bool(sizes)
         if sizes and isinstance(prompt, str):
             remedy = 'write the prompt as messages, such as [{"role": "user", "content": "..."}]'
-            raise UserError(f"train_dataset: row {name} has images and a text as its prompt; {remedy}")
+            raise UserError(
+                f"train_dataset: row {name} has images and a text as its prompt; {remedy}"
+            )
     return pictured
 
 
@@ -166,7 +193,11 @@ def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | Non
     """The id, the prompt and the sizes of the images of each row; no image is decoded."""
     number = 0
     for table in _tables(dataset, ["id", "prompt", *_COLUMNS]):
-        names = table["id"].to_pylist() if "id" in table.column_names else range(number, number + table.num_rows)
+        names = (
+            table["id"].to_pylist()
+            if "id" in table.column_names
+            else range(number, number + table.num_rows)
+        )
         prompts = table["prompt"].to_pylist()
         number += table.num_rows
         yield from zip(map(str, names), prompts, _sizes(table), strict=True)
@@ -214,7 +245,9 @@ def identity_of_rows(dataset: Any) -> str:
 def _paths(table: pa.Table) -> Iterator[str]:
     """Of the images whose bytes lie elsewhere."""
     for name in (name for name in _COLUMNS if name in table.column_names):
-        for value in table[name].to_pylist() if pa.types.is_nested(table.schema.field(name).type) else ():
+        for value in (
+            table[name].to_pylist() if pa.types.is_nested(table.schema.field(name).type) else ()
+        ):
             for image in value if isinstance(value, list) else [value]:
                 if isinstance(image, Mapping) and image.get("path") and not image.get("bytes"):
                     yield str(image["path"])
@@ -223,7 +256,9 @@ def _paths(table: pa.Table) -> Iterator[str]:
 def identity_of_model(model: Any) -> str:
     """By what a run knows a model object again: its config, and some numbers of some of its tensors."""
     digest = hashlib.sha256(model.config.to_json_string().encode())
-    tensors = [(name, value) for name, value in model.named_parameters() if value.numel()]  # none of them under ZeRO-3
+    tensors = [
+        (name, value) for name, value in model.named_parameters() if value.numel()
+    ]  # none of them under ZeRO-3
     for name, value in tensors[:: max(1, len(tensors) // _TENSORS)]:
         numbers = value.detach().flatten()[:: max(1, value.numel() // _NUMBERS)]
         digest.update(f"{name} {numbers.float().tolist()}".encode())

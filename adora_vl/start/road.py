@@ -74,7 +74,8 @@ def keys(run: Checked) -> None:
     given = run.asked.rows
     by_trl = isinstance(given, objects.Datasets) and given.evaluate is not None
     checks.check_config(run.config, trl_evaluates=by_trl)
-    tools, environments = bool(run.config.tools or run.asked.tools), run.environment is not None
+    tools = bool(run.config.tools or run.asked.tools)
+    environments = run.environment is not None
     if tools or environments:
         checks.check_tools(run.config, tools=tools, environments=environments, trl_evaluates=by_trl)
 
@@ -92,8 +93,12 @@ def machine(run: Checked) -> None:
         return
     checks.check_optimizer(run.config)
     check_trackers(run.config.report_to)
-    if run.config.push_to_hub and no_hub():  # Transformers makes the repository when the weights are loaded
-        raise UserError(f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards")
+    if (
+        run.config.push_to_hub and no_hub()
+    ):  # Transformers makes the repository when the weights are loaded
+        raise UserError(
+            f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards"
+        )
 
 
 def rewards(run: Checked) -> None:
@@ -101,7 +106,9 @@ def rewards(run: Checked) -> None:
     output_dir = Path(run.config.output_dir)
     if run.script is not None:
         tags = asks_for_answer_tags(run.script.adora_system_prompt, run.script.adora_prompt)
-        run.rewards = choose_rewards(run.script.adora_reward, answer_tags=tags, output_dir=output_dir)
+        run.rewards = choose_rewards(
+            run.script.adora_reward, answer_tags=tags, output_dir=output_dir
+        )
     else:
         run.rewards = objects.rewards_given(run.asked.rewards, output_dir)
     environments = environments_of(run.environment, run.config.adora_tool_options.seconds)
@@ -113,23 +120,39 @@ def rewards(run: Checked) -> None:
 
 def _graded_by(run: Checked, environments: Environments) -> None:
     """Their own reward beside the others: as in TRL it weighs 1, unless `reward_weights` has one more."""
-    found, weights, name = run.rewards, run.config.reward_weights, environments.name
+    found = run.rewards
+    weights = run.config.reward_weights
+    name = environments.name
     if not environments.grades:
-        refuse((not found.functions, f"reward_funcs: None would train on nothing, as {name} has no "
-                "get_reward; give a function"))  # fmt: skip
+        refuse(
+            (
+                not found.functions,
+                f"reward_funcs: None would train on nothing, as {name} has no "
+                "get_reward; give a function",
+            )
+        )
         return
     same = name in (*found.entries, *map(function_name, found.functions))
-    refuse((same, f"environment_factory: a reward function has the name {name!r}, too; rename the class"))
+    refuse(
+        (
+            same,
+            f"environment_factory: a reward function has the name {name!r}, too; rename the class",
+        )
+    )
     if weights is not None and len(weights) == len(found.entries):
         run.config.reward_weights = [*weights, 1.0]
-    entries, functions = (*found.entries, name), (*found.functions, environments.reward())
+    entries = (*found.entries, name)
+    functions = (*found.functions, environments.reward())
     run.rewards = replace(found, entries=entries, functions=functions, given=found.given | {name})
 
 
 def model(run: Checked) -> None:
     """The model's config and family, and what the engine can do with it."""
-    keys, config, here = run.model, run.config, run.where.here
-    run.name, run.revision = str(keys.model_name_or_path or ""), keys.model_revision
+    keys = run.model
+    config = run.config
+    here = run.where.here
+    run.name = str(keys.model_name_or_path or "")
+    run.revision = keys.model_revision
     if run.asked.model.loaded is not None:
         run.model_config = run.asked.model.loaded.config
     else:
@@ -138,7 +161,9 @@ def model(run: Checked) -> None:
         _find_adapters(run)
         with config.main_process_first(desc="building the tiny model where it is missing"):
             run.name = resolve_model(run.name)
-        if run.where.paper:  # whose report, and the config that it writes, name the model as the user does
+        if (
+            run.where.paper
+        ):  # whose report, and the config that it writes, name the model as the user does
             run.model_config, note = config_for_planning(run.name, run.revision)
             run.unknown += [note] if note else []
         else:
@@ -148,9 +173,13 @@ def model(run: Checked) -> None:
         run.notes += notes_on(run.name)
     run.notes += fits.check_family(keys, config, run.model_config)
     stage = run.where.sharding.stage
-    run.four_bit = check_four_bit(keys, config, run.model_config, run.peft_config, stage=stage, here=here)
+    run.four_bit = check_four_bit(
+        keys, config, run.model_config, run.peft_config, stage=stage, here=here
+    )
     if run.four_bit and len(run.adapters) > (run.adapter is not None):
-        merged = f"{run.adapters[-1].name!r} would be merged into a base in 4 bits, which rounds it away"
+        merged = (
+            f"{run.adapters[-1].name!r} would be merged into a base in 4 bits, which rounds it away"
+        )
         remedy = "make a model of it with `python -m adora_vl.export` and name that"
         raise UserError(f"model_name_or_path: {merged}; {remedy}")
     checks.check_extensions(config, run.model_config)
@@ -168,10 +197,14 @@ def _find_adapters(run: Checked) -> None:
     run.adapters = adapters_of("model_name_or_path", run.name, run.revision)
     if not run.adapters:
         return
-    first, named = run.adapters[0], str(run.model.model_name_or_path)
-    run.name, run.revision = run.adapters[-1].base, run.adapters[-1].revision
+    first = run.adapters[0]
+    named = str(run.model.model_name_or_path)
+    run.name = run.adapters[-1].base
+    run.revision = run.adapters[-1].revision
     if run.adapter is None:
-        run.notes.append(f"the adapter {named} is merged into its base {first.base}, and a new one is trained")
+        run.notes.append(
+            f"the adapter {named} is merged into its base {first.base}, and a new one is trained"
+        )
     else:
         check_keys(first, run.model, run.asked.given.words if run.asked.given else ())
         run.notes.append(f"the adapter {named} of {first.base} goes on training")
@@ -197,9 +230,13 @@ def processor(run: Checked) -> None:
         run.processor = _load_processor(run, where, run.revision)
     if run.processor is not None:
         limit_pixels(run.processor, config.min_pixels, config.max_pixels)
-    pixels = lengths.limits_of(run.processor, run.model_config, config.min_pixels, config.max_pixels)
+    pixels = lengths.limits_of(
+        run.processor, run.model_config, config.min_pixels, config.max_pixels
+    )
     if run.tools.functions:
-        run.toolbox = Toolbox(run.tools, config.adora_tool_options, view_of(run.model_config, pixels))
+        run.toolbox = Toolbox(
+            run.tools, config.adora_tool_options, view_of(run.model_config, pixels)
+        )
     unknown = lengths.uncountable(run.model_config)
     run.overlong = lengths.OverlongPrompts(
         None if unknown else _limit(run),
@@ -211,7 +248,9 @@ def processor(run: Checked) -> None:
         most=run.asked.most,
     )
     if run.overlong.limit is None and run.first and not run.where.paper:
-        print(f"the lengths of the prompts are not checked: {unknown or 'neither a key nor the model has a limit'}")
+        print(
+            f"the lengths of the prompts are not checked: {unknown or 'neither a key nor the model has a limit'}"
+        )
 
 
 def _load_processor(run: Checked, name: str, revision: str | None) -> Any:
@@ -221,8 +260,12 @@ def _load_processor(run: Checked, name: str, revision: str | None) -> Any:
     except UserError:
         if not run.where.paper or Path(name).is_dir():
             raise
-        guess = f"{lengths.CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
-        run.unknown.append(f"the processor of {name} cannot be reached: text is estimated at {guess}")
+        guess = (
+            f"{lengths.CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
+        )
+        run.unknown.append(
+            f"the processor of {name} cannot be reached: text is estimated at {guess}"
+        )
         return None
 
 
@@ -231,39 +274,55 @@ def _counter(run: Checked) -> Any:
         return lengths.message_counter(run.processor, run.config.chat_template_kwargs)
     if run.processor is None:
         return lengths.character_counter(run.system_prompt)
-    return lengths.tokenizer_counter(run.processor, run.system_prompt, run.config.chat_template_kwargs)
+    return lengths.tokenizer_counter(
+        run.processor, run.system_prompt, run.config.chat_template_kwargs
+    )
 
 
 def _limit(run: Checked) -> lengths.ContextLimit | None:
     """The limit of prompts and answers. The first rank alone asks a server for its own."""
-    config, on_server = run.config, run.config.use_vllm and run.config.vllm_mode == "server"
+    config = run.config
+    on_server = run.config.use_vllm and run.config.vllm_mode == "server"
     served = [lengths.served_length(config) if on_server and run.where.here and run.first else None]
     if on_server and run.where.here and config.world_size > 1:
         broadcast_object_list(served)
     limit = lengths.context_limit(config, run.model_config, served[0])
     if on_server and served[0] is None and run.first and not run.where.paper:
-        print(f"the vLLM server does not answer yet, so prompts are held against {limit.name if limit else None}")
+        print(
+            f"the vLLM server does not answer yet, so prompts are held against {limit.name if limit else None}"
+        )
     return limit
 
 
 def rows(run: Checked) -> None:
     """The rows to train on: those that the model can read, and whose prompts leave room for an answer."""
     asked = run.asked.rows
-    run.data, run.dataset = [], None
+    run.data = []
+    run.dataset = None
     if isinstance(asked, objects.Datasets):
-        run.dataset, run.evaluated = (objects.told_of_tools(one, run.schemas) for one in (asked.train, asked.evaluate))
+        run.dataset, run.evaluated = (
+            objects.told_of_tools(one, run.schemas) for one in (asked.train, asked.evaluate)
+        )
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
         if objects.is_stored(run.dataset):
-            fits.check_sees(run.model, run.model_config, has_images=objects.check_prompts(run.dataset))
+            fits.check_sees(
+                run.model, run.model_config, has_images=objects.check_prompts(run.dataset)
+            )
             run.overlong.kept_of(objects.prompts_of(run.dataset), len(run.dataset))
     else:
         with run.config.main_process_first(desc="making the dataset where it is missing"):
             run.data = data_folders(asked)
-        missing = next((name for name in run.data if not Path(name).is_dir()), None) if run.where.paper else None
+        missing = (
+            next((name for name in run.data if not Path(name).is_dir()), None)
+            if run.where.paper
+            else None
+        )
         if missing is not None:
             guess, words = lengths.assumed(run.overlong.pixels, sees=sees_images(run.model_config))
-            run.unknown.append(f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}")
+            run.unknown.append(
+                f"the dataset {missing!r} is not here, so rows and prompts are not known; {words}"
+            )
             run.lengths = guess
             return
         told = copy(asked)
@@ -279,13 +338,16 @@ def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[i
     """A tokenizer alone counts no images, so it is asked first whether the model reads them."""
     fits.check_sees(run.model, run.model_config, has_images=has_images(dataset.data.table))
     if run.asked.most is not None and run.asked.most < len(dataset):
-        run.unknown.append(f"measured on the first {run.asked.most} of {len(dataset)} rows (--rows)")
+        run.unknown.append(
+            f"measured on the first {run.asked.most} of {len(dataset)} rows (--rows)"
+        )
     return run.overlong.fitting(dataset, texts)
 
 
 def tries(run: Checked) -> None:
     """The user's own environments and reward functions on the groups of two rows, and the judge with a question."""
-    rows, environments = list[Any](), run.tools.environments
+    rows = list[Any]()
+    environments = run.tools.environments
     if run.dataset is not None and (run.rewards.own or environments):
         if isinstance(run.dataset, Dataset):
             named = [name for name in run.dataset.column_names if name != "prompt"]
@@ -294,24 +356,36 @@ def tries(run: Checked) -> None:
             rows = list(islice(iter(run.dataset), 2))
         except Exception as error:  # a decoder raises what it likes
             why = in_one_line(error)
-            raise UserError(f"train_dataset: its first rows cannot be read ({why}); mend them") from error
+            raise UserError(
+                f"train_dataset: its first rows cannot be read ({why}); mend them"
+            ) from error
     size = run.config.num_generations
     groups = groups_of([row for row in rows for _ in range(size)], "try/0/0", 0, 0, size)
     if environments is not None:
         groups = environments.entered(groups, run.config.seed, anew=True)
     given = [graded(group.row, rollout) for group in groups for rollout in group.rollouts]
-    try_rewards(run.rewards, given, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here)
+    try_rewards(
+        run.rewards, given, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here
+    )
 
 
 def evaluations(run: Checked) -> None:
     """The problems of the evaluations on the way; whole groups where TRL evaluates."""
-    config, asked = run.config, run.asked.rows
+    config = run.config
+    asked = run.asked.rows
     run.evaluations = None
     if isinstance(asked, objects.Datasets) and asked.evaluate is not None:
         key = "num_generations_eval" if config.num_generations_eval else "num_generations"
-        batch, group, processes = config.per_device_eval_batch_size, getattr(config, key), run.plan.processes
-        refuse((batch * processes % group, f"per_device_eval_batch_size: {batch} x {processes} processes is no whole "
-                f"number of groups of {key}: {group}; set it to {group}"))  # fmt: skip
+        batch = config.per_device_eval_batch_size
+        group = getattr(config, key)
+        processes = run.plan.processes
+        refuse(
+            (
+                batch * processes % group,
+                f"per_device_eval_batch_size: {batch} x {processes} processes is no whole "
+                f"number of groups of {key}: {group}; set it to {group}",
+            )
+        )
         return
     prompt = run.script.adora_prompt if run.script is not None else None
     try:  # the report of a dry run reads the config again
@@ -340,18 +414,25 @@ def folder(run: Checked) -> None:
     config = run.config
     check_output_dir(config.output_dir)
     models = (run.name, *(str(adapter.folder) for adapter in run.adapters))
-    inputs = [*(("model_name_or_path", one) for one in models), *(("dataset_name", one) for one in run.data)]
+    inputs = [
+        *(("model_name_or_path", one) for one in models),
+        *(("dataset_name", one) for one in run.data),
+    ]
     now = partial(_fingerprint, run)
     run.folder = RunFolder(config, now if run.where.folder == "look" else now(), inputs)
     if run.where.folder == "take":
         run.start = run.folder.take(config.resume_from_checkpoint)
     elif run.where.folder == "look":
-        run.start = run.folder.look(config.resume_from_checkpoint, data_known=run.dataset is not None)
+        run.start = run.folder.look(
+            config.resume_from_checkpoint, data_known=run.dataset is not None
+        )
 
 
 def _fingerprint(run: Checked) -> Fingerprint:
     """By which a checkpoint's run is known again."""
-    source, script, further = run.asked.model, run.script, {}
+    source = run.asked.model
+    script = run.script
+    further = {}
     settings: list[Any] = [run.config]
     if script is not None and run.dataset is not None:
         settings = [as_asked(script, run.dataset.data.table), run.config, run.model]
@@ -376,5 +457,17 @@ def _fingerprint(run: Checked) -> Fingerprint:
 
 
 STOPS: tuple[Callable[[Checked], None], ...] = (
-    versions, keys, batches, machine, rewards, model, parts, processor, rows, tries, evaluations, weights, folder,
-)  # fmt: skip
+    versions,
+    keys,
+    batches,
+    machine,
+    rewards,
+    model,
+    parts,
+    processor,
+    rows,
+    tries,
+    evaluations,
+    weights,
+    folder,
+)

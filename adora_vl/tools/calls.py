@@ -25,21 +25,30 @@ from adora_vl.utils.own_files import back_in, backstop, deadline, in_one_process
 from adora_vl.utils.seeding import kept_random_state, number_at
 
 HIDDEN = ("images", "view")  # parameters that the model knows nothing of
-_MOST, _DEPTH = 4000, 8  # characters and nesting of a call
+# characters and nesting of a call
+_MOST = 4000
+_DEPTH = 8
 _LINE = 200  # characters of an error
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
 _PATH = re.compile(r"(?<![\w<])(?:~|\.{1,2})?/(?:[\w.~+-]+/)*")
 _TYPES: dict[str, tuple[type, ...]] = {
-    "integer": (int,), "number": (int, float), "string": (str,), "boolean": (bool,), "array": (list,),
-    "object": (dict,), "null": (type(None),),
-}  # fmt: skip
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+    "null": (type(None),),
+}
 
 
 class CallError(Exception):
     """What is wrong with a call, for the model."""
 
 
-def schema_of(entry: str, function: Callable[..., Any], words: Mapping[str, str] | None = None) -> dict[str, Any]:
+def schema_of(
+    entry: str, function: Callable[..., Any], words: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """What a model is told of a tool, as Transformers makes it of type hints and a Google docstring, without `HIDDEN`.
 
     `words`: in the docstring's braces. Raises `UserError` for a function of which none can be made.
@@ -47,7 +56,8 @@ def schema_of(entry: str, function: Callable[..., Any], words: Mapping[str, str]
     if inspect.iscoroutinefunction(function):
         raise UserError(f"tools: {entry!r} is async; write a plain function")
     try:
-        hints, signature = get_type_hints(function), inspect.signature(function)
+        hints = get_type_hints(function)
+        signature = inspect.signature(function)
         shown = [one for one in signature.parameters.values() if one.name not in HIDDEN]
 
         def told() -> None: ...
@@ -64,7 +74,11 @@ def schema_of(entry: str, function: Callable[..., Any], words: Mapping[str, str]
             f"({in_one_line(error)[:_LINE]})"
         ) from error
     kinds = {one.kind for one in shown}
-    if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD, inspect.Parameter.POSITIONAL_ONLY}:
+    if kinds & {
+        inspect.Parameter.VAR_POSITIONAL,
+        inspect.Parameter.VAR_KEYWORD,
+        inspect.Parameter.POSITIONAL_ONLY,
+    }:
         raise UserError(f"tools: {entry!r} has to name each of its parameters; leave out * and **")
     text = json.dumps(made)
     for name, word in (words or {}).items():
@@ -83,12 +97,18 @@ def read_call(written: str) -> tuple[str, dict[str, Any]]:
     if len(written) > _MOST:
         raise CallError(f"the call has {len(written)} characters, at most {_MOST}")
     try:
-        call = json.loads(written, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite)
+        call = json.loads(
+            written, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite
+        )
     except RecursionError:
         raise CallError("the call is nested too deep") from None
     except ValueError as error:
         raise CallError(f"the call is no JSON ({in_one_line(error).partition(': ')[2]})") from None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or set(call) - {"name", "arguments"}:
+    if (
+        not isinstance(call, dict)
+        or not isinstance(call.get("name"), str)
+        or set(call) - {"name", "arguments"}
+    ):
         raise CallError('a call is {"name": NAME, "arguments": {...}}')
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
@@ -108,7 +128,9 @@ def _finite(digits: str) -> float:
 
 
 def _depth(value: Any) -> int:
-    below = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    below = (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    )
     return 0 if below is None else 1 + max(map(_depth, below), default=0)
 
 

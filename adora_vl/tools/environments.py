@@ -34,17 +34,24 @@ class Environments:
     def __post_init__(self) -> None:
         """Raises `UserError` for what is none."""
         first = self._free(f"{KEY}: {self.name}")
-        self.taken, self.name = 0, type(first).__name__  # as TRL names its reward
+        # as TRL names its reward
+        self.taken = 0
+        self.name = type(first).__name__
         members = dict(inspect.getmembers(type(first), inspect.isfunction))
         public = [name for name in members if name not in _OWN and not name.startswith("_")]
         self.tools: dict[str, Callable[..., Any]] = {name: getattr(first, name) for name in public}
         self.grades = "get_reward" in members
-        later = next((name for name in _OWN if inspect.iscoroutinefunction(members.get(name))), None)
+        later = next(
+            (name for name in _OWN if inspect.iscoroutinefunction(members.get(name))), None
+        )
         refuse(
-            ("reset" not in members, f"{KEY}: {self.name} has no method reset(self, **row), which begins a rollout"),
+            (
+                "reset" not in members,
+                f"{KEY}: {self.name} has no method reset(self, **row), which begins a rollout",
+            ),
             (not self.tools, f"{KEY}: {self.name} has no public method that a model could call"),
             (later, f"{KEY}: {self.name}.{later} is async; write a plain method"),
-        )  # fmt: skip
+        )
 
     def reward(self) -> Callable[..., list[float | None]]:
         """TRL's reward function of environments that grade by themselves, under the name of their class."""
@@ -55,16 +62,25 @@ class Environments:
         get_reward.__name__ = self.name
         return get_reward
 
-    def entered(self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool) -> list[RolloutGroup]:
+    def entered(
+        self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool
+    ) -> list[RolloutGroup]:
         """The groups in environments, with what `reset` said. `anew`: those of before are free. Raises `UserError`."""
         self.taken = 0 if anew else self.taken
         return [self._entered(group, run_seed) for group in groups]
 
     def _entered(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
         problem = group.problem
-        where, seed = f"row {group.row.get('id', problem.number)}", f"{run_seed}/{problem.where}/{problem.place}"
-        inside = [replace(rollout, environment=self._free(f"{KEY}: {where}")) for rollout in group.rollouts]
-        said = [self._reset(rollout.environment, group.row, f"{KEY}: {where}", seed) for rollout in inside]
+        where = f"row {group.row.get('id', problem.number)}"
+        seed = f"{run_seed}/{problem.where}/{problem.place}"
+        inside = [
+            replace(rollout, environment=self._free(f"{KEY}: {where}"))
+            for rollout in group.rollouts
+        ]
+        said = [
+            self._reset(rollout.environment, group.row, f"{KEY}: {where}", seed)
+            for rollout in inside
+        ]
         other = next((text for text in said if text != said[0]), said[0])
         if other != said[0]:
             raise UserError(
@@ -78,7 +94,12 @@ class Environments:
         if self.taken == len(self.made):
             new = self._run(self.factory, f"{where}: it cannot be made", KEY)
             known = any(new is one for one in self.made)
-            refuse((known, f"{where}: {self.name} is one object for two rollouts; give what makes one at each call"))
+            refuse(
+                (
+                    known,
+                    f"{where}: {self.name} is one object for two rollouts; give what makes one at each call",
+                )
+            )
             self.made.append(new)
         self.taken += 1
         return self.made[self.taken - 1]
@@ -86,7 +107,9 @@ class Environments:
     def _reset(self, environment: Any, row: Row, where: str, seed: str) -> str:
         said = self._run(lambda: environment.reset(**own_copy(dict(row))), f"{where}: reset", seed)
         if said is not None and not isinstance(said, str):
-            raise UserError(f"{where}: reset returned a {type(said).__name__}; return a text or None")
+            raise UserError(
+                f"{where}: reset returned a {type(said).__name__}; return a text or None"
+            )
         return said or ""
 
     def _run(self, do: Callable[[], Any], what: str, seed: str) -> Any:
@@ -107,7 +130,10 @@ def environments_of(asked: Any, seconds: float) -> Environments | None:
         own = from_file(KEY, asked, "class", callable)
         return Environments(own.value, function_name(own.value), {own.file: own.hash}, seconds)
     refuse(
-        (isinstance(asked, Mapping), f"{KEY}: several environments are not supported; give one class"),
+        (
+            isinstance(asked, Mapping),
+            f"{KEY}: several environments are not supported; give one class",
+        ),
         (not callable(asked), f"{KEY}: {asked!r:.80} is no class"),
     )
     name = function_name(asked)

@@ -46,12 +46,21 @@ class View:
         wide, high = self.scale(image)
         for x, y in points:
             if not (0 <= x <= wide and 0 <= y <= high):
-                raise ValueError(f"({x:g}, {y:g}) is not in the picture, which ends at ({wide:g}, {high:g})")
+                raise ValueError(
+                    f"({x:g}, {y:g}) is not in the picture, which ends at ({wide:g}, {high:g})"
+                )
         return [(x / wide, y / high) for x, y in points]
 
 
 def zoom(
-    x1: float, y1: float, x2: float, y2: float, picture: int = 0, *, images: Sequence[Image.Image], view: View
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    picture: int = 0,
+    *,
+    images: Sequence[Image.Image],
+    view: View,
 ) -> Image.Image:
     """Look closer at a region of a picture.
 
@@ -67,15 +76,24 @@ def zoom(
     if left >= right or top >= bottom:
         raise ValueError("the region is empty: x1 has to be below x2, and y1 below y2")
     wide, high = image.size
-    box = math.floor(left * wide), math.floor(top * high), math.ceil(right * wide), math.ceil(bottom * high)
+    box = (
+        math.floor(left * wide),
+        math.floor(top * high),
+        math.ceil(right * wide),
+        math.ceil(bottom * high),
+    )
     cut = image.crop(box)
     longer = max(1.0, view.unit / min(cut.size))
-    return cut if longer == 1 else cut.resize((math.ceil(cut.width * longer), math.ceil(cut.height * longer)))
+    return (
+        cut
+        if longer == 1
+        else cut.resize((math.ceil(cut.width * longer), math.ceil(cut.height * longer)))
+    )
 
 
 def mark(
     x: float, y: float, label: str, picture: int = 0, *, images: Sequence[Image.Image], view: View
-) -> Image.Image:  # fmt: skip
+) -> Image.Image:
     """Mark a point of a picture with a dot and a label.
 
     Args:
@@ -88,14 +106,28 @@ def mark(
         raise ValueError(f"the label has {len(label)} characters, at most {_LABEL}")
     image = _chosen(images, picture).convert("RGB")
     [place] = view.shares(image, (x, y))
-    (x, y), thick, drawn = _at(image, place), _thick(image), ImageDraw.Draw(image := image.copy())
+    (x, y) = _at(image, place)
+    thick = _thick(image)
+    drawn = ImageDraw.Draw(image := image.copy())
     drawn.ellipse((x - 2 * thick, y - 2 * thick, x + 2 * thick, y + 2 * thick), fill=_COLOUR)
-    drawn.text((x + 3 * thick, y), label, fill=_COLOUR, font=ImageFont.load_default(max(10, min(image.size) // 20)))
+    drawn.text(
+        (x + 3 * thick, y),
+        label,
+        fill=_COLOUR,
+        font=ImageFont.load_default(max(10, min(image.size) // 20)),
+    )
     return image
 
 
 def line(
-    x1: float, y1: float, x2: float, y2: float, picture: int = 0, *, images: Sequence[Image.Image], view: View
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    picture: int = 0,
+    *,
+    images: Sequence[Image.Image],
+    view: View,
 ) -> Image.Image:
     """Draw a straight line into a picture.
 
@@ -113,9 +145,17 @@ def line(
 
 
 def measure(
-    x1: float, y1: float, x2: float, y2: float, x3: float | None = None, y3: float | None = None, picture: int = 0, *,
-    images: Sequence[Image.Image], view: View,
-) -> str:  # fmt: skip
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    x3: float | None = None,
+    y3: float | None = None,
+    picture: int = 0,
+    *,
+    images: Sequence[Image.Image],
+    view: View,
+) -> str:
     """Measure the distance of two points of a picture, or with a third one the angle at the second.
 
     Args:
@@ -143,7 +183,10 @@ def measure(
 
 _SPELLED = (
     (re.compile(r"\*\*"), "^"),
-    (re.compile(r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)(?=\s*[({\d])"), r"\\\1"),
+    (
+        re.compile(r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)(?=\s*[({\d])"),
+        r"\\\1",
+    ),
     (re.compile(r"\^\s*(\d{2,}|\d+\.\d+)"), r"^{\1}"),
     (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
 )

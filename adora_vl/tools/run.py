@@ -62,23 +62,30 @@ class ChosenTools:
         return [schema_of(name, tool, words) for name, tool in self.functions.items()]
 
 
-def choose_tools(asked: Sequence[str | Callable[..., Any]], environments: Environments | None = None) -> ChosenTools:
+def choose_tools(
+    asked: Sequence[str | Callable[..., Any]], environments: Environments | None = None
+) -> ChosenTools:
     """The key's tools: names of ours, `FILE.py:FUNCTION`, functions; and environments' methods. Raises `UserError`."""
     given = list[tuple[str, str, Any]]()  # name, how it is called in an error, and the tool
     hashes = dict(environments.hashes) if environments is not None else {}
     for entry in asked:
         if not isinstance(entry, str):
-            tool, name = entry, function_name(entry)
+            tool = entry
+            name = function_name(entry)
             hashes[name] = source_hash(entry)
         elif is_own(entry):
             own = from_file("tools", entry)
-            tool, name = own.value, own.value.__name__
+            tool = own.value
+            name = own.value.__name__
             hashes[own.file] = own.hash
         elif entry in OURS:
-            tool, name = OURS[entry], entry
+            tool = OURS[entry]
+            name = entry
         else:
             known = ", ".join(OURS)
-            raise UserError(f"tools: {entry!r} is none of {known}, nor FILE.py:FUNCTION{did_you_mean(entry, OURS)}")
+            raise UserError(
+                f"tools: {entry!r} is none of {known}, nor FILE.py:FUNCTION{did_you_mean(entry, OURS)}"
+            )
         if not is_function(tool):
             raise UserError(f"tools: {entry!r:.80} is no function")
         given.append((name, entry if isinstance(entry, str) else name, tool))
@@ -105,30 +112,55 @@ class Toolbox:
 
     def __init__(self, chosen: ChosenTools, options: ToolOptions, view: View | None) -> None:
         """`view`: what the model sees of a picture; None: it reads text alone."""
-        self.chosen, self.options, self.view = chosen, options, view
+        self.chosen = chosen
+        self.options = options
+        self.view = view
         self.schemas = chosen.schemas(view)
         self._by_name = {schema["function"]["name"]: schema for schema in self.schemas}
         self._said_late = False
-        blind = next((name for name, tool in chosen.functions.items() if view is None and tool in _NEED_PICTURES), None)
+        blind = next(
+            (
+                name
+                for name, tool in chosen.functions.items()
+                if view is None and tool in _NEED_PICTURES
+            ),
+            None,
+        )
         if blind is not None:
             raise UserError(f"tools: {blind!r} needs a model that sees images; leave it out")
 
     def answer(
-        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any = None
+        self,
+        text: str,
+        images: Sequence[Image.Image],
+        *,
+        seed: str,
+        last: bool,
+        environment: Any = None,
     ) -> ToolAnswer | None:
         """What the tools say to a turn; None: it called nothing. `images`: the problem's, then those of tools. `seed`:
         names the random numbers. `last`: whether no calls are left. `environment`: the rollout's own.
         """
-        shown, parts, calls = list(images), list[Part](), list[Call]()
+        shown = list(images)
+        parts = list[Part]()
+        calls = list[Call]()
         for number, written in enumerate(calls_in(text)):
-            began, failed, name = time.perf_counter(), False, ""
+            began = time.perf_counter()
+            failed = False
+            name = ""
             try:
                 if number >= self.options.calls_per_turn:
-                    raise CallError(f"too many calls in a turn, at most {self.options.calls_per_turn}")
+                    raise CallError(
+                        f"too many calls in a turn, at most {self.options.calls_per_turn}"
+                    )
                 name, arguments = read_call(written)
-                said = self._parts(self._called(name, arguments, shown, f"{seed}/{number}", environment), len(shown))
+                said = self._parts(
+                    self._called(name, arguments, shown, f"{seed}/{number}", environment),
+                    len(shown),
+                )
             except CallError as error:
-                failed, said = True, [error_line(str(error))]
+                failed = True
+                said = [error_line(str(error))]
             pictures = [part for part in said if isinstance(part, Image.Image)]
             words: list[Part] = []
             for part in said:
@@ -139,7 +171,9 @@ class Toolbox:
                 else:
                     words.append(part)
             parts += [*(["\n"] if number else []), *tool_response(words)]
-            said_text = "\n".join([*(part for part in said if isinstance(part, str)), *["<image>"] * len(pictures)])
+            said_text = "\n".join(
+                [*(part for part in said if isinstance(part, str)), *["<image>"] * len(pictures)]
+            )
             calls.append(Call(name, written, said_text, time.perf_counter() - began, failed, -1))
             if number >= self.options.calls_per_turn:
                 break  # one line for all that are too many
@@ -148,13 +182,19 @@ class Toolbox:
         return ToolAnswer((*parts, *([f"\n{NO_CALLS_LEFT}"] if last else [])), tuple(calls))
 
     def _called(
-        self, name: str, arguments: Mapping[str, Any], images: Sequence[Image.Image], seed: str, environment: Any
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        images: Sequence[Image.Image],
+        seed: str,
+        environment: Any,
     ) -> Any:
         """What a tool returned. Raises `CallError`."""
         if name not in self._by_name:
             raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._by_name)}")
         given: dict[str, Any] = checked(arguments, self._by_name[name])
-        tool, own = self.chosen.functions[name], self.chosen.environments
+        tool = self.chosen.functions[name]
+        own = self.chosen.environments
         if own is not None and environment is not None and name in own.tools:
             tool = getattr(environment, name)
         hidden = {"images": images, "view": self.view}
@@ -174,7 +214,9 @@ class Toolbox:
         except OverdueError:
             if not self._said_late:
                 late = f"tools: {name} took longer than adora_tool_options.seconds: {seconds:g}"
-                print(f"{late}; a resumed run may differ, as it may be in time there", file=sys.stderr)
+                print(
+                    f"{late}; a resumed run may differ, as it may be in time there", file=sys.stderr
+                )
             self._said_late = True
             raise CallError(f"the tool took longer than {seconds:g} s") from None
         except SystemExit:
@@ -184,10 +226,14 @@ class Toolbox:
 
     def _parts(self, result: Any, before: int) -> list[Part]:
         """A tool's result as text and pictures that the model's processor takes. Raises `CallError`."""
-        found = [self._part(one) for one in (result if isinstance(result, list | tuple) else [result])]
+        found = [
+            self._part(one) for one in (result if isinstance(result, list | tuple) else [result])
+        ]
         length = sum(len(part) for part in found if isinstance(part, str))
         if length > self.options.max_text:
-            raise CallError(f"the tool's text has {length} characters, at most {self.options.max_text}")
+            raise CallError(
+                f"the tool's text has {length} characters, at most {self.options.max_text}"
+            )
         if before + sum(isinstance(part, Image.Image) for part in found) > self.options.images:
             raise CallError(f"no further pictures, there are {before} of {self.options.images}")
         return found or ["nothing"]
@@ -203,16 +249,21 @@ class Toolbox:
             value = value.item() if hasattr(value, "item") else value
             return clean(json.dumps(value, ensure_ascii=False))
         except (TypeError, ValueError, RecursionError):
-            raise CallError(f"the tool returned a {type(value).__name__}, no text and no picture") from None
+            raise CallError(
+                f"the tool returned a {type(value).__name__}, no text and no picture"
+            ) from None
 
     def _picture(self, image: Image.Image) -> Image.Image:
         if self.view is None:
             raise CallError("the tool returned a picture, and the model reads text alone")
-        (wide, high), unit = image.size, self.view.unit
+        (wide, high) = image.size
+        unit = self.view.unit
         if wide * high > MAX_DECODED_PIXELS:
             raise CallError(f"the tool's picture has {wide} x {high} pixels, too many")
         if min(wide, high) < unit or max(wide, high) >= WIDEST * min(wide, high):
-            raise CallError(f"the tool's picture has {wide} x {high} pixels; sides of at least {unit}")
+            raise CallError(
+                f"the tool's picture has {wide} x {high} pixels; sides of at least {unit}"
+            )
         try:
             image.load()
             image = image.convert("RGB")

@@ -32,12 +32,20 @@ def join_images(split: SplitBatch) -> Batch:
 
 def pack_rows(rows: SplitBatch, banks: ImageBanks) -> PackedRows:
     """The rows, copied to the CPU as separate tensors. Each image is included once, in place of references to it."""
-    packed: PackedRows = to_cpu({name: value for name, value in rows.items() if name != "pixel_values"})
+    packed: PackedRows = to_cpu(
+        {name: value for name, value in rows.items() if name != "pixel_values"}
+    )
     references = rows.get("pixel_values")
     if isinstance(references, list):
-        starts = [first_patches(own, grid) for own, grid in zip(references, rows["image_grid_thw"], strict=True)]
+        starts = [
+            first_patches(own, grid)
+            for own, grid in zip(references, rows["image_grid_thw"], strict=True)
+        ]
         packed["pixel_values"] = starts
-        packed["images"] = {start: to_cpu(banks.of(start).image(start)) for start in {s for row in starts for s in row}}
+        packed["images"] = {
+            start: to_cpu(banks.of(start).image(start))
+            for start in {s for row in starts for s in row}
+        }
     return packed
 
 
@@ -51,7 +59,9 @@ def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> 
             for start, (key, patches, grid) in packed["images"].items()
         }
         none = torch.zeros(0, 1, dtype=torch.long, device=device)
-        rows["pixel_values"] = [torch.cat([none, *(held[start] for start in row)]) for row in packed["pixel_values"]]
+        rows["pixel_values"] = [
+            torch.cat([none, *(held[start] for start in row)]) for row in packed["pixel_values"]
+        ]
     return join_images(rows)
 
 
@@ -86,13 +96,22 @@ def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) 
 
     `used`: the `used_columns` of these rows, where they are known.
     """
-    prompt, completion = batch["prompt_mask"].size(1), batch["completion_mask"].size(1)
-    first, last = used or used_columns(batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist())
+    prompt = batch["prompt_mask"].size(1)
+    completion = batch["completion_mask"].size(1)
+    first, last = used or used_columns(
+        batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist()
+    )
     if first == 0 and last == completion:
         return batch
-    kept = {"prompt": slice(first, None), "both": slice(first, prompt + last), "answer": slice(last)}
+    kept = {
+        "prompt": slice(first, None),
+        "both": slice(first, prompt + last),
+        "answer": slice(last),
+    }
     spans = {name: _span(name, value, prompt, completion) for name, value in batch.items()}
-    return {name: value[:, kept[spans[name]]] if spans[name] else value for name, value in batch.items()}
+    return {
+        name: value[:, kept[spans[name]]] if spans[name] else value for name, value in batch.items()
+    }
 
 
 def _span(name: str, value: Any, prompt: int, completion: int) -> str:
@@ -120,7 +139,9 @@ def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
     return join_images(both)
 
 
-def chosen_groups(batch: Batch, further: Batch, groups: Sequence[int], size: int, pad_id: int) -> Batch:
+def chosen_groups(
+    batch: Batch, further: Batch, groups: Sequence[int], size: int, pad_id: int
+) -> Batch:
     """The `groups` of `size` rows of both batches, by their numbers in the two together, padded to the wider of them.
 
     `num_items_in_batch` is left unchanged, because it is a sum over all ranks.
@@ -135,11 +156,15 @@ def _sequence_ratio(batch: Batch) -> bool:
     return ratio is None or ratio.size(1) == 1
 
 
-def _widened(batch: Batch, prompt: int, completion: int, pad_id: int, sequence_ratio: bool) -> Batch:
+def _widened(
+    batch: Batch, prompt: int, completion: int, pad_id: int, sequence_ratio: bool
+) -> Batch:
     """Pad prompts on the left, completions on the right, and tensors that span both on both sides."""
     now = batch["prompt_ids"].size(1), batch["completion_ids"].size(1)
-    left, right = prompt - now[0], completion - now[1]
-    sides, wide = {"prompt": (left, 0), "both": (left, right), "answer": (0, right)}, dict[str, Any]()
+    left = prompt - now[0]
+    right = completion - now[1]
+    sides = {"prompt": (left, 0), "both": (left, right), "answer": (0, right)}
+    wide = dict[str, Any]()
     for name, value in dict[str, Any](batch).items():
         fill = pad_id if name.endswith("_ids") and name != "mm_token_type_ids" else 0
         if name == "importance_sampling_ratio":  # TRL's VESPO takes its logarithm without a mask

@@ -39,7 +39,11 @@ class Generation:
 
     def release(self) -> None:
         """Let go of all but the micro-batches, which are copies: the policy learns from nothing else."""
-        self.rows, self.rollouts, self.batch, self.scores, self.advantages = [], [], Batch(), None, None
+        self.rows = []
+        self.rollouts = []
+        self.batch = Batch()
+        self.scores = None
+        self.advantages = None
 
     @property
     def where(self) -> str:
@@ -59,7 +63,9 @@ class Generation:
 class Extension:
     """The hooks for methods of `adora_vl.experimental`; these do nothing. All ranks call them in one order."""
 
-    needs_old_logps = False  # whether each generation needs the log-probabilities of the policy that sampled it
+    needs_old_logps = (
+        False  # whether each generation needs the log-probabilities of the policy that sampled it
+    )
 
     def images_of(self, group: RolloutGroup, images: list[Any]) -> list[list[Any] | None]:
         """What each rollout of a training group sees, None for its own `images`; the same again where it goes on."""
@@ -70,9 +76,11 @@ class Extension:
 
 
 def other_images(
-    extensions: Sequence[Extension], groups: Sequence[RolloutGroup], asked: Sequence[tuple[int, int]],
+    extensions: Sequence[Extension],
+    groups: Sequence[RolloutGroup],
+    asked: Sequence[tuple[int, int]],
     images: Sequence[list[Any] | None],
-) -> list[list[Any] | None]:  # fmt: skip
+) -> list[list[Any] | None]:
     """What a rollout sees where not the trainer's `images`. `asked`: of each the number of its group, and in it."""
     found: list[list[Any] | None] = [None] * len(asked)
     for extension in extensions:

@@ -32,7 +32,8 @@ class GenerationGuard:
     """Ends the run, with a checkpoint, where a generation is sampled: there one is exact, and nothing is lost."""
 
     def __init__(self, context: StepContext) -> None:
-        self.save, self.state = context.save_now, context.state
+        self.save = context.save_now
+        self.state = context.state
 
     def check(self, rows: Sequence[Row], step: int) -> None:
         """Raises `RunError` on all ranks, with row and checkpoint, if any has one whose image cannot be read."""
@@ -40,7 +41,8 @@ class GenerationGuard:
         if not found:
             return
         checkpoint = self.save()
-        (row, reason), more = found[0], len({name for name, _ in found}) - 1
+        (row, reason) = found[0]
+        more = len({name for name, _ in found}) - 1
         raise RunError(
             f"step {step + 1}: row {row}: an image cannot be read: {reason}"
             f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. Repair or remove the "
@@ -57,7 +59,9 @@ class GenerationGuard:
             problem = str(error)
         problems = [one for one in gather_object([problem]) if one]
         if problems:
-            raise SharedUserError(f"step {step + 1}: {problems[0]}; go on with --resume_from_checkpoint {self.save()}")
+            raise SharedUserError(
+                f"step {step + 1}: {problems[0]}; go on with --resume_from_checkpoint {self.save()}"
+            )
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -74,10 +78,14 @@ class RewardGuard:
     """Ends the run where a reward function fails, hangs or returns nonsense, and knows which of its calls failed."""
 
     def __init__(self, context: StepContext) -> None:
-        self.timeout = context.config.adora_reward_timeout  # seconds for a function; presets have their own
+        self.timeout = (
+            context.config.adora_reward_timeout
+        )  # seconds for a function; presets have their own
         self.save = context.save_now
         self.failures: list[RewardFailure] = []  # of this rank, in the present generation
-        self._unscored: list[dict[int, str]] = []  # by function: this rank's completions whose call failed, and why
+        self._unscored: list[
+            dict[int, str]
+        ] = []  # by function: this rank's completions whose call failed, and why
 
     def around(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """The functions as TRL is to call them. Reward models, which are modules, stay as they are."""
@@ -85,7 +93,13 @@ class RewardGuard:
         return [
             function
             if isinstance(function, torch.nn.Module)
-            else safe_call(function, name, None if _is_bounded(function) else self.timeout, self.failures, unscored)
+            else safe_call(
+                function,
+                name,
+                None if _is_bounded(function) else self.timeout,
+                self.failures,
+                unscored,
+            )
             for function, name, unscored in zip(functions, names, self._unscored, strict=True)
         ]
 
@@ -110,11 +124,19 @@ class RewardGuard:
         """Why a function returned an exception in the place of a reward, by the number of the rollout, of all ranks,
         and of the function. `rows`: rollouts of one rank; every rank has as many.
         """
-        own = [[(row, number, why) for number, one in enumerate(self._unscored) for row, why in one.items()]]
+        own = [
+            [
+                (row, number, why)
+                for number, one in enumerate(self._unscored)
+                for row, why in one.items()
+            ]
+        ]
         for one in self._unscored:
             one.clear()
         ranks = enumerate(gather_object(own))
-        return {(rank * rows + row, number): why for rank, found in ranks for row, number, why in found}
+        return {
+            (rank * rows + row, number): why for rank, found in ranks for row, number, why in found
+        }
 
     def check_scored(self, missing: Sequence[str | None], step: int) -> None:
         """Raises `RunError` if not one rollout has a reward. `missing`: why each has none, of all ranks."""
@@ -139,7 +161,9 @@ class DriftGuard:
     """Stops the run where engine and trainer disagree on the sampled tokens."""
 
     def __init__(self, context: StepContext) -> None:
-        self.accelerator, self.log, self.save = context.accelerator, context.log, context.save_now
+        self.accelerator = context.accelerator
+        self.log = context.log
+        self.save = context.save_now
         self.bound = context.config.adora_max_drift  # nats per token on average; None only logs
 
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
@@ -156,7 +180,9 @@ class DriftGuard:
         """The policy's log-probabilities against the engine's. Raises `RolloutError` on all ranks together."""
         sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
-        if not drift.tokens:  # nothing that could be compared, as where all rollouts saw distorted images
+        if (
+            not drift.tokens
+        ):  # nothing that could be compared, as where all rollouts saw distorted images
             return
         self.log("adora/drift", drift.mean)
         if self.bound is not None and not drift.mean <= self.bound:
@@ -168,9 +194,13 @@ def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") 
 
     `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's `importance_sampling_level`.
     """
-    counted_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)  # a padded place may hold anything
+    counted_BC = torch.where(
+        mask_BC.bool(), log_ratios_BC.float(), 0.0
+    )  # a padded place may hold anything
     if level == "sequence":
-        counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(min=1)
+        counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(
+            min=1
+        )
     return counted_BC.max().clamp(min=0.0).exp()
 
 
@@ -178,7 +208,8 @@ class RatioGuard:
     """Skips an optimizer step with an importance ratio, new policy to old, above a bound."""
 
     def __init__(self, context: StepContext) -> None:
-        self.accelerator, self.log = context.accelerator, context.log
+        self.accelerator = context.accelerator
+        self.log = context.log
         self.bound = context.config.adora_max_ratio  # None only logs
         self.level = context.config.importance_sampling_level
         self.exploded: float | None = None  # the ratio above the bound, in this optimizer step
@@ -190,7 +221,9 @@ class RatioGuard:
         `logps_BC`: the policy's log-probabilities from its pass for this loss.
         """
         old_BC = micro.get("old_per_token_logps")
-        if old_BC is None or logps_BC is None:  # nothing was learned since sampling: every ratio is 1
+        if (
+            old_BC is None or logps_BC is None
+        ):  # nothing was learned since sampling: every ratio is 1
             return loss
         largest = largest_ratio(logps_BC - old_BC, loss_mask(micro), self.level)
         worst = self.accelerator.gather(largest[None]).max().item()  # NaN where one is NaN
@@ -202,7 +235,8 @@ class RatioGuard:
 
     def take(self) -> float | None:
         """Returns the ratio that exploded in this step, if any, and forgets it."""
-        taken, self.exploded = self.exploded, None
+        taken = self.exploded
+        self.exploded = None
         return taken
 
 

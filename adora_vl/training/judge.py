@@ -28,8 +28,11 @@ _BY_TOKEN = ("token_type_ids", "mm_token_type_ids")  # fields of prompts with a 
 
 def said(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]]) -> list[Any]:
     """What was answered, (B,): as messages where the prompts are messages, else as texts."""
-    tokenizer, conversational = getattr(processor, "tokenizer", processor), not isinstance(prompts.messages[0], str)
-    if conversational and any(getattr(tokenizer, f"response_{of}", None) is not None for of in ("template", "schema")):
+    tokenizer = getattr(processor, "tokenizer", processor)
+    conversational = not isinstance(prompts.messages[0], str)
+    if conversational and any(
+        getattr(tokenizer, f"response_{of}", None) is not None for of in ("template", "schema")
+    ):
         pairs = zip(completions, prompts.ids, strict=True)
         return [[parse_response(tokenizer, ids, prefix=prompt)] for ids, prompt in pairs]
     texts: list[str] = processor.batch_decode(completions, skip_special_tokens=True)
@@ -67,14 +70,21 @@ class Judge:
     tools: bool = False  # whether not all tokens are the policy's
 
     def __call__(
-        self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch | None, *, aged: bool
+        self,
+        generation: Generation,
+        groups: Sequence[RolloutGroup],
+        prompts: PromptBatch | None,
+        *,
+        aged: bool,
     ) -> None:
         """Fill the generation. `prompts`: of its rollouts, None: to be read. `aged`: the batch has their ages."""
-        step, mode = generation.step, generation.mode
+        step = generation.step
+        mode = generation.mode
         rows = generation.rows = [group.row for group in groups for _ in group.rollouts]
         rollouts = generation.rollouts = [rollout for group in groups for rollout in group.rollouts]
         prompts = prompts or self.images.prompts(rows, mode, further=generation.attempt > 0)
-        completions, turns = [rollout.said for rollout in rollouts], [rollout.turn for rollout in rollouts]
+        completions = [rollout.said for rollout in rollouts]
+        turns = [rollout.turn for rollout in rollouts]
         answers = said(self.processor, prompts, turns)  # the last turn is what is graded
         texts = [completion_text(answer) for answer in answers]
         ended = [*map(self.ends.has_end, rollouts, texts)]
@@ -82,10 +92,13 @@ class Judge:
         batch = generation.batch = self.columns(generation, groups, prompts, ended, aged=aged)
         self.score(batch, mode)
         with self.phase("grading"):
-            grades = self.rewards(given, prompts.messages, answers, completions, self.context.state())
+            grades = self.rewards(
+                given, prompts.messages, answers, completions, self.context.state()
+            )
         size = generation.group_size
         scores = self.grader(grades, prompts.ids, completions, texts, ended, size, step)
-        generation.scores, training = scores, mode == "train"
+        generation.scores = scores
+        training = mode == "train"
         if training:
             self.drift_guard.check_batch(batch, step)
         else:  # in a training those are counted that are learned from
@@ -95,50 +108,79 @@ class Judge:
             self.watcher.graded(generation, prompts, answers)
 
     def columns(
-        self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch, ended: Sequence[bool], *,
+        self,
+        generation: Generation,
+        groups: Sequence[RolloutGroup],
+        prompts: PromptBatch,
+        ended: Sequence[bool],
+        *,
         aged: bool,
-    ) -> Batch:  # fmt: skip
+    ) -> Batch:
         """What is known of rollouts from how they were sampled. `ended`: whether each has an end."""
-        config, rollouts = self.context.config, [rollout for group in groups for rollout in group.rollouts]
+        config = self.context.config
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         logps = [rollout.logps for rollout in rollouts] if self.scored else None
         counted = list(ended) if config.mask_truncated_completions else [True] * len(rollouts)
         own = None
         if self.tools:
             own = [rollout.own for rollout in rollouts]
             # What the loss does not count shows no image.
-            pictures = [[p.image for p in one.pictures if sees] for one, sees in zip(rollouts, counted, strict=True)]
+            pictures = [
+                [p.image for p in one.pictures if sees]
+                for one, sees in zip(rollouts, counted, strict=True)
+            ]
             prompts = self.images.shown_later(prompts, pictures, generation.mode)
-        found = self.collated(prompts, [rollout.tokens for rollout in rollouts], logps, counted, own)
+        found = self.collated(
+            prompts, [rollout.tokens for rollout in rollouts], logps, counted, own
+        )
         facts: dict[str, Any] = {}
         if generation.mode == "train" and config.adora_extensions.noisy_rollouts.share:
             facts["distorted"] = [rollout.distorted for rollout in rollouts]
         if aged:
             facts["stale_tokens"] = [rollout.stale(generation.step) for rollout in rollouts]
-            facts["segments"] = [sum(span.logps is not None for span in one.spans) for one in rollouts]
-            facts["age"] = [generation.number - group.began for group in groups for _ in group.rollouts]
+            facts["segments"] = [
+                sum(span.logps is not None for span in one.spans) for one in rollouts
+            ]
+            facts["age"] = [
+                generation.number - group.began for group in groups for _ in group.rollouts
+            ]
         device = self.context.accelerator.device
-        made = {name: torch.tensor(values).to(device, non_blocking=True) for name, values in facts.items()}
+        made = {
+            name: torch.tensor(values).to(device, non_blocking=True)
+            for name, values in facts.items()
+        }
         return self.images.completed(cast("Batch", {**found, **made}))
 
     def collated(
-        self, prompts: PromptBatch, completions: Sequence[list[int]], logps: Sequence[list[float | None]] | None,
-        counted: Sequence[bool], own: Sequence[list[bool]] | None = None,
-    ) -> Batch:  # fmt: skip
+        self,
+        prompts: PromptBatch,
+        completions: Sequence[list[int]],
+        logps: Sequence[list[float | None]] | None,
+        counted: Sequence[bool],
+        own: Sequence[list[bool]] | None = None,
+    ) -> Batch:
         """The rollouts of this rank, B rows. `prompts`: with the images of the completions behind their own.
 
         `logps`: the engine's; None for a token that it could not score, which becomes NaN. `counted`: whether the loss
         counts a rollout. `own`: which tokens the policy has sampled, where tools may have said others.
         """
-        pad_id, image_id = self.context.pad_id, getattr(self.processor, "image_token_id", None)
+        pad_id = self.context.pad_id
+        image_id = getattr(self.processor, "image_token_id", None)
 
-        def wide(values: Sequence[Any], fill: float, side: str, dtype: torch.dtype = torch.long) -> Tensor:
+        def wide(
+            values: Sequence[Any], fill: float, side: str, dtype: torch.dtype = torch.long
+        ) -> Tensor:
             rows = [torch.tensor(row, dtype=dtype) for row in values]
-            padded: Tensor = pad(rows, padding_value=fill, padding_side=side, pad_to_multiple_of=self.multiple)
+            padded: Tensor = pad(
+                rows, padding_value=fill, padding_side=side, pad_to_multiple_of=self.multiple
+            )
             return padded
 
         # Positions are counted by the mask, so what it leaves out shows no image.
         answers = zip(completions, counted, strict=True)
-        completions = [[pad_id if t == image_id and not counts else t for t in ids] for ids, counts in answers]
+        completions = [
+            [pad_id if t == image_id and not counts else t for t in ids] for ids, counts in answers
+        ]
         ones = [[int(one)] * len(ids) for ids, one in zip(completions, counted, strict=True)]
         batch: dict[str, Any] = {
             "prompt_ids": wide(prompts.ids, pad_id, "left"),
@@ -151,7 +193,11 @@ class Judge:
             batch[name] = values
             if name in _BY_TOKEN:
                 shows = name == "mm_token_type_ids" and image_id is not None
-                behind = batch["completion_ids"] == image_id if shows else torch.zeros_like(batch["completion_ids"])
+                behind = (
+                    batch["completion_ids"] == image_id
+                    if shows
+                    else torch.zeros_like(batch["completion_ids"])
+                )
                 batch[name] = torch.cat([wide(values, 0, "left"), behind.long()], dim=1)
         if own is not None:
             batch["tool_mask"] = wide(own, 1, "right")
@@ -159,7 +205,9 @@ class Judge:
         if logps is not None:
             scored = [[torch.nan if logp is None else logp for logp in row] for row in logps]
             seen = wide(scored, 0.0, "right", torch.float32)
-            moved["sampling_per_token_logps"] = seen.to(moved["prompt_ids"].device, non_blocking=True)
+            moved["sampling_per_token_logps"] = seen.to(
+                moved["prompt_ids"].device, non_blocking=True
+            )
         if prompts.images is not None:
             moved["num_images"] = prompts.num_images
         return moved
@@ -175,8 +223,11 @@ class Judge:
 
     def weigh(self, generation: Generation, extensions: Sequence[Any]) -> None:
         """Weigh the groups that are learned from, once: no later part replaces one."""
-        batch, accelerator = generation.batch, self.context.accelerator
-        weighed = generation.advantages = self.advantages(batch, generation.group_size, generation.step)
+        batch = generation.batch
+        accelerator = self.context.accelerator
+        weighed = generation.advantages = self.advantages(
+            batch, generation.group_size, generation.step
+        )
         own_B = generation.of_rank(weighed.advantages_PG.flatten(), accelerator.process_index)
         batch["advantages"] = own_B.to(accelerator.device, non_blocking=True)
         batch["num_items_in_batch"] = self.loss_tokens(batch)

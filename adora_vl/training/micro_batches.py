@@ -66,9 +66,12 @@ def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[li
     return plan
 
 
-def tokens_of_units(prompts_B: Tensor, answers_B: Tensor, unit: int, *, shares_prompt: bool) -> list[int]:
+def tokens_of_units(
+    prompts_B: Tensor, answers_B: Tensor, unit: int, *, shares_prompt: bool
+) -> list[int]:
     """How many tokens the policy's pass has for each unit, with its prompt once or once for each row."""
-    prompts_UR, answers_UR = prompts_B.view(-1, unit), answers_B.view(-1, unit)
+    prompts_UR = prompts_B.view(-1, unit)
+    answers_UR = answers_B.view(-1, unit)
     own_U = prompts_UR[:, 0] if shares_prompt else prompts_UR.sum(dim=1)
     counts: list[int] = (own_U + answers_UR.sum(dim=1)).tolist()
     return counts
@@ -109,7 +112,9 @@ def plan_moves(tokens: Sequence[Mapping[int, int]], least: int = 1) -> list[Move
 
     `tokens`: on each rank, of each unit that is to be learned from. `least`: units that every rank processes anyway.
     """
-    left = [sorted(((count, -number) for number, count in own.items()), reverse=True) for own in tokens]
+    left = [
+        sorted(((count, -number) for number, count in own.items()), reverse=True) for own in tokens
+    ]
     rounds = max(least, math.ceil(sum(map(len, left)) / len(left)))
     moves = []
     for further in range(rounds - 1, -1, -1):  # rounds after this one
@@ -122,7 +127,9 @@ def plan_moves(tokens: Sequence[Mapping[int, int]], least: int = 1) -> list[Move
                 taking.append(rank)
         for rank in sorted(taking, key=lambda rank: (not left[rank], left[rank][:1])):
             source = max(range(len(left)), key=lambda other: (left[other][:1], -other))
-            if not left[rank]:  # gets what another rank could not learn from in the rounds that are left
+            if not left[
+                rank
+            ]:  # gets what another rank could not learn from in the rounds that are left
                 source = max(range(len(left)), key=lambda other: (len(left[other]), -other))
                 wanted = len(left[source]) > further
             else:
@@ -135,17 +142,25 @@ def plan_moves(tokens: Sequence[Mapping[int, int]], least: int = 1) -> list[Move
 
 
 def rebalanced(
-    batch: Batch, live: list[bool], unit: int, plan: list[Move], rank: int, banks: ImageBanks, pad_id: int,
+    batch: Batch,
+    live: list[bool],
+    unit: int,
+    plan: list[Move],
+    rank: int,
+    banks: ImageBanks,
+    pad_id: int,
     exchange: Callable[[Sequence[Move], Sequence[Any], int], list[Any]],
-) -> tuple[Batch, list[bool]]:  # fmt: skip
+) -> tuple[Batch, list[bool]]:
     """Carry out the `plan` of `plan_moves`; returns the new batch of this rank, and for each of its units whether it
     learns from it. All ranks call this together. Units that are given away stay in the batch with advantages of 0.
 
     `live`: for each unit of `unit` rows, whether it is to be learned from. `banks`: the images that the rows refer to.
     `exchange`: sends packed rows, by the plan.
     """
-    live, split = list(live), split_images(batch)
-    advantages, sending = batch["advantages"].clone(), []
+    live = list(live)
+    split = split_images(batch)
+    advantages = batch["advantages"].clone()
+    sending = []
     for source, number, _ in plan:
         if source == rank:
             live[number] = False
@@ -171,9 +186,13 @@ class MicroBatcher:
 
     def __init__(self, context: StepContext, banks: ImageBanks, *, every_row_counts: bool) -> None:
         """`every_row_counts`: whether a row adds to the loss even if its advantage is 0."""
-        self.accelerator, self.log, self.pad_id = context.accelerator, context.log, context.pad_id
-        self.config, self.shape = context.config, Shape.of(context.config)
-        self.banks, self._every_row_counts = banks, every_row_counts
+        self.accelerator = context.accelerator
+        self.log = context.log
+        self.pad_id = context.pad_id
+        self.shape = Shape.of(context.config)
+        self.config = context.config
+        self.banks = banks
+        self._every_row_counts = every_row_counts
         self._group: Any = None  # of the exchange
 
     def split(self, batch: Batch, key: str) -> list[Batch]:
@@ -181,15 +200,26 @@ class MicroBatcher:
 
         `key`: where the run stands, the same on all ranks.
         """
-        shape, unit, chunks = self.shape, self.shape.unit, self.shape.steps // self.shape.chunk
-        filled = len(batch["advantages"]) / (shape.rows * shape.steps)  # less where rollouts are unfinished
-        count, takes_all = len(batch["advantages"]) // unit, not self.config.own("skip_zero_signal")
-        live = [True] * count if self._every_row_counts or takes_all else live_units(batch["advantages"], unit)
+        shape = self.shape
+        unit = self.shape.unit
+        chunks = self.shape.steps // self.shape.chunk
+        filled = len(batch["advantages"]) / (
+            shape.rows * shape.steps
+        )  # less where rollouts are unfinished
+        count = len(batch["advantages"]) // unit
+        takes_all = not self.config.own("skip_zero_signal")
+        live = (
+            [True] * count
+            if self._every_row_counts or takes_all
+            else live_units(batch["advantages"], unit)
+        )
         if self.config.own("spread_signal") and self.accelerator.num_processes > 1:
             batch, live = self._rebalance(batch, live)
         wanted = max(gather_object([sum(live)]))
         columns = dict[str, Any](batch)
-        host = HostRows.of(batch["prompt_ids"], batch["prompt_mask"], batch["completion_mask"], columns)
+        host = HostRows.of(
+            batch["prompt_ids"], batch["prompt_mask"], batch["completion_mask"], columns
+        )
         tokens = self._tokens(host.prompt_mask.sum(dim=1), torch.tensor(host.lengths))
         units = chosen_units(live, max(wanted, chunks), tokens)
         self.log("adora/skipped_groups", 1 - len(units) / count)
@@ -199,9 +229,13 @@ class MicroBatcher:
         return [self._micro_batch(split, host, part, filled) for part in plan]
 
     def _tokens(self, prompts_B: Tensor, answers_B: Tensor) -> list[int]:
-        return tokens_of_units(prompts_B, answers_B, self.shape.unit, shares_prompt=self.config.own("share_prompt"))
+        return tokens_of_units(
+            prompts_B, answers_B, self.shape.unit, shares_prompt=self.config.own("share_prompt")
+        )
 
-    def _micro_batch(self, split: SplitBatch, host: HostRows, units: list[int], filled: float) -> Batch:
+    def _micro_batch(
+        self, split: SplitBatch, host: HostRows, units: list[int], filled: float
+    ) -> Batch:
         """`filled`: the share of the generation's places that have rollouts."""
         if not units:
             return {}
@@ -223,12 +257,15 @@ class MicroBatcher:
         counts = self._tokens(batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1))
         own = {number: tokens for number, tokens in enumerate(counts) if live[number]}
         tokens, names = zip(*gather_object([(own, movable(batch))]), strict=True)
-        alike = names[0] and all(those == names[0] for those in names)  # a rank without images lacks their columns
+        alike = names[0] and all(
+            those == names[0] for those in names
+        )  # a rank without images lacks their columns
         plan = plan_moves(tokens, self.shape.steps // self.shape.chunk) if alike else []
         self.log("adora/moved_groups", len(plan) / max(sum(map(len, tokens)), 1))
         if not plan:
             return batch, live
-        rank, unit = self.accelerator.process_index, self.shape.unit
+        rank = self.accelerator.process_index
+        unit = self.shape.unit
         return rebalanced(batch, live, unit, plan, rank, self.banks, self.pad_id, self._exchange)
 
     def _exchange(self, plan: Sequence[Move], sending: Sequence[Any], rank: int) -> list[Any]:
@@ -237,10 +274,13 @@ class MicroBatcher:
         """
         if self._group is None:
             self._group = distributed.new_group(backend="gloo")
-        waiting, arrived = list(sending), []
+        waiting = list(sending)
+        arrived = []
         for source, _, target in plan:
             if source == rank:
-                distributed.send_object_list([waiting.pop(0)], dst=target, group=self._group, device=_CPU)
+                distributed.send_object_list(
+                    [waiting.pop(0)], dst=target, group=self._group, device=_CPU
+                )
             elif target == rank:
                 box = [None]
                 distributed.recv_object_list(box, src=source, group=self._group, device=_CPU)

@@ -21,19 +21,34 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
     for a loss scale consists of such steps and ends with an error of its own, so they do not stop a run.
     """
 
-    def __init__(self, context: StepContext, ratios: RatioGuard, deepspeed: Callable[[], Any] | None) -> None:
+    def __init__(
+        self, context: StepContext, ratios: RatioGuard, deepspeed: Callable[[], Any] | None
+    ) -> None:
         """`deepspeed`: the model in its engine, which is there once the training has begun; None without DeepSpeed."""
-        self.patience = math.inf if deepspeed is not None and context.config.fp16 else MOST_BAD_STEPS
-        self.ratios, self.log, self.deepspeed, self.accelerator = ratios, context.log, deepspeed, context.accelerator
+        self.patience = (
+            math.inf if deepspeed is not None and context.config.fp16 else MOST_BAD_STEPS
+        )
+        self.ratios = ratios
+        self.log = context.log
+        self.deepspeed = deepspeed
+        self.accelerator = context.accelerator
         self.in_a_row = 0
         self.reason: str | None = None
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """All ranks see the same reduced gradients, and so decide alike."""
         if self.deepspeed is not None:
             return
-        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters]) if parameters else torch.zeros(())
+        parameters = [
+            p for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        norm = (
+            torch.nn.utils.get_total_norm([p.grad for p in parameters])
+            if parameters
+            else torch.zeros(())
+        )
         bad = not math.isfinite(norm)
         if bad:
             for parameter in parameters:
@@ -51,7 +66,8 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 f"the gradients of step {state.global_step} are not finite and DeepSpeed has applied them (its "
                 "check_grad_overflow is off?); go on from the newest checkpoint"
             )
-            control.should_save, control.should_training_stop = False, True
+            control.should_save = False
+            control.should_training_stop = True
             return
         self._count(bad, control)
 
@@ -83,7 +99,9 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         self.factor = factor
         self._before: list[float] = []
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         factor = self.factor()
         self._before = []
         if factor != 1.0:
@@ -91,7 +109,9 @@ class ScaledRate(TrainerCallback):  # type: ignore[misc]  # transformers is unty
             for group in optimizer.param_groups:
                 group["lr"] = group["lr"] * factor
 
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         for group, rate in zip(optimizer.param_groups, self._before, strict=False):
             group["lr"] = rate
         self._before = []

@@ -9,7 +9,9 @@ from adora_vl.utils.seeding import generator_at
 
 # `auto`: the share of the answers that end within the budget, by the answers of so many generations, and how many times
 # as long as the budget the longest answer of a generation has to be on average.
-SHARE, REMEMBERED, TAIL = 0.9, 4, 1.5
+SHARE = 0.9
+REMEMBERED = 4
+TAIL = 1.5
 MORE = 1.5  # as many further problems as lack signal on average: then one round is enough as often as with all places
 
 
@@ -86,7 +88,9 @@ def replayed(sizes: Sequence[float], alpha: float, count: int, place: str) -> li
     """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`. `place` seeds it."""
     if not sizes or not count:
         return []
-    relative = torch.tensor(sizes, dtype=torch.float64) / max(sizes)  # powers of large sums would overflow
+    relative = torch.tensor(sizes, dtype=torch.float64) / max(
+        sizes
+    )  # powers of large sums would overflow
     chances = (relative**alpha).clamp(min=1e-12)
     found: list[int] = torch.multinomial(
         chances, min(count, len(sizes)), generator=generator_at(f"replay/{place}")

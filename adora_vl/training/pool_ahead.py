@@ -31,36 +31,51 @@ class PoolAhead(Pool):
     """All ranks call it together."""
 
     def __init__(
-        self, *given: Any, next_rows: Callable[[list[int], int], list[Row]],
-        drift: Callable[[list[Row], int], Callable[[], None]], **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        *given: Any,
+        next_rows: Callable[[list[int], int], list[Row]],
+        drift: Callable[[list[Row], int], Callable[[], None]],
+        **more: Any,
+    ) -> None:
         """`next_rows`: of the generation so many after the one with rows of these numbers. `drift`: asks for what says
         how far the policy is from servers that have its present weights, and returns what judges it.
         """
         super().__init__(*given, **more)
         assert isinstance(self.sampler, ServersAhead)
-        self.servers, self.next_rows, self.drift, self.aged = self.sampler, next_rows, drift, True
-        self._judge_drift: Callable[[], None] | None = None  # of the present weights, once servers have answered
+        self.servers = self.sampler
+        self.next_rows = next_rows
+        self.drift = drift
+        self.aged = True
+        self._judge_drift: Callable[[], None] | None = (
+            None  # of the present weights, once servers have answered
+        )
 
-    def _go_on(self, now: Generation, drawn: list[RolloutGroup], budget: int | None) -> list[RolloutGroup]:
+    def _go_on(
+        self, now: Generation, drawn: list[RolloutGroup], budget: int | None
+    ) -> list[RolloutGroup]:
         """The groups of a generation that was asked for before. Meanwhile servers get the present weights, and more."""
         servers = self.servers
         expected = self.state.coming[0] if self.state.coming else None
         fits = expected is not None and expected.numbers == _numbers(drawn)
         if not all(gather_object([fits])):  # where a run begins, or goes on with other rows
-            self.state, expected = replace(self.state, coming=()), None
+            self.state = replace(self.state, coming=())
+            expected = None
         with self.phase("rollout"), self.guard.watching():
             servers.give_weights()
             stale = expected is not None and expected.ticket.step != now.step
             if stale and self._judge_drift is None:  # once for all generations of a step
                 self._judge_drift = self.drift(now.rows[:: now.group_size], now.step)
-            now_first = self.waits or self.turns is not None  # more of the present generation is asked for below
+            now_first = (
+                self.waits or self.turns is not None
+            )  # more of the present generation is asked for below
             self._ask_ahead(now, drawn, 1 if now_first else servers.ahead + 1, budget)
         asked = self.state.coming[0]
         groups = self._sampled(now, list(asked.groups), asked.limits, asked.ticket)
         groups = sorted([*self.state.groups, *groups], key=lambda group: group.began)
         if self.waits:
-            left, last = self._left(now), self._left(now) <= servers.ahead  # then what is paused does not come back
+            # then what is paused does not come back
+            left = self._left(now)
+            last = self._left(now) <= servers.ahead
             needed = groups_to_complete(len(groups) + self._flying, self.places, left, self.least)
             groups = self._completed(now, groups, len(groups) if last else min(len(groups), needed))
         if now_first:
@@ -72,34 +87,52 @@ class PoolAhead(Pool):
         return groups
 
     def before_weights_change(self) -> None:
-        judge, self._judge_drift = self._judge_drift, None
+        judge = self._judge_drift
+        self._judge_drift = None
         if judge is not None:
             with self.phase("rollout"), self.guard.watching():
                 judge()
 
     def _ask_ahead(
-        self, now: Generation, drawn: list[RolloutGroup], count: int,
-        budget: int | None, present: Sequence[RolloutGroup] = (),
-    ) -> list[RolloutGroup]:  # fmt: skip
+        self,
+        now: Generation,
+        drawn: list[RolloutGroup],
+        count: int,
+        budget: int | None,
+        present: Sequence[RolloutGroup] = (),
+    ) -> list[RolloutGroup]:
         """Ask until `count` generations are coming, with this one. Groups of `present` that go on are taken along."""
-        rest, going = list(present), [group for group in present if not group.complete]
+        rest = list(present)
+        going = [group for group in present if not group.complete]
         while len(self.state.coming) < count:
             later = self._later(now, distance := len(self.state.coming))
             rows = None if later is None else self._rows_after(now, drawn, distance)
             if later is None or rows is None:
                 break
-            fresh = groups_of(rows, later.where, now.number, self.accelerator.process_index * len(rows), now.group_size)
+            fresh = groups_of(
+                rows,
+                later.where,
+                now.number,
+                self.accelerator.process_index * len(rows),
+                now.group_size,
+            )
             numbers = _numbers(fresh)
-            begun = [*self._begun(now, fresh, len(rest) + self._flying), *self._spare(later, now.number)]
+            begun = [
+                *self._begun(now, fresh, len(rest) + self._flying),
+                *self._spare(later, now.number),
+            ]
             groups = [*going, *begun]
-            rest, going = [group for group in rest if group not in going], []
+            rest = [group for group in rest if group not in going]
+            going = []
             limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
             if budget is not None:
                 late = [later.number - group.began >= self.asked.staleness for group in groups]
                 limits = {place: None if old else budget for place, old in enumerate(late)}
             going_on = open_rollouts(groups, limits)
             asked, _ = self._asked(later, groups, limits, going_on)
-            ticket = self.servers.begin([self._ask(asked[place], rollout) for place, rollout in going_on.items()])
+            ticket = self.servers.begin(
+                [self._ask(asked[place], rollout) for place, rollout in going_on.items()]
+            )
             coming = ComingGeneration(numbers, tuple(groups), limits, ticket)
             self.state = replace(self.state, coming=(*self.state.coming, coming))
         return rest
@@ -108,7 +141,9 @@ class PoolAhead(Pool):
         """Groups of further problems for those of a generation that will have no signal: then there is no time."""
         found: list[RolloutGroup] = []
         most = self.places * (1 + self.asked.refill)
-        wanted = groups_for(self.places, self.state.signal, most) - self.places - self.state.complete
+        wanted = (
+            groups_for(self.places, self.state.signal, most) - self.places - self.state.complete
+        )
         while len(found) < wanted:
             further = replace(later, attempt=1 + len(found) // self.places)
             found += self._further(further, min(self.places, wanted - len(found)))
@@ -136,7 +171,9 @@ class PoolAhead(Pool):
             micro = before * self.shape.cycle
         return replace(now, step=step, key=f"{step}/{micro}", number=number)
 
-    def _rows_after(self, now: Generation, drawn: list[RolloutGroup], distance: int) -> list[Row] | None:
+    def _rows_after(
+        self, now: Generation, drawn: list[RolloutGroup], distance: int
+    ) -> list[Row] | None:
         """Of the generation so many after this one. None where one cannot be read: the step that draws it says so."""
         if not distance:
             return now.rows

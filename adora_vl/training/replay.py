@@ -33,29 +33,54 @@ Columns = Callable[[Sequence[RolloutGroup]], Batch]
 class Replay:
     """Which groups are kept, and how they come again. All ranks call every method together."""
 
-    def __init__(self, context: StepContext, columns: Columns, more_images: Callable[[], object]) -> None:
+    def __init__(
+        self, context: StepContext, columns: Columns, more_images: Callable[[], object]
+    ) -> None:
         """`columns`: of groups with their rows. `more_images`: told that some rank is about to add some."""
         config = context.config
-        self.accelerator, self.log, self.pad_id = context.accelerator, context.log, context.pad_id
-        self.columns, self.more_images = columns, more_images
-        self.capacity, self.alpha = config.adora_rollouts.replay, config.adora_rollouts.replay_alpha
-        self.generations, self.seed = config.num_generations, config.seed
+        self.accelerator = context.accelerator
+        self.log = context.log
+        self.pad_id = context.pad_id
+        self.columns = columns
+        self.more_images = more_images
+        self.capacity = config.adora_rollouts.replay
+        self.alpha = config.adora_rollouts.replay_alpha
+        self.generations = config.num_generations
+        self.seed = config.seed
 
-    def fresh(self, batch: Batch, groups: Sequence[RolloutGroup], step: int) -> dict[int, KeptGroup]:
+    def fresh(
+        self, batch: Batch, groups: Sequence[RolloutGroup], step: int
+    ) -> dict[int, KeptGroup]:
         """Those with signal, by their places."""
-        live, size = live_units(batch["signal"], self.generations), self.generations
-        width, found = batch["completion_ids"].size(1), {}
+        live = live_units(batch["signal"], self.generations)
+        size = self.generations
+        width = batch["completion_ids"].size(1)
+        found = {}
         for place in [number for number, alive in enumerate(live) if alive][-self.capacity :]:
             rows = slice(place * size, (place + 1) * size)
             length = max(1, *(len(rollout.tokens) for rollout in groups[place].rollouts))
-            own = {name: value[rows] for name, value in dict[str, Any](batch).items() if _is_made(name, value)}
-            own = {name: value[:, :length] if _is_wide(name, value, width) else value for name, value in own.items()}
-            own["rollout_number"] = torch.full_like(own["rollout_number"], -1)  # the record of a later step has none
+            own = {
+                name: value[rows]
+                for name, value in dict[str, Any](batch).items()
+                if _is_made(name, value)
+            }
+            own = {
+                name: value[:, :length] if _is_wide(name, value, width) else value
+                for name, value in own.items()
+            }
+            own["rollout_number"] = torch.full_like(
+                own["rollout_number"], -1
+            )  # the record of a later step has none
             found[place] = KeptGroup(replace(groups[place], row=Row()), to_cpu(own), 0.0, step)
         return found
 
     def again(
-        self, batch: Batch, kept: Sequence[KeptGroup], rows: Callable[[list[int]], list[Any]], step: int, key: str
+        self,
+        batch: Batch,
+        kept: Sequence[KeptGroup],
+        rows: Callable[[list[int]], list[Any]],
+        step: int,
+        key: str,
     ) -> Batch:
         """The batch with groups without signal replaced as far as there are earlier ones. `rows`: of the data set, by
         their numbers. Where the run stands (`key`) seeds the choice, so that a resumed run draws the same groups.
@@ -77,7 +102,9 @@ class Replay:
         self._log(len(live), [step - one.step for one in taken])
         return batch
 
-    def kept(self, kept: Sequence[KeptGroup], fresh: dict[int, KeptGroup], advantages: Tensor) -> tuple[KeptGroup, ...]:
+    def kept(
+        self, kept: Sequence[KeptGroup], fresh: dict[int, KeptGroup], advantages: Tensor
+    ) -> tuple[KeptGroup, ...]:
         """With this generation's own groups, as far as they are learned from. `advantages`: (B,) or (B, C)."""
         sized = []
         for place, own in enumerate(torch.split(advantages.abs(), self.generations)):
@@ -100,7 +127,13 @@ class Replay:
         self.log("adora/replayed_groups", replayed_ / all_groups)
 
 
-_REMADE = ("pixel_values", "image_grid_thw", "mm_token_type_ids", "token_type_ids", "sampling_per_token_logps")
+_REMADE = (
+    "pixel_values",
+    "image_grid_thw",
+    "mm_token_type_ids",
+    "token_type_ids",
+    "sampling_per_token_logps",
+)
 
 
 def _is_made(name: str, value: Any) -> bool:

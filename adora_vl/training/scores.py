@@ -34,11 +34,16 @@ class Rewards:
 
     @classmethod
     def of(
-        cls, all_BF: Tensor, failed: Mapping[tuple[int, int], str], weights_F: Tensor, names: Sequence[str],
+        cls,
+        all_BF: Tensor,
+        failed: Mapping[tuple[int, int], str],
+        weights_F: Tensor,
+        names: Sequence[str],
         generations: int,
-    ) -> Rewards:  # fmt: skip
+    ) -> Rewards:
         """`all_BF`: as TRL gathers it. `failed`: why, by rollout and function. `weights_F`, `names`: of these."""
-        failed_BF, weights_F = torch.zeros_like(all_BF, dtype=torch.bool), weights_F.to(all_BF.device)
+        failed_BF = torch.zeros_like(all_BF, dtype=torch.bool)
+        weights_F = weights_F.to(all_BF.device)
         for place in failed:
             failed_BF[place] = True
         lacks_BF = lacking_scores(all_BF, failed_BF, weights_F, generations)
@@ -55,7 +60,9 @@ class Rewards:
     def why_left(self) -> list[str | None]:
         """Why each rollout has left its group; None where it has not."""
         gone = torch.isnan(self.counted_BF).all(dim=1).tolist()
-        return [why or (_ALONE if left else None) for why, left in zip(self.missing, gone, strict=True)]
+        return [
+            why or (_ALONE if left else None) for why, left in zip(self.missing, gone, strict=True)
+        ]
 
     @property
     def missing_share(self) -> float:
@@ -72,7 +79,9 @@ class Ends:
     decode: Callable[[Sequence[int]], str] = str
 
     @classmethod
-    def of(cls, tokens: Iterable[int], asked: Mapping[str, Any], decode: Callable[[Sequence[int]], str]) -> Ends:
+    def of(
+        cls, tokens: Iterable[int], asked: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
+    ) -> Ends:
         """`tokens`: that end a turn. `asked`: `generation_kwargs`. `decode`: as the texts are made."""
         stop = asked.get("stop") or ()
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -85,7 +94,9 @@ class Ends:
         """
         if not ids or ids[-1] in self.tokens:
             return True
-        return any(string in text and string not in self.decode(ids[:-1]) for string in self.strings)
+        return any(
+            string in text and string not in self.decode(ids[:-1]) for string in self.strings
+        )
 
     def has_end(self, rollout: Rollout, text: str) -> bool:
         """Whether a rollout whose last turn is this text has come to its end by itself. One whose call nobody answers,
@@ -103,7 +114,9 @@ class Scores:
     unended_B: Tensor  # bool: cut off (`Ends`)
     reflective_B: Tensor  # reflective words in its text
     tokens: int = 0  # of prompts and completions
-    extra: Mapping[str, list[Any]] = field(default_factory=dict)  # columns of the reward functions', (B,)
+    extra: Mapping[str, list[Any]] = field(
+        default_factory=dict
+    )  # columns of the reward functions', (B,)
     logged: Mapping[str, float] = field(default_factory=dict)  # their figures
 
     @property
@@ -138,15 +151,26 @@ class RewardFunctions:
     loop: Callable[[], asyncio.AbstractEventLoop]  # on which coroutines run, on a thread of its own
 
     def __call__(
-        self, rows: Sequence[Row], prompts: list[Any], completions: list[Any], ids: list[list[int]], state: Any
+        self,
+        rows: Sequence[Row],
+        prompts: list[Any],
+        completions: list[Any],
+        ids: list[list[int]],
+        state: Any,
     ) -> Grades:
         """Of this rank's rollouts. There is no collective call inside: each rank may have a number of its own.
 
         `prompts`, `completions`: as messages, or texts. `state`: the trainer's, which functions are shown.
         """
-        extra, logged = defaultdict[str, list[Any]](list), defaultdict[str, list[float]](list)
+        extra = defaultdict[str, list[Any]](list)
+        logged = defaultdict[str, list[float]](list)
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name not in _GIVEN}
-        given: dict[str, Any] = {"prompts": prompts, "completions": completions, "completion_ids": ids, **columns}
+        given: dict[str, Any] = {
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": ids,
+            **columns,
+        }
         given["trainer_state"] = state
         given["log_extra"] = lambda column, values: extra[column].extend(values)
         given["log_metric"] = lambda name, value: logged[name].append(value)
@@ -154,7 +178,9 @@ class RewardFunctions:
         later = []
         for number, function in enumerate(self.functions):
             if isinstance(function, nn.Module):
-                found[number] = self._of_model(function, self.tokenizers[number], prompts, completions)
+                found[number] = self._of_model(
+                    function, self.tokenizers[number], prompts, completions
+                )
             elif is_async(function):
                 later.append(number)
             else:
@@ -166,15 +192,30 @@ class RewardFunctions:
 
             answers = asyncio.run_coroutine_threadsafe(together(), self.loop()).result()
             found.update(zip(later, answers, strict=True))
-        values = [[torch.nan if one is None else one for one in found[number]] for number in range(len(found))]
+        values = [
+            [torch.nan if one is None else one for one in found[number]]
+            for number in range(len(found))
+        ]
         return Grades(torch.tensor(values, dtype=torch.float32).T, extra, logged)
 
-    def _of_model(self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]) -> list[float]:
-        texts = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
+    def _of_model(
+        self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]
+    ) -> list[float]:
+        texts = [
+            prompt + completion for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         if not isinstance(prompts[0], str):
             rendered = ({"messages": messages} for messages in texts)
-            texts = [apply_chat_template(one, tokenizer, **self.template)["text"] for one in rendered]
-        read = tokenizer(text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
+            texts = [
+                apply_chat_template(one, tokenizer, **self.template)["text"] for one in rendered
+            ]
+        read = tokenizer(
+            text=texts,
+            return_tensors="pt",
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+        )
         with torch.inference_mode():
             found: list[float] = model(**self.to_device(read)).logits[:, 0].float().tolist()
         return found
@@ -184,16 +225,28 @@ class Grader:
     """Makes the scores of a generation from what its reward functions have returned. All ranks call it together."""
 
     def __init__(
-        self, context: StepContext, guard: RewardGuard, weights_F: Tensor, names: Sequence[str],
-    ) -> None:  # fmt: skip
+        self,
+        context: StepContext,
+        guard: RewardGuard,
+        weights_F: Tensor,
+        names: Sequence[str],
+    ) -> None:
         """`weights_F`, `names`: of the reward functions."""
-        self.accelerator, self.guard = context.accelerator, guard
-        self.weights_F, self.names = weights_F, names
+        self.accelerator = context.accelerator
+        self.guard = guard
+        self.weights_F = weights_F
+        self.names = names
 
     def __call__(
-        self, grades: Grades, prompts: Sequence[list[int]], completions: Sequence[list[int]], texts: Sequence[str],
-        ended: Sequence[bool], generations: int, step: int,
-    ) -> Scores:  # fmt: skip
+        self,
+        grades: Grades,
+        prompts: Sequence[list[int]],
+        completions: Sequence[list[int]],
+        texts: Sequence[str],
+        ended: Sequence[bool],
+        generations: int,
+        step: int,
+    ) -> Scores:
         """Of this rank's rollouts, (B,): their tokens, those of completions as far as the policy has sampled them; what
         they say; and whether they have an end. Raises `RunError` where a function failed, or no rollout has a reward.
         """
@@ -204,12 +257,16 @@ class Grader:
         facts_B4 = torch.tensor([*zip(*sizes, ended, words, strict=True)], dtype=torch.float32)
         all_BK = torch.cat([grades.rewards_BF, facts_B4], dim=1)
         if self.accelerator.num_processes > 1:
-            all_BK = self.accelerator.gather(all_BK.to(self.accelerator.device, non_blocking=True)).cpu()
+            all_BK = self.accelerator.gather(
+                all_BK.to(self.accelerator.device, non_blocking=True)
+            ).cpu()
         rewards = Rewards.of(all_BK[:, :-4], failed, self.weights_F, self.names, generations)
         self.guard.check_scored(rewards.missing, step)
         prompts_B, lengths_B, ended_B, words_B = all_BK[:, -4:].unbind(dim=1)
         tokens = int(prompts_B.double().sum() + lengths_B.double().sum())
-        return Scores(rewards, lengths_B, ended_B == 0, words_B, tokens, *_of_all_ranks(grades, len(texts)))
+        return Scores(
+            rewards, lengths_B, ended_B == 0, words_B, tokens, *_of_all_ranks(grades, len(texts))
+        )
 
 
 def _of_all_ranks(grades: Grades, rows: int) -> tuple[dict[str, list[Any]], dict[str, float]]:

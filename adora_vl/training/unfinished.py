@@ -22,7 +22,9 @@ class UnfinishedGeneration:
     """
 
     def __init__(self, context: StepContext, banks: ImageBanks) -> None:
-        self.accelerator, self.banks, self.shape = context.accelerator, banks, Shape.of(context.config)
+        self.accelerator = context.accelerator
+        self.banks = banks
+        self.shape = Shape.of(context.config)
         self.state = context.state
         # Where the first generation of an optimizer step began: TRL's `_step`, the tokens seen by then, and the facts.
         self._before: tuple[int, int, dict[str, Any]] | None = None
@@ -41,7 +43,9 @@ class UnfinishedGeneration:
         _, self.state().num_input_tokens_seen, facts = self._before
         return facts
 
-    def save(self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str) -> dict[str, Any]:
+    def save(
+        self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str
+    ) -> dict[str, Any]:
         """Write the micro-batches that are left and the images that they refer to; between two generations nothing.
 
         `micro_step`: micro-batches that the run has processed. `table`: the generation's, for the log. The whole image
@@ -50,10 +54,18 @@ class UnfinishedGeneration:
         within = micro_step % self.shape.cycle
         if not within or micro_batches is None:
             return {}
-        left = [cast("Batch", {k: v for k, v in micro.items() if k != "host"}) for micro in micro_batches]
+        left = [
+            cast("Batch", {k: v for k, v in micro.items() if k != "host"})
+            for micro in micro_batches
+        ]
         if self.shape.iterations == 1:
             left = [{} if number < within else micro for number, micro in enumerate(left)]
-        own: dict[str, Any] = {"micro_batches": to_cpu(left), "first": 0, "images": [], "table": table}
+        own: dict[str, Any] = {
+            "micro_batches": to_cpu(left),
+            "first": 0,
+            "images": [],
+            "table": table,
+        }
         bank = self.banks.of_training()
         if bank is not None:
             own["first"] = bank.first
@@ -91,13 +103,19 @@ class UnfinishedGeneration:
             references = micro.get("pixel_values")
             if references is not None and not references.is_floating_point():
                 micro["pixel_values"] = references + (bank.first - own["first"])
-        return facts["micro_step"], micro_batches, own.get("table", "")  # older checkpoints have none
+        return (
+            facts["micro_step"],
+            micro_batches,
+            own.get("table", ""),
+        )  # older checkpoints have none
 
     def _sizes(self) -> dict[str, int]:
         """On which the division into micro-batches depends, by TRL's keys."""
         shape = self.shape
         return {
-            "processes": self.accelerator.num_processes, "per_device_train_batch_size": shape.rows,
-            "gradient_accumulation_steps": shape.accumulated, "steps_per_generation": shape.steps,
+            "processes": self.accelerator.num_processes,
+            "per_device_train_batch_size": shape.rows,
+            "gradient_accumulation_steps": shape.accumulated,
+            "steps_per_generation": shape.steps,
             "num_iterations": shape.iterations,
-        }  # fmt: skip
+        }

@@ -24,7 +24,9 @@ class Check:
     remedy: str = ""
 
     def __post_init__(self) -> None:
-        assert self.remedy or self.status is not Status.FAILED, f"{self.name} fails without a remedy"
+        assert self.remedy or self.status is not Status.FAILED, (
+            f"{self.name} fails without a remedy"
+        )
 
 
 def passed(name: str, detail: str) -> Check:
@@ -50,7 +52,9 @@ def table(checks: Sequence[Check]) -> str:
         lines.append(f"{_MARKS[check.status]:>4}  {check.name:{width}}  {check.detail}")
         if check.remedy:
             lines.append(f"{'':{width + 6}}  -> {check.remedy}")
-    counts = ", ".join(f"{sum(check.status is status for check in checks)} {status}" for status in Status)
+    counts = ", ".join(
+        f"{sum(check.status is status for check in checks)} {status}" for status in Status
+    )
     return "\n".join([*lines, "", counts])
 
 
@@ -61,7 +65,9 @@ def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
 
 def is_table(content: Any) -> bool:
     """Whether the content of a JSON file is from `as_json`."""
-    return isinstance(content, list) and all(one.keys() == Check.__dataclass_fields__.keys() for one in content)
+    return isinstance(content, list) and all(
+        one.keys() == Check.__dataclass_fields__.keys() for one in content
+    )
 
 
 def is_healthy(checks: Sequence[Check]) -> bool:

@@ -48,7 +48,9 @@ def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool 
         print(f"interrupted; {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # Python flushes once more at its end
         return EXIT_UNREAD
     return 0
 
@@ -79,7 +81,9 @@ def plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         found = {key.name: plain(getattr(value, key.name)) for key in fields(value)}
         short = str(getattr(value, "shorthand", ""))
-        alone = short and all(getattr(value, key.name) == key.default for key in fields(value) if key.name != short)
+        alone = short and all(
+            getattr(value, key.name) == key.default for key in fields(value) if key.name != short
+        )
         return found[short] if alone else found
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
@@ -90,7 +94,11 @@ def dotted(key: str, value: Any) -> dict[str, Any]:
     """A key with its value, or where that is a mapping what is in it, each under its dotted name."""
     if not isinstance(value, Mapping) or not value:
         return {key: value}
-    return {name: each for inside in value for name, each in dotted(f"{key}.{inside}", value[inside]).items()}
+    return {
+        name: each
+        for inside in value
+        for name, each in dotted(f"{key}.{inside}", value[inside]).items()
+    }
 
 
 def section(title: str, lines: Sequence[str]) -> list[str]:
@@ -128,7 +136,11 @@ def whole(least: int, most: int | None = None) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         # The length first: Python refuses to read more than 4,300 digits, with an error of its own.
-        value = int(text) if len(text) < 20 and text.isascii() and text.removeprefix("-").isdecimal() else None
+        value = (
+            int(text)
+            if len(text) < 20 and text.isascii() and text.removeprefix("-").isdecimal()
+            else None
+        )
         if value is None or value < least or (most is not None and value > most):
             between = f"from {least} on" if most is None else f"from {least} to {most}"
             raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number {between}")
@@ -147,7 +159,9 @@ def number(least: float, most: float, *, also: float | None = None) -> Callable[
             value = math.nan
         if not (least <= value <= most or value == also):
             beside = "" if also is None else f"{also:g} or "
-            raise argparse.ArgumentTypeError(f"{text!r:.60} is not {beside}a number from {least:g} to {most:g}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r:.60} is not {beside}a number from {least:g} to {most:g}"
+            )
         return value
 
     return convert
@@ -156,7 +170,9 @@ def number(least: float, most: float, *, also: float | None = None) -> Callable[
 def text(value: str) -> str:
     """A text with something in it."""
     if not value.strip() or "\0" in value:
-        raise argparse.ArgumentTypeError(f"{value!r} is empty or no text; write something, or leave the option out")
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is empty or no text; write something, or leave the option out"
+        )
     return value
 
 
@@ -179,8 +195,11 @@ def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 _NULL = ("null", "~")  # as YAML reads them, in any case
-_TRUE, _FALSE = ("true", "yes", "t", "y", "1"), ("false", "no", "f", "n", "0")
-_PLAIN_LIST = re.compile(r"[\w./:+=-]+(,[\w./:+=-]+)+")  # a lone regular expression, as PEFT takes, is no list
+_TRUE = ("true", "yes", "t", "y", "1")
+_FALSE = ("false", "no", "f", "n", "0")
+_PLAIN_LIST = re.compile(
+    r"[\w./:+=-]+(,[\w./:+=-]+)+"
+)  # a lone regular expression, as PEFT takes, is no list
 
 
 def is_null(text: object) -> bool:
@@ -203,7 +222,10 @@ def split_list(words: Sequence[Any]) -> list[Any]:
             return entries
     if texts and texts[0].startswith("[") and "]" not in "".join(texts):
         raise ValueError("has an opening bracket only")
-    listed = (word.split(",") if isinstance(word, str) and _PLAIN_LIST.fullmatch(word) else [word] for word in words)
+    listed = (
+        word.split(",") if isinstance(word, str) and _PLAIN_LIST.fullmatch(word) else [word]
+        for word in words
+    )
     return [entry for entries in listed for entry in entries]
 
 
@@ -227,11 +249,14 @@ def _loader() -> Any:
 
     class Loader(yaml.SafeLoader):
         def get_single_node(self) -> Any:
-            node, left = super().get_single_node(), iter(range(_MOST_YAML))
+            node = super().get_single_node()
+            left = iter(range(_MOST_YAML))
 
             def visit(node: Any) -> None:
                 if next(left, None) is None:
-                    raise yaml.constructor.ConstructorError(None, None, "its aliases make it larger than any config")
+                    raise yaml.constructor.ConstructorError(
+                        None, None, "its aliases make it larger than any config"
+                    )
                 for part in node.value if isinstance(node, yaml.CollectionNode) else ():
                     for inside in part if isinstance(part, tuple) else (part,):
                         visit(inside)
@@ -302,13 +327,19 @@ def read_mapping(option: str, path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise UserError(f"{option}: no file {str(path)!r}") from error
     except UnicodeDecodeError as error:
-        raise UserError(f"{option}: {str(path)!r} is not UTF-8 text ({error.reason}); save it as UTF-8") from error
+        raise UserError(
+            f"{option}: {str(path)!r} is not UTF-8 text ({error.reason}); save it as UTF-8"
+        ) from error
     except OSError as error:
-        raise UserError(f"{option}: {str(path)!r} cannot be read ({error.strerror}); name a YAML file") from error
+        raise UserError(
+            f"{option}: {str(path)!r} cannot be read ({error.strerror}); name a YAML file"
+        ) from error
     except ValueError as error:  # also of a date that is none
         raise UserError(f"{option}: {str(path)!r} is not valid YAML ({error!s:.300})") from error
     except RecursionError as error:
-        raise UserError(f"{option}: {str(path)!r} is nested too deeply; name a file of `key: value` lines") from error
+        raise UserError(
+            f"{option}: {str(path)!r} is nested too deeply; name a file of `key: value` lines"
+        ) from error
     if not isinstance(content, dict):
         found = "nothing" if content is None else type(content).__name__
         raise UserError(f"{option}: {str(path)!r}: expected `key: value` lines, found {found}")

@@ -41,11 +41,17 @@ GENERATION_CLASS = Patch("trl.trainer.grpo_trainer", "VLLMGeneration")
 ENGINE = Patch("trl.generation.vllm_generation", "LLM")
 SERVER_CLIENT = Patch("trl.generation.vllm_generation", "VLLMClient")
 SHARD_LOADING = Patch("transformers.trainer", "deepspeed_load_checkpoint")
-IMAGE_PROCESSING = Patch("transformers.models.qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor", "preprocess")
+IMAGE_PROCESSING = Patch(
+    "transformers.models.qwen2_vl.image_processing_qwen2_vl.Qwen2VLImageProcessor", "preprocess"
+)
 HUB_OFFLINE = Patch("huggingface_hub.constants", "HF_HUB_OFFLINE")
 DATASETS_OFFLINE = Patch("datasets.config", "HF_HUB_OFFLINE")
-VISION_FEATURES = Patch("transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel", "get_image_features")
+VISION_FEATURES = Patch(
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VLModel", "get_image_features"
+)
 VISION_ATTENTION = Patch("transformers.PretrainedConfig", "_attn_implementation")
 TEXT_ATTENTION = Patch("transformers.PretrainedConfig", "_attn_implementation")
-SHARED_MEMORY = Patch("vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed", "make_group_name")
+SHARED_MEMORY = Patch(
+    "vllm.distributed.device_communicators.cpu_communicator._CPUSHMDistributed", "make_group_name"
+)
 SHARDED_BUILD = Patch("transformers.integrations.deepspeed", "_hf_deepspeed_config_weak_ref")

@@ -15,7 +15,9 @@ import xxhash
 from adora_vl.utils.files import GIB, KeptAnswers, cache_folder
 
 _REMEMBERED_BYTES = 2**14  # a smaller file is read again as fast as it is looked up
-_SETTLED_NS = 5 * 10**9  # a change within the grain of a file system's clock (up to 2 s) may leave the time as it is
+_SETTLED_NS = (
+    5 * 10**9
+)  # a change within the grain of a file system's clock (up to 2 s) may leave the time as it is
 _SAID_BYTES = 4 * GIB
 _HASH = re.compile(r"[0-9a-f]{32}")
 
@@ -28,7 +30,11 @@ def content_hash(files: Iterable[Path]) -> str:
     paths = sorted(files)
     new = sum(path.stat().st_size for path in paths if _memory().get(_state(path.stat())) is None)
     if new >= _SAID_BYTES and os.environ.get("RANK", "0") == "0":
-        print(f"reading {new / 1e9:.1f} GB in {paths[0].parent}, to know a change of it", file=sys.stderr, flush=True)
+        print(
+            f"reading {new / 1e9:.1f} GB in {paths[0].parent}, to know a change of it",
+            file=sys.stderr,
+            flush=True,
+        )
     whole = xxhash.xxh3_128()
     for path in paths:
         whole.update(os.fsencode(path.name) + f"\0{_of(path)}\0".encode())
@@ -37,7 +43,9 @@ def content_hash(files: Iterable[Path]) -> str:
 
 def _of(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
-        before = os.fstat(file.fileno())  # of the open file: a client of NFS asks the server when it opens one
+        before = os.fstat(
+            file.fileno()
+        )  # of the open file: a client of NFS asks the server when it opens one
         known = _memory().get(_state(before))
         if known is not None and _HASH.fullmatch(known):
             return known

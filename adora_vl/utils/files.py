@@ -25,7 +25,10 @@ _FULL_WORDS = re.compile(
 _PARTIAL = ".partial-"
 GIB = 2**30
 _PARTIAL_NAME = re.compile(rf"\.(.+){_PARTIAL}[0-9a-f]{{16}}")  # hidden, and 8 random bytes
-_NEW, _OLD, _LOCK = "new", "old", "lock"  # in the hidden neighbour of a folder
+# in the hidden neighbour of a folder
+_NEW = "new"
+_OLD = "old"
+_LOCK = "lock"
 NFS_DELAY_S = 60.0  # a client of NFS may not see another one's new file for this long (the default of `acdirmax`)
 
 
@@ -72,7 +75,8 @@ class KeptAnswers:
 
     def __init__(self, file: Path) -> None:
         """Raises `OSError`, as `put` does."""
-        self._file, self._answers = file, dict[str, str]()
+        self._file = file
+        self._answers = dict[str, str]()
         content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
         for line in content.splitlines():
             with suppress(ValueError, LookupError, TypeError, RecursionError):
@@ -241,8 +245,14 @@ def written_to(option: str, path: Path) -> Iterator[None]:
 
 
 def unwritable(option: str, path: Path, error: Exception) -> UserError:
-    remedy = "free some space, or choose another place" if disk_is_full(error) else "choose another place"
-    return UserError(f"{option}: {str(path)!r} cannot be written ({getattr(error, 'strerror', '') or error}); {remedy}")
+    remedy = (
+        "free some space, or choose another place"
+        if disk_is_full(error)
+        else "choose another place"
+    )
+    return UserError(
+        f"{option}: {str(path)!r} cannot be written ({getattr(error, 'strerror', '') or error}); {remedy}"
+    )
 
 
 def disk_is_full(error: BaseException | None) -> bool:
@@ -267,7 +277,9 @@ def check_folder(option: str, folder: Path) -> None:
     refuse_dangling(option, folder)
     with written_to(option, folder):
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-        is_file = f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place"
+        is_file = (
+            f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place"
+        )
         refuse((not there.is_dir(), is_file))
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
@@ -276,7 +288,9 @@ def check_folder(option: str, folder: Path) -> None:
 def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool]) -> None:
     """Raise `UserError` where a JSON file cannot be written, or is there and is not `what`, as `is_ours` says."""
     check_folder(option, path.parent)
-    if not path.exists() or not (path.is_file() or path.is_dir()):  # /dev/stdout is written to as it is
+    if not path.exists() or not (
+        path.is_file() or path.is_dir()
+    ):  # /dev/stdout is written to as it is
         return
     try:
         content = path.read_bytes()

@@ -13,7 +13,9 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 HIDDEN = "..."
 _NAME = r"(?:token|passw(?:or)?d|secret|api[_-]?key|access[_-]?key|authorization|credentials?)"
 _SECRET_KEY = re.compile(rf"(?:.*[_-])?{_NAME}", re.IGNORECASE)
-_TEXT_KEY = re.compile(r"(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video|vision|control)[_-]token", re.IGNORECASE)
+_TEXT_KEY = re.compile(
+    r"(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video|vision|control)[_-]token", re.IGNORECASE
+)
 _LOGIN = re.compile(r"(?<=://)[^\s/?#'\"]+@")
 _QUERY = re.compile(rf"([?&](?:[\w-]*[_-])?{_NAME}=)[^&\s'\"]+", re.IGNORECASE)
 # A key and its value in JSON or YAML: in quotes, or a word that is longer than `true` and `null`.
@@ -33,7 +35,11 @@ def note_secret(value: str) -> None:
 
 def is_secret(key: object) -> bool:
     """Whether a key of this name has a secret for its value. Names of a model's own tokens are none."""
-    return isinstance(key, str) and _SECRET_KEY.fullmatch(key) is not None and _TEXT_KEY.fullmatch(key) is None
+    return (
+        isinstance(key, str)
+        and _SECRET_KEY.fullmatch(key) is not None
+        and _TEXT_KEY.fullmatch(key) is None
+    )
 
 
 def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
@@ -41,12 +47,18 @@ def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
     kind stays as it is. Of a plain text only logins in addresses are hidden: its sentences may say `password: ...`.
     """
     if type(value) is str:
-        return masked_text(value) if value.lstrip().startswith("{") else _LOGIN.sub(_hide_login, value)
+        return (
+            masked_text(value) if value.lstrip().startswith("{") else _LOGIN.sub(_hide_login, value)
+        )
     if type(value) in (list, tuple):
         return type(value)(masked(each, hidden) for each in value)
     if not isinstance(value, Mapping):
         return value
-    secret = {key: each for key, each in value.items() if is_secret(key) and isinstance(each, str) and each}
+    secret = {
+        key: each
+        for key, each in value.items()
+        if is_secret(key) and isinstance(each, str) and each
+    }
     for each in secret.values():
         note_secret(each)
     return {key: hidden if key in secret else masked(each, hidden) for key, each in value.items()}
@@ -67,11 +79,14 @@ def masked_text(text: str, *secrets: str) -> str:
 
 def masked_words(words: Sequence[str]) -> list[str]:
     """The words of a command line, for someone who may read it."""
-    kept, secret = [], False
+    kept = []
+    secret = False
     for word in words:
         key, sign, _ = word.partition("=")
         hidden = key.startswith("--") and is_secret(key[2:])
-        kept.append(HIDDEN if secret else f"{key}={HIDDEN}" if hidden and sign else masked_text(word))
+        kept.append(
+            HIDDEN if secret else f"{key}={HIDDEN}" if hidden and sign else masked_text(word)
+        )
         secret = hidden and not sign
     return kept
 
@@ -98,12 +113,32 @@ def _without(text: str, secret: str) -> str:
     """
     if not secret:
         return text
-    content, escaped = secret.encode(), json.dumps(secret)[1:-1]
-    forms = {secret, quote(secret, safe=""), quote(secret), escaped, escaped.replace("/", "\\/"), html.escape(secret)}
-    forms |= {content.hex(), "".join(f"%{byte:02x}" for byte in content), "".join(f"\\u{ord(c):04x}" for c in secret)}
+    content = secret.encode()
+    escaped = json.dumps(secret)[1:-1]
+    forms = {
+        secret,
+        quote(secret, safe=""),
+        quote(secret),
+        escaped,
+        escaped.replace("/", "\\/"),
+        html.escape(secret),
+    }
+    forms |= {
+        content.hex(),
+        "".join(f"%{byte:02x}" for byte in content),
+        "".join(f"\\u{ord(c):04x}" for c in secret),
+    }
     found = [re.escape(form) for form in sorted(forms, key=len, reverse=True)]
     if len(secret) >= _SHORTEST:
-        for before, first in ((0, 0), (1, 2), (2, 3)):  # the letters that the bytes beside it have no part in
-            whole = base64.b64encode(b"\0" * before + content)[first : (before + len(content)) * 8 // 6].decode()
-            found.append(rf"{re.escape(whole).replace('/', '[/_]').replace(re.escape('+'), '[+-]')}[\w+/=-]*")
+        for before, first in (
+            (0, 0),
+            (1, 2),
+            (2, 3),
+        ):  # the letters that the bytes beside it have no part in
+            whole = base64.b64encode(b"\0" * before + content)[
+                first : (before + len(content)) * 8 // 6
+            ].decode()
+            found.append(
+                rf"{re.escape(whole).replace('/', '[/_]').replace(re.escape('+'), '[+-]')}[\w+/=-]*"
+            )
     return re.sub("|".join(found), HIDDEN, text, flags=re.IGNORECASE)

@@ -34,20 +34,26 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise RunError(f"of 100 ports in {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to one that is")
+    raise RunError(
+        f"of 100 ports in {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to one that is"
+    )
 
 
 def put_own_programs_on_path() -> None:
     """Let child processes find this environment's programs: DeepSpeed and torch call `ninja` by its name."""
     own = str(Path(sys.executable).parent)
-    others = [folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own]
+    others = [
+        folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own
+    ]
     os.environ["PATH"] = os.pathsep.join([own, *others])
 
 
 def use_one_gpu() -> None:
     """A single process uses the first GPU it sees: Transformers would use all by `DataParallel`, and TRL cannot."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[
+            0
+        ]
 
 
 def prepare_engine_environment() -> None:
@@ -64,10 +70,16 @@ def prepare_engine_environment() -> None:
         # Two runs on one machine: accelerate would give both the same port for the engine's group of one.
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     if find_cpu_build():
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; the default is a share of all memory
+        os.environ.setdefault(
+            "VLLM_CPU_KVCACHE_SPACE", "1"
+        )  # GiB; the default is a share of all memory
 
 
-_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")  # torch's order
+_ALLOCATOR_VARIABLES = (
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_HIP_ALLOC_CONF",
+)  # torch's order
 
 
 def use_expandable_segments() -> None:
@@ -80,7 +92,9 @@ def use_expandable_segments() -> None:
 
 def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
     """Whether torch's blocks of GPU memory can grow in this process, by its environment."""
-    setting = next((environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), "")
+    setting = next(
+        (environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), ""
+    )
     return "expandable_segments:true" in setting.replace(" ", "").lower()
 
 
@@ -131,7 +145,11 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
         while (left := is_left_behind(lock)) is not False:
             if left and first:
                 lock.unlink(missing_ok=True)
-                print(f"removed {lock}: the build that it guarded was killed", file=sys.stderr, flush=True)
+                print(
+                    f"removed {lock}: the build that it guarded was killed",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 break
             if first and not said:
                 what = f"a build of {lock.parent.name}, which another machine may be making (if none is: rm {lock})"
@@ -168,7 +186,11 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
     meet at and no number of processes; empty elsewhere.
     """
     asked = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
-    if not asked or under_elastic(environment) or any(name.endswith("WORLD_SIZE") for name in environment):
+    if (
+        not asked
+        or under_elastic(environment)
+        or any(name.endswith("WORLD_SIZE") for name in environment)
+    ):
         return ""
     return f"accelerate was asked for several processes and has started one, by distributed_type: 'NO'; {SEVERAL}"
 
@@ -195,7 +217,9 @@ def watch_parent() -> None:
     def hang_up_without_it() -> None:
         while os.getppid() == parent:
             time.sleep(_WATCH_S)
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # the launcher was started with nohup
+        ignored = (
+            signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        )  # the launcher was started with nohup
         os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)
 
     threading.Thread(target=hang_up_without_it, name="launcher-watch", daemon=True).start()
@@ -231,7 +255,9 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-STARTUP_LOG = ".startup.log"  # in output_dir; hidden, since no run may write over a file of the user's
+STARTUP_LOG = (
+    ".startup.log"  # in output_dir; hidden, since no run may write over a file of the user's
+)
 _SHOWN = 20  # lines
 
 
@@ -242,7 +268,8 @@ class StartupLog:
 
     def __init__(self, path: Path, *, first: bool = False) -> None:
         """`first`: whether the file begins anew here; the others add to it."""
-        self.path, self.first = path, first
+        self.path = path
+        self.first = first
         self._screen: list[int] = []
         self._began = 0
 
@@ -268,7 +295,9 @@ class StartupLog:
             os.close(screen)
         self._screen = []
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         open_until_now = bool(self._screen)
         self.release()
         if open_until_now and isinstance(error, Exception) and not isinstance(error, UserError):

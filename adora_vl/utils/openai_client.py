@@ -32,10 +32,14 @@ from adora_vl.utils.hidden import masked_text, note_secret
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _REFUSED = (401, 403)
 # What servers say of a prompt that has no room in the model's context, and of an answer for which there is none left.
-_LONG_PROMPT = re.compile(r"context[ _](length|window|size)|too long|longer than|max_model_len", re.IGNORECASE)
+_LONG_PROMPT = re.compile(
+    r"context[ _](length|window|size)|too long|longer than|max_model_len", re.IGNORECASE
+)
 _LONG_ANSWER = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
 _LONGEST_WAIT_S = 60.0
-_SAID, _SHOWN = 4096, 200  # bytes that are read of what a server says about a refused call, and characters shown
+# bytes that are read of what a server says about a refused call, and characters shown
+_SAID = 4096
+_SHOWN = 200
 _LARGEST_REPLY = 32 * 2**20  # bytes; a million tokens of text are a quarter of it
 Messages = Sequence[Mapping[str, Any]]
 
@@ -73,10 +77,19 @@ class EndpointError(SpokenError):
     """
 
     def __init__(
-        self, reason: str, *, again: bool = True, wait_s: float = 0.0, refused: bool = False, too_long: bool = False
+        self,
+        reason: str,
+        *,
+        again: bool = True,
+        wait_s: float = 0.0,
+        refused: bool = False,
+        too_long: bool = False,
     ) -> None:
         super().__init__(reason)
-        self.again, self.wait_s, self.refused, self.too_long = again, wait_s, refused, too_long
+        self.again = again
+        self.wait_s = wait_s
+        self.refused = refused
+        self.too_long = too_long
 
 
 def check_url(name: str, url: str) -> str:
@@ -89,22 +102,30 @@ def check_url(name: str, url: str) -> str:
         sound = False
     if not sound or not url.isprintable() or " " in url:
         shown = url.rpartition("@")[2]  # before it a key may stand
-        raise UserError(f"{name}: {shown!r:.80} is no http address; give one such as http://localhost:8000/v1")
+        raise UserError(
+            f"{name}: {shown!r:.80} is no http address; give one such as http://localhost:8000/v1"
+        )
     if parts.username or parts.password or parts.query:
-        raise UserError(f"{name}: an address with a key in it would be shown; put the key into the environment")
+        raise UserError(
+            f"{name}: an address with a key in it would be shown; put the key into the environment"
+        )
     return url.rstrip("/")
 
 
 class ChatClient:
     """Asks an endpoint, from several threads at once."""
 
-    def __init__(self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None) -> None:
+    def __init__(
+        self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None
+    ) -> None:
         """`cache`: a file of earlier answers, by the request. `budget`: of calls, each attempt one; None: any."""
         self._fields = {"model": endpoint.model, **endpoint.body}
-        self.endpoint, self.budget = endpoint, budget
+        self.endpoint = endpoint
+        self.budget = budget
         self.calls = 0
         self._lock = threading.Lock()
-        self._file, self._answers = cache, None
+        self._file = cache
+        self._answers = None
         if cache is not None:
             with written_to("judge_cache", cache):
                 self._answers = KeptAnswers(cache)
@@ -150,7 +171,9 @@ class ChatClient:
             except EndpointError as error:
                 if attempt == self.endpoint.attempts or not error.again:
                     why = f"{error} (attempt {attempt})"
-                    raise EndpointError(why, refused=error.refused, too_long=error.too_long) from error
+                    raise EndpointError(
+                        why, refused=error.refused, too_long=error.too_long
+                    ) from error
                 time.sleep(min(max(wait, error.wait_s), _LONGEST_WAIT_S))
             wait *= 2
         raise AssertionError("at least one attempt")
@@ -165,9 +188,14 @@ class ChatClient:
         try:
             found = json.loads(received)
             choice = found["choices"][0]
-            text, usage = choice["message"]["content"], found.get("usage") or {}
-            if not isinstance(text, str):  # a refusal, a call of a tool, or reasoning that was cut off; no answer
-                raise EndpointError(f"the reply has no text (its finish_reason is {choice.get('finish_reason')!r})")
+            text = choice["message"]["content"]
+            usage = found.get("usage") or {}
+            if not isinstance(
+                text, str
+            ):  # a refusal, a call of a tool, or reasoning that was cut off; no answer
+                raise EndpointError(
+                    f"the reply has no text (its finish_reason is {choice.get('finish_reason')!r})"
+                )
             return Reply(
                 text,
                 _count(usage.get("completion_tokens")),
@@ -182,14 +210,21 @@ class ChatClient:
         key = os.environ.get(self.endpoint.key_variable, "").strip()
         if not (key.isascii() and key.isprintable()):  # the library's own error would show it
             wrong = "has a character that no header can hold, such as a line break; set it to the key alone"
-            raise EndpointError(f"the key in {self.endpoint.key_variable} {wrong}", again=False, refused=True)
+            raise EndpointError(
+                f"the key in {self.endpoint.key_variable} {wrong}", again=False, refused=True
+            )
         if key:
             note_secret(key)
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         try:
             status, said, received = fetch(address, self.endpoint.timeout_s, content, headers)
-        except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # no connection, too late, no HTTP
+        except (
+            OSError,
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            ValueError,
+        ) as error:  # no connection, too late, no HTTP
             raise EndpointError(f"{type(error).__name__}: {error}") from error
         if httpx.codes.is_success(status):
             return received
@@ -198,16 +233,21 @@ class ChatClient:
         if status == httpx.codes.NOT_FOUND:  # an address that goes on too far, or not far enough
             why = f" at {address}{why}"
         raise EndpointError(
-            f"HTTP {status}{why}", again=again, wait_s=_seconds(said.get("Retry-After")), refused=status in _REFUSED,
+            f"HTTP {status}{why}",
+            again=again,
+            wait_s=_seconds(said.get("Retry-After")),
+            refused=status in _REFUSED,
             too_long=bool(_LONG_PROMPT.search(why)) and not _LONG_ANSWER.search(why),
-        )  # fmt: skip
+        )
 
 
 Headers = Mapping[str, str]
 Exchanged = tuple[int, Headers, bytes]  # status, headers and body
 
 
-def fetch(address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None) -> Exchanged:
+def fetch(
+    address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None
+) -> Exchanged:
     """Status, headers and body of one exchange, a GET where there is no `content`, all within `timeout_s`. The proxy of
     the environment is used, but not for this machine itself, and no redirect is followed: the key goes to the address
     that the user named. Raises what httpx raises, `OSError`, and `EndpointError` for a body without end.
@@ -221,7 +261,9 @@ def fetch(address: str, timeout_s: float, content: bytes | None = None, headers:
         return threads.apply(exchange)
 
 
-async def _exchange(address: str, timeout_s: float, content: bytes | None, headers: Headers | None) -> Exchanged:
+async def _exchange(
+    address: str, timeout_s: float, content: bytes | None, headers: Headers | None
+) -> Exchanged:
     received = bytearray()
     asking = httpx.AsyncClient(verify=_trusted(), trust_env=not is_here(address), timeout=None)  # noqa: S113  # below
     method = "GET" if content is None else "POST"
@@ -233,7 +275,9 @@ async def _exchange(address: str, timeout_s: float, content: bytes | None, heade
                 if not reply.is_success and len(received) > _SAID:
                     break
                 if len(received) > _LARGEST_REPLY:
-                    raise EndpointError(f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False)
+                    raise EndpointError(
+                        f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False
+                    )
     except TimeoutError:
         raise TimeoutError("the call took too long") from None
     return reply.status_code, reply.headers, bytes(received)

@@ -27,7 +27,11 @@ from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 LOAD_TIMEOUT_S = 60.0
 GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
 _AGAIN_S = 1.0  # between signals, for a function that catches the first one
-_OURS = ("adora_vl", "data_prep", "eval")  # beside a file in the checkout; no part of the user's own
+_OURS = (
+    "adora_vl",
+    "data_prep",
+    "eval",
+)  # beside a file in the checkout; no part of the user's own
 _beside: list[Path] = []  # the folder of this process's config
 
 
@@ -64,7 +68,8 @@ def source_hash(function: Any) -> str:
     """Of the function's own text: the file may be the script that says how long to train. Of a builtin, its name."""
     while isinstance(function, partial):
         function = function.func
-    text, named = function_name(function), inspect.isroutine(function) or inspect.isclass(function)
+    text = function_name(function)
+    named = inspect.isroutine(function) or inspect.isclass(function)
     with suppress(OSError, TypeError):
         text = inspect.getsource(function if named else type(function))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -75,7 +80,9 @@ def look_beside(config: Path | None) -> None:
     _beside[:] = [config.parent] if config else []
 
 
-def from_file(key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function) -> FromFile:
+def from_file(
+    key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function
+) -> FromFile:
     """What `FILE.py:NAME` in `key` stands for, with the file beside the config or in the working directory. `noun`:
     what it has to be, as `fits` says. Raises `UserError` for a file that is not there or fails, and for another name.
     """
@@ -88,20 +95,32 @@ def from_file(key: str, entry: str, noun: str = "function", fits: Callable[[Any]
     if found is None:
 
         def came(value: Any) -> bool:  # by an import
-            return (inspect.isroutine(value) or inspect.isclass(value)) and value.__module__ != module.__name__
+            return (
+                inspect.isroutine(value) or inspect.isclass(value)
+            ) and value.__module__ != module.__name__
 
-        names = [name for name, one in vars(module).items() if fits(one) and not (name.startswith("_") or came(one))]
+        names = [
+            name
+            for name, one in vars(module).items()
+            if fits(one) and not (name.startswith("_") or came(one))
+        ]
         there = f"it has {', '.join(names)}" if names else f"it has no {noun}"
-        raise UserError(f"{key}: {entry!r}: no {noun} {name!r} there; {there}{did_you_mean(name, names)}")
+        raise UserError(
+            f"{key}: {entry!r}: no {noun} {name!r} there; {there}{did_you_mean(name, names)}"
+        )
     if not fits(found):
-        raise UserError(f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(found).__name__})")
+        raise UserError(
+            f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(found).__name__})"
+        )
     return FromFile(found, entry.rpartition(":")[0], known_by)
 
 
 def _find(key: str, entry: str, noun: str) -> Path:
     name, colon, wanted = entry.rpartition(":")
     if not colon or not wanted.isidentifier():
-        raise UserError(f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the file")
+        raise UserError(
+            f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the file"
+        )
     folders = dict.fromkeys(folder.resolve() for folder in (*_beside, Path.cwd()))
     for folder in folders:
         path = (folder / Path(name).expanduser()).resolve()
@@ -115,7 +134,9 @@ def with_neighbours(path: Path) -> set[Path]:
     """A file and the modules beside it, or in packages below, that its text imports, also inside a function; and those
     that these import. (The library's `modulefinder` ends in an error for a package without `__init__.py`.)
     """
-    root, found, left = path.parent, set[Path](), [path]
+    root = path.parent
+    found = set[Path]()
+    left = [path]
     while left:
         file = left.pop()
         if file in found or not file.is_file():
@@ -136,7 +157,10 @@ def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
                 names += [tuple(each.name.split(".")) for each in node.names]
             elif isinstance(node, ast.ImportFrom):
                 of = package[: len(package) + 1 - node.level] if node.level else ()
-                names += [(*of, *filter(None, (node.module or "").split(".")), each.name) for each in node.names]
+                names += [
+                    (*of, *filter(None, (node.module or "").split(".")), each.name)
+                    for each in node.names
+                ]
     return [name for name in names if name[0] not in _OURS]
 
 
@@ -147,7 +171,9 @@ def _module(where: str, path: Path, wanted: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:  # at the end: files beside it can be imported, and hide nothing installed
+    if (
+        str(path.parent) not in sys.path
+    ):  # at the end: files beside it can be imported, and hide nothing installed
         sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:
@@ -160,8 +186,16 @@ def _module(where: str, path: Path, wanted: str) -> ModuleType:
 
 
 def _refuse(where: str, path: Path, error: BaseException) -> NoReturn:
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    line = error.lineno if isinstance(error, SyntaxError) and error.filename == str(path) else lines[-1:]
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(path)
+    ]
+    line = (
+        error.lineno
+        if isinstance(error, SyntaxError) and error.filename == str(path)
+        else lines[-1:]
+    )
     at = f"line {line[0] if isinstance(line, list) else line}: " if line else ""
     raise UserError(f"{where} cannot be loaded: {at}{in_one_line(error)}") from None
 
@@ -220,7 +254,9 @@ def deadline(seconds: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if left:  # someone else's timer goes on
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval)
+            signal.setitimer(
+                signal.ITIMER_REAL, max(left - (time.monotonic() - began), 1e-3), interval
+            )
 
 
 _guarded: list[float] = []  # the calls under `backstop`, one in another

@@ -29,7 +29,8 @@ def number_at(place: str) -> int:
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Restore the random states of Python, NumPy and torch after the block, so that its draws change nothing else."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices):

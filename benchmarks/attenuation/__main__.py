@@ -24,7 +24,13 @@ from benchmarks.attenuation.report import (
     unknown_commits,
     write_report,
 )
-from benchmarks.attenuation.start import arithmetic_folder, build_arithmetic, build_start, fingerprint, start_folder
+from benchmarks.attenuation.start import (
+    arithmetic_folder,
+    build_arithmetic,
+    build_start,
+    fingerprint,
+    start_folder,
+)
 from benchmarks.attenuation.task import SETTINGS, Settings, read_settings
 from data_prep.forecast import forecast
 
@@ -36,8 +42,11 @@ def commit() -> str:
     """The commit that the runs are made from, with a plus sign where files differ from it."""
     said = subprocess.run(
         ["git", "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"],  # noqa: S607
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     return said.stdout.strip() or "unknown"
 
 
@@ -45,7 +54,15 @@ def train_all(settings: Path, output: Path, workers: int) -> int:
     """Every worker trains its share of the seeds on one core. Returns how many ended with an error."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment.pop("MASTER_PORT", None)
-    words = [sys.executable, "-m", "benchmarks.attenuation", "--settings", str(settings), "--output", str(output)]
+    words = [
+        sys.executable,
+        "-m",
+        "benchmarks.attenuation",
+        "--settings",
+        str(settings),
+        "--output",
+        str(output),
+    ]
     words += ["--commit", commit(), "--workers", str(workers)]
     output.mkdir(parents=True, exist_ok=True)
     plan = read_settings(settings)
@@ -56,7 +73,9 @@ def train_all(settings: Path, output: Path, workers: int) -> int:
         for worker in range(workers):
             with (output / f"worker-{worker}.log").open("a") as log:
                 own = [*words, "--worker", str(worker)]
-                running.append(subprocess.Popen(own, cwd=REPOSITORY, env=environment, stdout=log, stderr=log))
+                running.append(
+                    subprocess.Popen(own, cwd=REPOSITORY, env=environment, stdout=log, stderr=log)
+                )
         return sum(process.wait() != 0 for process in running)
     finally:
         for process in running:
@@ -69,7 +88,13 @@ def work(options: argparse.Namespace) -> None:
     """
     watch_parent()
     prepare_engine_environment()
-    from benchmarks.attenuation.run import YOKED_TO, keep_one_engine, read_record, run_job, write_result
+    from benchmarks.attenuation.run import (
+        YOKED_TO,
+        keep_one_engine,
+        read_record,
+        run_job,
+        write_result,
+    )
 
     settings = read_settings(options.settings)
     keep_one_engine()
@@ -80,17 +105,25 @@ def work(options: argparse.Namespace) -> None:
         arithmetic = arithmetic_folder(options.output, job.model)
         start = start_folder(options.output, job)
         build_start(start, arithmetic, settings.start, job.seed)
-        facts = {"plan": options.settings.stem, "commit": options.commit, "arithmetic": fingerprint(arithmetic)}
+        facts = {
+            "plan": options.settings.stem,
+            "commit": options.commit,
+            "arithmetic": fingerprint(arithmetic),
+        }
         try:
             arm = settings.arms[job.arm].get(YOKED_TO)
-            record = read_record(result.with_name(f"{replace(job, arm=arm).name}.json")) if arm else None
+            record = (
+                read_record(result.with_name(f"{replace(job, arm=arm).name}.json")) if arm else None
+            )
             found = run_job(settings, job, start, facts, record)
         except Exception:  # one run that fails is said and left out; starting again tries it again
             traceback.print_exc()
             continue
         write_result(result, found)
         end = found["held_out"][-1]
-        figures = f"accuracy {end['accuracy']:.3f}, chains {end['chains']:.2f}, {found['seconds']} s"
+        figures = (
+            f"accuracy {end['accuracy']:.3f}, chains {end['chains']:.2f}, {found['seconds']} s"
+        )
         print(f"{job.name}: {figures}", flush=True)
 
 
@@ -100,10 +133,19 @@ def print_forecasts(settings: Settings, output: Path) -> int:
 
     for regime in settings.regimes:
         job = next(job for job in settings.jobs() if job.regime == regime)
-        arithmetic, start = arithmetic_folder(output, job.model), start_folder(output, job)
+        arithmetic = arithmetic_folder(output, job.model)
+        start = start_folder(output, job)
         build_arithmetic(arithmetic, settings.start, job.model)
         build_start(start, arithmetic, settings.start, job.seed)
-        print("\n".join([f"{regime}, seed {job.seed}", *forecast(groups_of_start(settings, job, start)).lines(), ""]))
+        print(
+            "\n".join(
+                [
+                    f"{regime}, seed {job.seed}",
+                    *forecast(groups_of_start(settings, job, start)).lines(),
+                    "",
+                ]
+            )
+        )
     return 0
 
 
@@ -124,21 +166,42 @@ def print_tables(file: Path, curves: Path | None) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--settings", type=Path, default=SETTINGS)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "attenuation")
-    parser.add_argument("--workers", type=int, default=2, help="processes, one core each (%(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=2, help="processes, one core each (%(default)s)"
+    )
     parser.add_argument("--report", action="store_true", help="only read the runs that are there")
     parser.add_argument(
-        "--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables of a runs.jsonl"
+        "--tables",
+        type=Path,
+        nargs="?",
+        const=RUNS,
+        metavar="FILE",
+        help="only print the tables of a runs.jsonl",
     )
-    parser.add_argument("--curves", type=Path, metavar="PNG", help="with --tables: draw the curves too")
     parser.add_argument(
-        "--add", type=Path, nargs="?", const=RUNS, metavar="FILE",
+        "--curves", type=Path, metavar="PNG", help="with --tables: draw the curves too"
+    )
+    parser.add_argument(
+        "--add",
+        type=Path,
+        nargs="?",
+        const=RUNS,
+        metavar="FILE",
         help="train nothing, and add the runs that are there to a runs.jsonl that has others",
-    )  # fmt: skip
-    parser.add_argument("--forecast", action="store_true", help="only say what attenuation would act on at the starts")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)  # which of them this process is
+    )
+    parser.add_argument(
+        "--forecast",
+        action="store_true",
+        help="only say what attenuation would act on at the starts",
+    )
+    parser.add_argument(
+        "--worker", type=int, help=argparse.SUPPRESS
+    )  # which of them this process is
     parser.add_argument("--commit", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.tables:
@@ -152,7 +215,11 @@ def main() -> int:
         return 0
     if options.forecast:
         return print_forecasts(read_settings(options.settings), options.output)
-    failed = 0 if options.report or options.add else train_all(options.settings, options.output, options.workers)
+    failed = (
+        0
+        if options.report or options.add
+        else train_all(options.settings, options.output, options.workers)
+    )
     write_report(options.output)
     if options.add:
         print(f"{add_runs(options.output, options.add)} runs added to {options.add}")

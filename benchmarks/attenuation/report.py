@@ -72,7 +72,9 @@ def over_steps(key: str, after: int = 0, up_to: float = math.inf) -> Callable[[R
     """The mean of a figure of the training rollouts over the blocks that end after one step and up to another."""
 
     def value(run: Run) -> float | None:
-        values = [block[key] for block in run["steps"] if key in block and after < block["step"] <= up_to]
+        values = [
+            block[key] for block in run["steps"] if key in block and after < block["step"] <= up_to
+        ]
         return statistics.fmean(values) if values else None
 
     return value
@@ -83,7 +85,9 @@ def mostly_chains(run: Run) -> float:
     return float(run["held_out"][-1]["chains"] > 0.5)
 
 
-Columns = Sequence[tuple[str, Callable[[Run], float | None], float]]  # title, value of a run, factor
+Columns = Sequence[
+    tuple[str, Callable[[Run], float | None], float]
+]  # title, value of a run, factor
 HELD_OUT: Columns = (
     ("accuracy, end", end("accuracy"), 100),
     ("mean over steps", area("accuracy"), 100),
@@ -125,10 +129,16 @@ LASTING: Columns = (
 )
 
 
-def select(runs: Sequence[Run], regime: str, recipe: str, arm: str, *, engine: bool = False) -> dict[Pair, Run]:
+def select(
+    runs: Sequence[Run], regime: str, recipe: str, arm: str, *, engine: bool = False
+) -> dict[Pair, Run]:
     """The runs of an arm by their pair: those that Transformers sampled, or those of the engine."""
     wanted = (regime, recipe, arm, engine)
-    return {pair_of(run): run for run in runs if (run["regime"], run["recipe"], run["arm"], run["engine"]) == wanted}
+    return {
+        pair_of(run): run
+        for run in runs
+        if (run["regime"], run["recipe"], run["arm"], run["engine"]) == wanted
+    }
 
 
 def levels(runs: Sequence[Run], regime: str, recipe: str, columns: Columns) -> list[str]:
@@ -158,7 +168,9 @@ def by_recipe(runs: Sequence[Run], regime: str) -> list[str]:
     if len(recipes) < 2:
         return []
     lines = [
-        f"| {regime}, recipe and arm | seeds | " + " | ".join(title for title, _, _ in LASTING) + " |",
+        f"| {regime}, recipe and arm | seeds | "
+        + " | ".join(title for title, _, _ in LASTING)
+        + " |",
         "|---" * (len(LASTING) + 2) + "|",
     ]
     for recipe in recipes:
@@ -180,7 +192,10 @@ def by_model(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
         if not ahead:
             continue
         means = [
-            statistics.fmean(100 * run["held_out"][-1]["accuracy"] for run in select(own, regime, recipe, arm).values())
+            statistics.fmean(
+                100 * run["held_out"][-1]["accuracy"]
+                for run in select(own, regime, recipe, arm).values()
+            )
             for arm in ("grpo", "adora")
         ]
         cells = f"{len(ahead)} | {means[0]:.1f} | {means[1]:.1f} | {interval(ahead)} | {min(ahead):+.1f}"
@@ -189,11 +204,19 @@ def by_model(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
 
 
 def paired(
-    runs: Sequence[Run], regime: str, recipe: str, one: str, other: str, value: Callable[[Run], float | None]
+    runs: Sequence[Run],
+    regime: str,
+    recipe: str,
+    one: str,
+    other: str,
+    value: Callable[[Run], float | None],
 ) -> list[float]:
     """The differences `one` minus `other` in points, pair by pair."""
-    first, second = select(runs, regime, recipe, one), select(runs, regime, recipe, other)
-    pairs = [(value(first[pair]), value(second[pair])) for pair in sorted(first.keys() & second.keys())]
+    first = select(runs, regime, recipe, one)
+    second = select(runs, regime, recipe, other)
+    pairs = [
+        (value(first[pair]), value(second[pair])) for pair in sorted(first.keys() & second.keys())
+    ]
     return [100 * (a - b) for a, b in pairs if a is not None and b is not None]
 
 
@@ -201,7 +224,8 @@ def interval(differences: Sequence[float]) -> str:
     """`+4.1 [+1.0, +7.2]`; in bold where 0 lies outside."""
     if len(differences) < 2:
         return "-"
-    mean, half = statistics.fmean(differences), half_width(differences)
+    mean = statistics.fmean(differences)
+    half = half_width(differences)
     text = f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
     return f"**{text}**" if abs(mean) > half else text
 
@@ -225,15 +249,21 @@ def comparisons(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
     pairs = [("adora", other) for other in ("grpo", *controls)]
     pairs += [(arm, "grpo") for arm in (*controls, "adora_then_grpo")]
     lines = [
-        "| difference in points [95 %] | seeds | " + " | ".join(title for title, _ in DIFFERENCES) + " | p |",
+        "| difference in points [95 %] | seeds | "
+        + " | ".join(title for title, _ in DIFFERENCES)
+        + " | p |",
         "|---" * (len(DIFFERENCES) + 3) + "|",
     ]
     for one, other in pairs:
         ends = paired(runs, regime, recipe, one, other, end("accuracy"))
         if len(ends) < 2:
             continue
-        cells = [interval(paired(runs, regime, recipe, one, other, value)) for _, value in DIFFERENCES]
-        lines.append(f"| {ARMS[one]} - {ARMS[other]} | {len(ends)} | {' | '.join(cells)} | {sign_flips(ends):.3f} |")
+        cells = [
+            interval(paired(runs, regime, recipe, one, other, value)) for _, value in DIFFERENCES
+        ]
+        lines.append(
+            f"| {ARMS[one]} - {ARMS[other]} | {len(ends)} | {' | '.join(cells)} | {sign_flips(ends):.3f} |"
+        )
     return lines if len(lines) > 2 else []
 
 
@@ -243,13 +273,17 @@ def summary(runs: Sequence[Run], title: str, value: Callable[[Run], float | None
     """
     arms = [arm for arm in ARMS if any(run["arm"] == arm for run in runs)]
     lines = [
-        f"| {title} (seeds) | " + " | ".join(ARMS[arm] for arm in arms) + " | ADORA - GRPO [95 %] | p |",
+        f"| {title} (seeds) | "
+        + " | ".join(ARMS[arm] for arm in arms)
+        + " | ADORA - GRPO [95 %] | p |",
         "|---" * (len(arms) + 3) + "|",
     ]
     for regime, recipe in conditions(runs):
         cells = []
         for arm in arms:
-            known = [v for v in map(value, select(runs, regime, recipe, arm).values()) if v is not None]
+            known = [
+                v for v in map(value, select(runs, regime, recipe, arm).values()) if v is not None
+            ]
             cells.append(f"{100 * statistics.fmean(known):.1f} ({len(known)})" if known else "-")
         ahead = paired(runs, regime, recipe, "adora", "grpo", value)
         test = f"{sign_flips(ahead):.3f}" if len(ahead) > 1 else "-"
@@ -259,12 +293,19 @@ def summary(runs: Sequence[Run], title: str, value: Callable[[Run], float | None
 
 def engines(runs: Sequence[Run]) -> list[str]:
     """A Markdown table of the runs that were made both ways, with their accuracy and chains at the end in percent."""
-    lines = ["| run | accuracy: Transformers | vLLM | chains: Transformers | vLLM |", "|---|---|---|---|---|"]
+    lines = [
+        "| run | accuracy: Transformers | vLLM | chains: Transformers | vLLM |",
+        "|---|---|---|---|---|",
+    ]
     for run in (run for run in runs if run["engine"]):
         other = select(runs, run["regime"], run["recipe"], run["arm"]).get(pair_of(run))
         if other is None:
             continue
-        cells = [f"{100 * one['held_out'][-1][key]:.1f}" for key in ("accuracy", "chains") for one in (other, run)]
+        cells = [
+            f"{100 * one['held_out'][-1][key]:.1f}"
+            for key in ("accuracy", "chains")
+            for one in (other, run)
+        ]
         lines.append(
             f"| {run['regime']}, {run['recipe']}, {ARMS[run['arm']]}, seed {run['seed']} | {' | '.join(cells)} |"
         )
@@ -284,7 +325,10 @@ _STYLES = {"grpo": "--", "rate": ":", "adora_then_grpo": "-."}
 
 def mean_curve(runs: Sequence[Run], key: str, held_out: bool) -> list[tuple[int, float]]:
     """Step and mean over runs, where every run has the figure."""
-    curves = [{p["step"]: p[key] for p in run["held_out" if held_out else "steps"] if key in p} for run in runs]
+    curves = [
+        {p["step"]: p[key] for p in run["held_out" if held_out else "steps"] if key in p}
+        for run in runs
+    ]
     shared = sorted(set.intersection(*map(set, curves))) if curves else []
     return [(step, statistics.fmean(curve[step] for curve in curves)) for step in shared]
 
@@ -297,13 +341,19 @@ def draw_curves(runs: Sequence[Run], settings: Sequence[tuple[str, str]], path: 
     from matplotlib import pyplot
 
     size = (3.1 * len(PANELS), 2.6 * len(settings))
-    fig, axes = pyplot.subplots(len(settings), len(PANELS), figsize=size, constrained_layout=True, squeeze=False)
+    fig, axes = pyplot.subplots(
+        len(settings), len(PANELS), figsize=size, constrained_layout=True, squeeze=False
+    )
     for row, (regime, recipe) in zip(axes, settings, strict=True):
         for (title, key, held_out), axis in zip(PANELS, row, strict=True):
             for number, (arm, name) in enumerate(ARMS.items()):
                 points = mean_curve(list(select(runs, regime, recipe, arm).values()), key, held_out)
                 if points:
-                    look = {"color": f"C{number}", "linestyle": _STYLES.get(arm, "-"), "linewidth": 1.3}
+                    look = {
+                        "color": f"C{number}",
+                        "linestyle": _STYLES.get(arm, "-"),
+                        "linewidth": 1.3,
+                    }
                     axis.plot(*zip(*points, strict=True), label=name, **look)
             axis.set_title(f"{regime}, {recipe}: {title}", fontsize=8)
             axis.set_ylim(-0.02, 1.02)
@@ -312,7 +362,9 @@ def draw_curves(runs: Sequence[Run], settings: Sequence[tuple[str, str]], path: 
     for axis in axes[-1]:
         axis.set_xlabel("step", fontsize=8)
     most = max(axes, key=lambda row: len(row[0].lines))[0]  # where most arms were run
-    fig.legend(*most.get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=len(ARMS))
+    fig.legend(
+        *most.get_legend_handles_labels(), fontsize=8, loc="outside upper center", ncols=len(ARMS)
+    )
     fig.savefig(path, dpi=80)
     pyplot.close(fig)
 
@@ -328,14 +380,19 @@ def add_runs(output: Path, file: Path) -> int:
     """
 
     def seed(run: Run) -> tuple[Any, ...]:
-        return (*pair_of(run), *(run[key] for key in ("plan", "regime", "recipe", "engine", "reward")))
+        return (
+            *pair_of(run),
+            *(run[key] for key in ("plan", "regime", "recipe", "engine", "reward")),
+        )
 
     kept = [json.loads(line) for line in file.read_text().splitlines()]
-    there, starts = {(*seed(run), run["arm"]) for run in kept}, {seed(run): run["arithmetic"] for run in kept}
+    there = {(*seed(run), run["arm"]) for run in kept}
+    starts = {seed(run): run["arithmetic"] for run in kept}
     new = [
         run
         for run in read_runs(output / "runs")
-        if (*seed(run), run["arm"]) not in there and starts.get(seed(run), run["arithmetic"]) == run["arithmetic"]
+        if (*seed(run), run["arm"]) not in there
+        and starts.get(seed(run), run["arithmetic"]) == run["arithmetic"]
     ]
     replace_file(file, "".join(json.dumps(run) + "\n" for run in [*kept, *new]))
     return len(new)
@@ -345,7 +402,11 @@ def unknown_commits(runs: Sequence[Run]) -> list[str]:
     """The commits of runs that are not in the history of this repository; none where there is no history."""
     names = sorted({run["commit"].rstrip("+") for run in runs})
     ancestor = ("git", "-C", str(Path(__file__).parent), "merge-base", "--is-ancestor")
-    lost = [name for name in names if subprocess.run([*ancestor, name, "HEAD"], capture_output=True).returncode]
+    lost = [
+        name
+        for name in names
+        if subprocess.run([*ancestor, name, "HEAD"], capture_output=True).returncode
+    ]
     return lost if lost != names else []
 
 
@@ -378,24 +439,47 @@ def of_models(
     """A figure of each arithmetic model in percent: the mean over its starts."""
     wanted = (reward, recipe, arm)
     chosen = [run for run in runs if (run["reward"], run["recipe"], run["arm"]) == wanted]
-    found = {model: [value(run) for run in chosen if run["model"] == model] for model in {r["model"] for r in chosen}}
-    return {model: 100 * statistics.fmean(v for v in found[model] if v is not None) for model in sorted(found)}
+    found = {
+        model: [value(run) for run in chosen if run["model"] == model]
+        for model in {r["model"] for r in chosen}
+    }
+    return {
+        model: 100 * statistics.fmean(v for v in found[model] if v is not None)
+        for model in sorted(found)
+    }
 
 
 def crossed(runs: Sequence[Run]) -> list[list[str]]:
     """Two Markdown tables with the arithmetic model as the unit: the means of every arm, and differences."""
-    wholes = sorted({(run["reward"], run["recipe"], run["arm"]) for run in runs}, key=_crossed_order)
+    wholes = sorted(
+        {(run["reward"], run["recipe"], run["arm"]) for run in runs}, key=_crossed_order
+    )
     levels = [
         "| reward | loss, arm | runs | accuracy, end | by model | B, end | chains, end | runs that end with chains |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for reward, recipe, arm in wholes:
-        own = [run for run in runs if (run["reward"], run["recipe"], run["arm"]) == (reward, recipe, arm)]
-        figures = [of_models(runs, reward, recipe, arm, end(key)) for key in ("accuracy", "accuracy_B", "chains")]
+        own = [
+            run
+            for run in runs
+            if (run["reward"], run["recipe"], run["arm"]) == (reward, recipe, arm)
+        ]
+        figures = [
+            of_models(runs, reward, recipe, arm, end(key))
+            for key in ("accuracy", "accuracy_B", "chains")
+        ]
         means = [f"{statistics.fmean(figure.values()):.1f}" for figure in figures]
         each = " / ".join(f"{value:.1f}" for value in figures[0].values())
         with_chains = f"{sum(map(mostly_chains, own)):.0f} of {len(own)}"
-        cells = [reward, f"`{recipe}`, {ARMS[arm]}", str(len(own)), means[0], each, *means[1:], with_chains]
+        cells = [
+            reward,
+            f"`{recipe}`, {ARMS[arm]}",
+            str(len(own)),
+            means[0],
+            each,
+            *means[1:],
+            with_chains,
+        ]
         levels.append(f"| {' | '.join(cells)} |")
     differences = [
         "| reward | difference in points [95 %] | models | accuracy, end | mean over steps | chains, end | p |",
@@ -406,11 +490,15 @@ def crossed(runs: Sequence[Run]) -> list[list[str]]:
             cells = []
             for value in (end("accuracy"), area("accuracy"), end("chains")):
                 first, second = (of_models(runs, reward, *which, value) for which in (one, other))
-                cells.append([first[model] - second[model] for model in first.keys() & second.keys()])
+                cells.append(
+                    [first[model] - second[model] for model in first.keys() & second.keys()]
+                )
             if len(cells[0]) > 1:
                 title = " - ".join(f"`{recipe}`, {ARMS[arm]}" for recipe, arm in (one, other))
                 texts = " | ".join(map(interval, cells))
-                differences.append(f"| {reward} | {title} | {len(cells[0])} | {texts} | {sign_flips(cells[0]):.3f} |")
+                differences.append(
+                    f"| {reward} | {title} | {len(cells[0])} | {texts} | {sign_flips(cells[0]):.3f} |"
+                )
     return [levels, differences]
 
 
@@ -421,7 +509,8 @@ def _crossed_order(place: tuple[str, str, str]) -> tuple[int, int, int]:
 
 def all_tables(runs: Sequence[Run], unknown: Sequence[str] = ()) -> str:
     """All tables as Markdown. `unknown`: commits that are not in the history of this repository."""
-    every, runs = runs, [run for run in runs if run["plan"] != CROSSED]
+    every = runs
+    runs = [run for run in runs if run["plan"] != CROSSED]
     own = [run for run in every if run["plan"] == CROSSED]
     tables = _tables(runs) if runs else []
     tables += [["## Crossed"], *crossed(own)] if own else []
@@ -431,7 +520,10 @@ def all_tables(runs: Sequence[Run], unknown: Sequence[str] = ()) -> str:
     ends = f"{sum(seconds) / 60:.0f} processor minutes, {statistics.fmean(seconds):.0f} s a run."
     parts.append(f"{len(every)} runs of commit {commits}; {ends}")
     lost = Counter(run["commit"] for run in every if run["commit"] in unknown)
-    parts += [f"{number} of them name commit {name}, which is not in this repository." for name, number in lost.items()]
+    parts += [
+        f"{number} of them name commit {name}, which is not in this repository."
+        for name, number in lost.items()
+    ]
     return "\n".join(parts) + "\n"
 
 

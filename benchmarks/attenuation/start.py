@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import fit, fresh_model, is_built, save_built
@@ -36,8 +42,11 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 def _config(tokenizer: PreTrainedTokenizerFast, start: Teaching) -> Qwen2Config:
     config = Qwen2Config(**language_settings(tokenizer))
-    config.num_hidden_layers, config.layer_types = start.layers, config.layer_types[:1] * start.layers
-    config.hidden_size, config.intermediate_size, config.head_dim = start.width, 4 * start.width, start.width // HEADS
+    config.num_hidden_layers = start.layers
+    config.layer_types = config.layer_types[:1] * start.layers
+    config.hidden_size = start.width
+    config.intermediate_size = 4 * start.width
+    config.head_dim = start.width // HEADS
     config.num_attention_heads = config.num_key_value_heads = HEADS
     return config
 
@@ -85,14 +94,23 @@ def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
     """
     if is_built(folder, asdict(start)):
         return
-    tokenizer, rng = _tokenizer(), random.Random(f"arithmetic/{number}" if number else "arithmetic")
-    model = fresh_model(partial(Qwen2ForCausalLM, _config(tokenizer, start)), tokenizer, seed=number)
+    tokenizer = _tokenizer()
+    rng = random.Random(f"arithmetic/{number}" if number else "arithmetic")
+    model = fresh_model(
+        partial(Qwen2ForCausalLM, _config(tokenizer, start)), tokenizer, seed=number
+    )
 
     def example() -> tuple[ChainProblem, str]:
         problem = _problem(rng, start)
         return problem, problem.chain
 
-    save_built(folder, model, tokenizer, start, loss=_teach(model, tokenizer, start, start.arithmetic_steps, example))
+    save_built(
+        folder,
+        model,
+        tokenizer,
+        start,
+        loss=_teach(model, tokenizer, start, start.arithmetic_steps, example),
+    )
 
 
 def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> None:
@@ -102,10 +120,18 @@ def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> N
     if is_built(folder, asdict(start)):
         return
     model: Any = AutoModelForCausalLM.from_pretrained(arithmetic, dtype=torch.float32)
-    tokenizer, rng = AutoTokenizer.from_pretrained(arithmetic), random.Random(f"start/{seed}")
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic)
+    rng = random.Random(f"start/{seed}")
 
     def example() -> tuple[ChainProblem, str]:
         problem = _problem(rng, start)
         return problem, teacher(rng, problem)
 
-    save_built(folder, model, tokenizer, start, seed=seed, loss=_teach(model, tokenizer, start, start.steps, example))
+    save_built(
+        folder,
+        model,
+        tokenizer,
+        start,
+        seed=seed,
+        loss=_teach(model, tokenizer, start, start.steps, example),
+    )

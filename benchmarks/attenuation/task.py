@@ -49,9 +49,12 @@ def _apply(value: int, sign: str, operand: int) -> int:
     return (value + operand if sign == "+" else value - operand) % 10
 
 
-def chain_text(start: int, operations: Sequence[tuple[str, int]], slips: Sequence[bool]) -> tuple[str, int]:
+def chain_text(
+    start: int, operations: Sequence[tuple[str, int]], slips: Sequence[bool]
+) -> tuple[str, int]:
     """The written chain and its last digit. A step that slips is one too large, and the next step goes on from it."""
-    steps, value = [], start
+    steps = []
+    value = start
     for (sign, operand), slip in zip(operations, slips, strict=True):
         result = (_apply(value, sign, operand) + slip) % 10
         steps.append(f"{value}{sign}{operand}={result}")
@@ -61,7 +64,10 @@ def chain_text(start: int, operations: Sequence[tuple[str, int]], slips: Sequenc
 
 def form(start: int, operations: Sequence[tuple[str, int]]) -> str:
     """The chain as a form to fill in: `4+7=?;?-5=?`, with `_` for the steps that a shorter chain lacks."""
-    steps = [f"{'?' if number else start}{sign}{operand}=?" for number, (sign, operand) in enumerate(operations)]
+    steps = [
+        f"{'?' if number else start}{sign}{operand}=?"
+        for number, (sign, operand) in enumerate(operations)
+    ]
     return ";".join([*steps, *["_____"] * (LONGEST - len(steps))])
 
 
@@ -71,7 +77,9 @@ def read_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
     return int(steps[0][0]), [(step[1], int(step[2])) for step in steps]
 
 
-def draw(rng: random.Random, regime: Regime, share_a: float = 0.75, family: str | None = None) -> ChainProblem:
+def draw(
+    rng: random.Random, regime: Regime, share_a: float = 0.75, family: str | None = None
+) -> ChainProblem:
     """One problem. The last operand makes the answer what the family asks for, and all else is drawn alike in both
     families, so that nothing but the computed answer tells them apart.
     """
@@ -84,14 +92,19 @@ def draw(rng: random.Random, regime: Regime, share_a: float = 0.75, family: str 
     _, value = chain_text(start, operations[:-1], slips[:-1])
     before_slip = (wanted - slips[-1]) % 10
     sign = operations[-1][0]
-    operations[-1] = (sign, (before_slip - value) % 10 if sign == "+" else (value - before_slip) % 10)
+    operations[-1] = (
+        sign,
+        (before_slip - value) % 10 if sign == "+" else (value - before_slip) % 10,
+    )
     chain, answer = chain_text(start, operations, slips)
     assert answer == wanted
     label = {"A": "two", "B": "ten"}[family] if regime.labelled else "any"
     return ChainProblem(f"{label}: {form(start, operations)}\n", chain, answer, family)
 
 
-def problems(number: int, regime: Regime, seed: str, family: str | None = None) -> list[ChainProblem]:
+def problems(
+    number: int, regime: Regime, seed: str, family: str | None = None
+) -> list[ChainProblem]:
     """The same for the same seed, whatever has been drawn before."""
     rng = random.Random(seed)
     return [draw(rng, regime, family=family) for _ in range(number)]
@@ -175,16 +188,28 @@ class Settings:
 
     def training(self, job: Trial) -> dict[str, Any]:
         """The keys of the config that a run's recipe sets, on top of those of the first recipe."""
-        return {"max_steps": self.steps, **next(iter(self.recipes.values())), **self.recipes[job.recipe]}
+        return {
+            "max_steps": self.steps,
+            **next(iter(self.recipes.values())),
+            **self.recipes[job.recipe],
+        }
 
     def jobs(self) -> Iterator[Trial]:
         """Seed by seed within an entry of `runs`, so that what is unfinished is the same with fewer seeds."""
         for entry in self.runs:
             first = entry.get("first_seed", 0)
             for seed in range(first, first + entry["seeds"]):
-                for model, reward in product(entry.get("models", [0]), entry.get("rewards", REWARDS[:1])):
+                for model, reward in product(
+                    entry.get("models", [0]), entry.get("rewards", REWARDS[:1])
+                ):
                     for arm in entry.get("arms", self.arms):
-                        own = (entry["regime"], entry["recipe"], seed, arm, entry.get("engine", False))
+                        own = (
+                            entry["regime"],
+                            entry["recipe"],
+                            seed,
+                            arm,
+                            entry.get("engine", False),
+                        )
                         yield Trial(*own, model, reward)
 
 

@@ -41,7 +41,17 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from data_prep.synthetic.generate import generate
 
 Way = Literal["ours", "stock"]
-PHASES = ("load", "start", "generation", "check", "forward", "backward", "clip", "optimizer", "checkpoint")
+PHASES = (
+    "load",
+    "start",
+    "generation",
+    "check",
+    "forward",
+    "backward",
+    "clip",
+    "optimizer",
+    "checkpoint",
+)
 LOGP = -11.9  # what the engine says of each token: that of a random model of 151,936 words
 
 
@@ -53,7 +63,9 @@ class CardRun:
     way: Way = "ours"
     layers: int | None = None  # of the language model; None: all
     blocks: int | None = None  # of the vision tower
-    lengths: Sequence[int] = ()  # of the rollouts of a group, in tokens; (): all as long as the config allows
+    lengths: Sequence[
+        int
+    ] = ()  # of the rollouts of a group, in tokens; (): all as long as the config allows
     groups: int = 2  # of a generation
     updates: int = 2  # optimizer steps
     image_tokens: int = 256
@@ -79,7 +91,9 @@ class Ran:
     @property
     def peak(self) -> int:
         """Bytes while the policy learns."""
-        return max(self.card.peaks[phase] for phase in ("check", "forward", "backward", "optimizer"))
+        return max(
+            self.card.peaks[phase] for phase in ("check", "forward", "backward", "optimizer")
+        )
 
     @property
     def predicted_peak(self) -> int:
@@ -108,14 +122,22 @@ def _pretended(predicted: Prediction | None) -> int:
     return sum(size for name, size in parts.items() if name not in _NOT_PRETENDED)
 
 
-_NOT_PRETENDED = ("CUDA context", "fragmentation", "engine asleep", "engine weights", "engine workspace", "KV cache")
+_NOT_PRETENDED = (
+    "CUDA context",
+    "fragmentation",
+    "engine asleep",
+    "engine weights",
+    "engine workspace",
+    "KV cache",
+)
 
 
 class RecordedAnswers:
     """Takes the place of the generation class: answers of the lengths that were asked for. No engine runs here."""
 
     lengths: Sequence[int] = ()
-    bytes_sent, model_runner = 0, None
+    bytes_sent = 0
+    model_runner = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         processing = kwargs["processing_class"]
@@ -135,12 +157,20 @@ class RecordedAnswers:
         drawn = torch.Generator().manual_seed(17)
         self.longest_prompt = max(map(len, prompts))
         lengths = [self.lengths[place % len(self.lengths)] for place in range(len(prompts))]
-        return [[*torch.randint(20, 600, (n - 1,), generator=drawn).tolist(), self.stop] for n in lengths]
+        return [
+            [*torch.randint(20, 600, (n - 1,), generator=drawn).tolist(), self.stop]
+            for n in lengths
+        ]
 
     def sample(self, asks: Sequence[RolloutAsk], _: Any = None) -> list[RolloutAnswer]:
-        return [RolloutAnswer(row, [LOGP] * len(row)) for row in self._answers([ask.ids for ask in asks])]
+        return [
+            RolloutAnswer(row, [LOGP] * len(row))
+            for row in self._answers([ask.ids for ask in asks])
+        ]
 
-    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+    def generate(
+        self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
+    ) -> tuple[Any, ...]:
         """As stock TRL asks."""
         rows = self._answers(prompts)
         return prompts, rows, [[[LOGP]] * len(row) for row in rows], None
@@ -156,7 +186,8 @@ def run(asked: CardRun, folder: Path) -> Ran:
     card = Card()
     card.composed[bits.gemm_4bit.default] = gemm_4bit
     answer_as_a_card(card.synchronize, card.used)
-    ran, began = Ran(asked, card), time.perf_counter()
+    ran = Ran(asked, card)
+    began = time.perf_counter()
     with ExitStack() as inside:
         inside.enter_context(_patched(card))
         inside.enter_context(card)
@@ -171,10 +202,13 @@ def run(asked: CardRun, folder: Path) -> Ran:
             setup = _setup(asked, config, model, folder, ran.prompt)
             room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
             ran.parameters = setup.shape.total  # of 4 bits a tensor has two in one number
-            ran.predicted, ran.predicted_first = predict(setup, room), predict(replace(setup, micro_batches=1), room)
+            ran.predicted = predict(setup, room)
+            ran.predicted_first = predict(replace(setup, micro_batches=1), room)
         except Exception as error:  # whatever it is, it is the result
             lines = traceback.format_exc().strip().splitlines()
-            ran.fault = "\n".join([f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", *lines[-8:-1]])
+            ran.fault = "\n".join(
+                [f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", *lines[-8:-1]]
+            )
     ran.seconds = time.perf_counter() - began
     return ran
 
@@ -184,9 +218,21 @@ def make_model_folder(folder: Path, published: str, layers: int | None, blocks: 
     config = json.loads((SHAPES / published / "config.json").read_text(encoding="utf-8"))
     processor = AutoProcessor.from_pretrained(PRETRAINED)
     tokenizer = processor.tokenizer
-    named = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-    special = {f"{key}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for key, token in named.items()}
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    named = {
+        "image": "image_pad",
+        "video": "video_pad",
+        "vision_start": "vision_start",
+        "vision_end": "vision_end",
+    }
+    special = {
+        f"{key}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
+        for key, token in named.items()
+    }
+    ends = {
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     text = config.get("text_config", config)
     config |= special if "vision_config" in config else {}
     for part in (config, text):
@@ -196,7 +242,10 @@ def make_model_folder(folder: Path, published: str, layers: int | None, blocks: 
         text.pop("layer_types", None)
     if blocks and "vision_config" in config:
         vision = config["vision_config"] | {"depth": blocks}
-        for name, places in (("fullatt_block_indexes", [blocks - 1]), ("deepstack_visual_indexes", None)):
+        for name, places in (
+            ("fullatt_block_indexes", [blocks - 1]),
+            ("deepstack_visual_indexes", None),
+        ):
             if name in vision:
                 vision[name] = places or list(range(min(blocks, len(vision[name]))))
         config["vision_config"] = vision
@@ -216,7 +265,11 @@ def _problems(number: int, asked: CardRun, *, images: bool, side: int) -> Datase
     size = (wide * side, max(1, round(asked.image_tokens / wide)) * side)
     rows = list(generate(number, seed=5))
     for row in rows:
-        row["images"] = [image.resize(size, Image.Resampling.BICUBIC) for image in row["images"]] if images else []
+        row["images"] = (
+            [image.resize(size, Image.Resampling.BICUBIC) for image in row["images"]]
+            if images
+            else []
+        )
         row["problem"] += " ab" * max(0, asked.text_tokens - 60)
     data = Dataset.from_list(rows, features=schema())
     data = data.add_column("prompt", [conversation(row["problem"]) for row in rows])
@@ -225,21 +278,35 @@ def _problems(number: int, asked: CardRun, *, images: bool, side: int) -> Datase
 
 def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     given = yaml.safe_load(Path(asked.config).read_text(encoding="utf-8"))
-    make_model_folder(folder / "model", given["model_name_or_path"].split("/")[-1], asked.layers, asked.blocks)
+    make_model_folder(
+        folder / "model", given["model_name_or_path"].split("/")[-1], asked.layers, asked.blocks
+    )
     size = len(asked.lengths) or given["num_generations"]
     rows = given["per_device_train_batch_size"] * size // given["num_generations"]
     per_update = max(1, asked.groups * size // rows)
     words = {
-        "model_name_or_path": folder / "model", "output_dir": folder / "run", "save_strategy": "steps",
-        "save_steps": asked.updates, "report_to": "none", "logging_steps": 1, "max_steps": asked.updates,
-        "num_generations": size, "per_device_train_batch_size": rows, "gradient_accumulation_steps": per_update,
-        "steps_per_generation": per_update, "adora_self_check": "false",
+        "model_name_or_path": folder / "model",
+        "output_dir": folder / "run",
+        "save_strategy": "steps",
+        "save_steps": asked.updates,
+        "report_to": "none",
+        "logging_steps": 1,
+        "max_steps": asked.updates,
+        "num_generations": size,
+        "per_device_train_batch_size": rows,
+        "gradient_accumulation_steps": per_update,
+        "steps_per_generation": per_update,
+        "adora_self_check": "false",
         "max_completion_length": max(asked.lengths, default=given["max_completion_length"]),
-        "vllm_max_model_length": "null", "reward_weights": "null",
-    }  # fmt: skip
+        "vllm_max_model_length": "null",
+        "reward_weights": "null",
+    }
     spelled = [word for key, value in words.items() for word in (f"--{key}", str(value))]
     _, config, model = parse(["--config", asked.config, *spelled, *asked.words])
-    config.model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
+    config.model_init_kwargs = {
+        "dtype": model.dtype,
+        "attn_implementation": model.attn_implementation,
+    }
     if model.load_in_4bit:
         config.model_init_kwargs["quantization_config"] = get_quantization_config(model)
     config.adora_max_drift = None  # the answers are no engine's
@@ -247,7 +314,9 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     shape = AutoConfig.from_pretrained(folder / "model")
     vision = getattr(shape, "vision_config", None)
     side = vision.patch_size * vision.spatial_merge_size if vision is not None else 28
-    data = _problems(max(8, asked.groups) * (asked.updates + 1), asked, images=vision is not None, side=side)
+    data = _problems(
+        max(8, asked.groups) * (asked.updates + 1), asked, images=vision is not None, side=side
+    )
     both = {
         "model": str(folder / "model"),
         "reward_funcs": [reward],
@@ -262,7 +331,10 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
         values.pop(derived, None)
     processor = AutoProcessor.from_pretrained(folder / "model")
     if vision is not None:
-        processor.image_processor.size = {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels}
+        processor.image_processor.size = {
+            "shortest_edge": config.min_pixels,
+            "longest_edge": config.max_pixels,
+        }
     stock = GRPOTrainer(args=GRPOConfig(**values), processing_class=processor, **both)
     freeze(stock.model, config.adora_freeze)  # equal trained parameters
     return stock, config, model
@@ -283,9 +355,12 @@ def _setup(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -
 
 def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     def around(
-        holder: Any, method: str, phase: str, before: Callable[[], None] | None = None,
+        holder: Any,
+        method: str,
+        phase: str,
+        before: Callable[[], None] | None = None,
         after: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         original = getattr(holder, method)
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -320,20 +395,26 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
     around(trainer, "_save_checkpoint", "checkpoint")
     if ran.asked.way == "ours":
         around(trainer.policy_pass.packed, "_check", "check")  # once in a run
-    ran.trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    ran.trained = sum(
+        parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
+    )
 
 
 @contextmanager
 def _patched(card: Card) -> Iterator[None]:
     """Inside, weights come from nowhere and go nowhere, rollouts are recorded, and Triton's kernels are counted."""
 
-    def from_pretrained(cls: Any, /, name: Any, config: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(
+        cls: Any, /, name: Any, config: Any = None, dtype: Any = None, **kwargs: Any
+    ) -> Any:
         config = config or AutoConfig.from_pretrained(name)
         wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.bfloat16
         attention = kwargs.get("attn_implementation")
         quantised = getattr(config, "quantization_config", None)
         with torch.device(CARD):
-            made = cls._from_config(config, dtype=wanted, **({"attn_implementation": attention} if attention else {}))
+            made = cls._from_config(
+                config, dtype=wanted, **({"attn_implementation": attention} if attention else {})
+            )
             if quantised is not None:
                 quantise(made, BitsAndBytesConfig(**quantised))
         return made
@@ -341,8 +422,9 @@ def _patched(card: Card) -> Iterator[None]:
     def in_four_bit(name: str, revision: str | None, keys: Any) -> str:
         config = AutoConfig.from_pretrained(name)
         config.quantization_config = {
-            **get_quantization_config(keys).to_dict(), "llm_int8_skip_modules": list(WHOLE)
-        }  # fmt: skip
+            **get_quantization_config(keys).to_dict(),
+            "llm_int8_skip_modules": list(WHOLE),
+        }
         config.save_pretrained(folder := f"{name}-4bit")
         return folder
 

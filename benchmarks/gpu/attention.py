@@ -20,14 +20,23 @@ _CALLS = 12
 
 def run(setting: Setting) -> Iterator[Line]:
     length, heads = (4096, 28) if setting.full else (96, 4)
-    same, fresh = _seconds(setting, length, heads, step=0), _seconds(setting, length, heads, step=8)
+    same = _seconds(setting, length, heads, step=0)
+    fresh = _seconds(setting, length, heads, step=8)
     figure = f"{1e3 * fresh:.3g} ms, and {1e3 * same:.3g} ms for one length again and again"
     if not setting.on_gpu:
         yield skipped("a new length in every call", ON_A_GPU_ONLY, figure)
         return
-    longer = 1 + 8 * _CALLS / length  # the fresh ones are longer too, and attention grows with the square
+    longer = (
+        1 + 8 * _CALLS / length
+    )  # the fresh ones are longer too, and attention grows with the square
     bound = 1.25 * longer**2
-    yield at_most("a new length in every call, of one length's time", fresh / same, bound, "", f"no plans; {figure}")
+    yield at_most(
+        "a new length in every call, of one length's time",
+        fresh / same,
+        bound,
+        "",
+        f"no plans; {figure}",
+    )
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         planned = _seconds(setting, length + 8 * _CALLS, heads, step=8)
@@ -45,13 +54,25 @@ def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
 
 
 def _inputs(setting: Setting, length: int, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    query = torch.randn(1, heads, length, 128, dtype=torch.bfloat16, device=setting.device, requires_grad=True)
+    query = torch.randn(
+        1, heads, length, 128, dtype=torch.bfloat16, device=setting.device, requires_grad=True
+    )
     key, value = (
-        torch.randn(1, heads // 2, length, 128, dtype=torch.bfloat16, device=setting.device, requires_grad=True)
+        torch.randn(
+            1,
+            heads // 2,
+            length,
+            128,
+            dtype=torch.bfloat16,
+            device=setting.device,
+            requires_grad=True,
+        )
         for _ in range(2)
     )
     return query, key, value
 
 
 def _passed(query: Tensor, key: Tensor, value: Tensor) -> None:
-    scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).sum().backward()
+    scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True
+    ).sum().backward()

@@ -49,7 +49,9 @@ class GPUCheck:
 
     def load(self) -> Callable[[Setting], Iterator[Line]]:
         module, _, function = self.place.partition(":")
-        run: Callable[[Setting], Iterator[Line]] = getattr(importlib.import_module(module), function)
+        run: Callable[[Setting], Iterator[Line]] = getattr(
+            importlib.import_module(module), function
+        )
         return run
 
 
@@ -68,7 +70,9 @@ CHECKS = (
     GPUCheck("zero3", "benchmarks.gpu.precision:zero3", 300, ("deepspeed",)),
     GPUCheck("engine", "benchmarks.gpu.engine:run", 600, ("vllm", "trl", "datasets")),
     GPUCheck("cards", "benchmarks.gpu.cards:run", 120, cards=2),
-    GPUCheck("server", "benchmarks.gpu.server:run", 600, ("vllm", "trl", "datasets", "peft"), cards=2),
+    GPUCheck(
+        "server", "benchmarks.gpu.server:run", 600, ("vllm", "trl", "datasets", "peft"), cards=2
+    ),
     GPUCheck("offload", "benchmarks.gpu.offload:run", 300, ("deepspeed",)),
     GPUCheck("deepspeed", "benchmarks.gpu.offload:builds", 300, ("deepspeed",)),
 )
@@ -94,9 +98,18 @@ def _over(check: GPUCheck) -> str:
 
 def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Line]:
     with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_") as folder:
-        results, output = Path(folder) / "lines.jsonl", Path(folder) / "output.txt"
+        results = Path(folder) / "lines.jsonl"
+        output = Path(folder) / "output.txt"
         results.touch()
-        command = [sys.executable, "-m", "benchmarks.gpu.checks", check.place, size, str(check.cards), str(results)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.gpu.checks",
+            check.place,
+            size,
+            str(check.cards),
+            str(results),
+        ]
         with output.open("wb") as stream:
             child = subprocess.Popen(
                 command,
@@ -119,17 +132,28 @@ def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Li
     if code is None:
         return [*lines, failed("in time", f"not done after {check.limit} s; stopped")]
     if code < 0:
-        memory = "; that is how Linux ends a process when memory runs out" if -code == signal.SIGKILL else ""
+        memory = (
+            "; that is how Linux ends a process when memory runs out"
+            if -code == signal.SIGKILL
+            else ""
+        )
         return [*lines, failed("the process", f"ended by {signal.Signals(-code).name}{memory}")]
     if code:
-        return [*lines, failed("the process", f"exit code {code}: {printed[-1][:300] if printed else 'no output'}")]
+        return [
+            *lines,
+            failed(
+                "the process", f"exit code {code}: {printed[-1][:300] if printed else 'no output'}"
+            ),
+        ]
     return lines or [failed("the process", "it ended without a single figure")]
 
 
 def _environment(folder: str, built: Path) -> dict[str, str]:
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     own = {"TORCH_EXTENSIONS_DIR": str(built)}
-    own |= {"TRITON_F32_DEFAULT": "ieee"}  # else Triton's float32 is TF32, and no reference for bfloat16
+    own |= {
+        "TRITON_F32_DEFAULT": "ieee"
+    }  # else Triton's float32 is TF32, and no reference for bfloat16
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
 
 
@@ -162,7 +186,11 @@ def guarded(check: GPUCheck, setting: Setting) -> Iterator[Line]:
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         ours = package in ("adora_vl", "benchmarks", "data_prep")
-        yield failed("all of it", one_line(error)) if ours else skipped("the rest of it", f"{package} not installed")
+        yield (
+            failed("all of it", one_line(error))
+            if ours
+            else skipped("the rest of it", f"{package} not installed")
+        )
     except Exception as error:
         yield failed("the rest of it", one_line(error))
 

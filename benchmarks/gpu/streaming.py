@@ -14,7 +14,15 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import Line, at_most, holds, skipped
 from benchmarks.measure import peak_bytes, seconds_of
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]  # of our recipe
+TARGETS = [
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+]  # of our recipe
 
 
 def run(setting: Setting) -> Iterator[Line]:
@@ -34,7 +42,13 @@ def run(setting: Setting) -> Iterator[Line]:
     largest = max(parameter.numel() for name, parameter in base.items() if _is_adapted(name))
     # float32 weight, float32 product, their sum, and the copy that goes
     bound = (4 + 4 + 4 + 4 + 2) * largest
-    yield at_most("memory beside the policy", peak / GIB, 1.1 * bound / GIB, "GiB", "one tensor at a time, in float32")
+    yield at_most(
+        "memory beside the policy",
+        peak / GIB,
+        1.1 * bound / GIB,
+        "GiB",
+        "one tensor at a time, in float32",
+    )
     spent = seconds_of(setting.device, lambda: send(policy, receiver))
     size = sum(tensor.nbytes for tensor in receiver.values())
     figure = f"{spent:.3g} s for {size / GIB:.3g} GiB"
@@ -51,7 +65,13 @@ def run(setting: Setting) -> Iterator[Line]:
         "one rounding to bfloat16, and float32's",
     )
     same = sum(parameter.double().sum().item() == before[name] for name, parameter in base.items())
-    yield holds("weights that a sync leaves alone", f"{same} of {len(base)}", "all", same == len(base), "frozen base")
+    yield holds(
+        "weights that a sync leaves alone",
+        f"{same} of {len(base)}",
+        "all",
+        same == len(base),
+        "frozen base",
+    )
 
 
 def _is_adapted(name: str) -> bool:
@@ -69,12 +89,23 @@ def send(policy: Any, receiver: dict[str, Tensor]) -> None:
 
 def _error(policy: Any, receiver: dict[str, Tensor]) -> float:
     """The largest relative error of an element in some adapted tensors."""
-    layers = {n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")}
+    layers = {
+        n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")
+    }
     worst = 0.0
     for name, layer in list(layers.items())[:: max(1, len(layers) // 14)]:
-        down, up = (part["default"].weight.detach().double() for part in (layer.lora_A, layer.lora_B))
+        down, up = (
+            part["default"].weight.detach().double() for part in (layer.lora_A, layer.lora_B)
+        )
         right = layer.base_layer.weight.detach().double() + layer.scaling["default"] * up @ down
         sent = receiver[f"{name.removeprefix('base_model.model.')}.weight"].double()
         # beside the largest elements: sums of products cancel in the smallest
-        worst = max(worst, float(((sent - right).abs() / right.abs().clamp(min=1e-3 * float(right.abs().max()))).max()))
+        worst = max(
+            worst,
+            float(
+                (
+                    (sent - right).abs() / right.abs().clamp(min=1e-3 * float(right.abs().max()))
+                ).max()
+            ),
+        )
     return worst

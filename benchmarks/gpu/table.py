@@ -74,7 +74,9 @@ def table(lines: Sequence[Line]) -> str:
 
 def counts(lines: Sequence[Line]) -> str:
     """The number of lines of each verdict."""
-    return ", ".join(f"{sum(line.verdict is verdict for line in lines)} {verdict}" for verdict in Verdict)
+    return ", ".join(
+        f"{sum(line.verdict is verdict for line in lines)} {verdict}" for verdict in Verdict
+    )
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:

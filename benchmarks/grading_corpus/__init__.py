@@ -35,12 +35,20 @@ def cases() -> list[Case]:
             row = json.loads(line)
             for label in LABELS:
                 for index, answer in enumerate(row.get(label, ())):
-                    found.append(_case(path.stem, f"{path.stem}:{number}:{label}:{index}", row, label, answer))
+                    found.append(
+                        _case(
+                            path.stem, f"{path.stem}:{number}:{label}:{index}", row, label, answer
+                        )
+                    )
     return found
 
 
 def _case(kind: str, place: str, row: dict[str, Any], label: str, answer: Any) -> Case:
-    response = "".join(text * count for text, count in answer) if row.get("whole") else rf"So \boxed{{{answer}}}."
+    response = (
+        "".join(text * count for text, count in answer)
+        if row.get("whole")
+        else rf"So \boxed{{{answer}}}."
+    )
     choices = tuple(row["choices"]) if "choices" in row else None
     name = f"{place} {response[:40]!r} for {row['gold']!r}"
     return Case(kind, name, response, row["gold"], label, choices, bool(row.get("rounding")))

@@ -11,7 +11,10 @@ from typing import Any
 
 
 def every_step(
-    completions: Sequence[Any], answer: Sequence[str], meta: Sequence[Mapping[str, Any]], **columns: Any
+    completions: Sequence[Any],
+    answer: Sequence[str],
+    meta: Sequence[Mapping[str, Any]],
+    **columns: Any,
 ) -> list[float]:
     """1.0 or 0.0 for each completion. The wording of a working is free: its numbers are compared."""
     texts = (completion[-1]["content"] for completion in completions)

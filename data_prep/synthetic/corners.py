@@ -26,8 +26,12 @@ def cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
 
 def drawn(rng: random.Random, size: int) -> tuple[Image.Image, dict[str, int]]:
     """A picture, and the numbers of its corners. In its middle stands a triangle."""
-    image, side = Image.new("RGB", (size, size), "white"), size // PARTS
-    points = [(rng.randrange(size // 5, size * 4 // 5), rng.randrange(size // 5, size * 4 // 5)) for _ in range(3)]
+    image = Image.new("RGB", (size, size), "white")
+    side = size // PARTS
+    points = [
+        (rng.randrange(size // 5, size * 4 // 5), rng.randrange(size // 5, size * 4 // 5))
+        for _ in range(3)
+    ]
     ImageDraw.Draw(image).polygon(points, outline="gray", width=max(1, size // 75))
     numbers = {corner: rng.randrange(10, 100) for corner in CORNERS}
     for corner, number in numbers.items():
@@ -44,10 +48,16 @@ def answer(number: int) -> str:
     return f"It is \\boxed{{{number}}}"
 
 
-def corner_number(rng: random.Random, size: int, level: int = 1, style: Style = PLAIN) -> SyntheticProblem:
+def corner_number(
+    rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
+) -> SyntheticProblem:
     """One of four numbers is asked for; the slip reads another corner. Levels and styles draw the same."""
     image, numbers = drawn(rng, size)
     corner, other = rng.sample(CORNERS, 2)
-    right, slip = answer(numbers[corner]), answer(numbers[other])
-    asked, number = question(corner), str(numbers[corner])
-    return SyntheticProblem("corners", image, asked, number, right, slip, "Number", ("Text",), corner)
+    right = answer(numbers[corner])
+    slip = answer(numbers[other])
+    asked = question(corner)
+    number = str(numbers[corner])
+    return SyntheticProblem(
+        "corners", image, asked, number, right, slip, "Number", ("Text",), corner
+    )

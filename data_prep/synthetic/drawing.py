@@ -40,13 +40,17 @@ def font_pixels(size: int) -> float:
 class Canvas:
     """A square picture of `size` x `size` pixels; `font_scale` makes its labels smaller or larger; or `font`."""
 
-    def __init__(self, size: int, style: Style = PLAIN, font_scale: float = 1.0, font: Any = None) -> None:
+    def __init__(
+        self, size: int, style: Style = PLAIN, font_scale: float = 1.0, font: Any = None
+    ) -> None:
         self.size = size
         self._pixels = size * OVERSAMPLING
         self._image = Image.new("RGB", (self._pixels, self._pixels), style.paper)
         self._style = style
         self._draw = ImageDraw.Draw(self._image)
-        self._font = font or ImageFont.load_default(size=font_pixels(size) * OVERSAMPLING * font_scale)
+        self._font = font or ImageFont.load_default(
+            size=font_pixels(size) * OVERSAMPLING * font_scale
+        )
         self._stroke = max(1, round(OVERSAMPLING * style.stroke * max(1.0, size / 160)))
 
     def _scaled(self, points: list[Point]) -> list[Point]:
@@ -57,17 +61,31 @@ class Canvas:
         self._draw.line(path, fill=self._style.ink, width=self._stroke, joint="curve")
 
     def circle(self, centre: Point, radius: float) -> None:
-        (x, y), r = self._scaled([centre])[0], radius * self._pixels
-        self._draw.ellipse((x - r, y - r, x + r, y + r), outline=self._style.ink, width=self._stroke)
+        (x, y) = self._scaled([centre])[0]
+        r = radius * self._pixels
+        self._draw.ellipse(
+            (x - r, y - r, x + r, y + r), outline=self._style.ink, width=self._stroke
+        )
 
     def dot(self, centre: Point) -> None:
-        (x, y), r = self._scaled([centre])[0], 2.0 * self._stroke
+        (x, y) = self._scaled([centre])[0]
+        r = 2.0 * self._stroke
         self._draw.ellipse((x - r, y - r, x + r, y + r), fill=self._style.ink)
 
     def label(self, text: str, centre: Point) -> None:
         """Text with an outline of paper, so that a line behind it does not hide a digit."""
-        place, style, stroke = self._scaled([centre])[0], self._style, self._stroke
-        self._draw.text(place, text, style.text, self._font, anchor="mm", stroke_width=stroke, stroke_fill=style.paper)
+        place = self._scaled([centre])[0]
+        style = self._style
+        stroke = self._stroke
+        self._draw.text(
+            place,
+            text,
+            style.text,
+            self._font,
+            anchor="mm",
+            stroke_width=stroke,
+            stroke_fill=style.paper,
+        )
 
     def picture(self) -> Image.Image:
         return self._image.resize((self.size, self.size), Image.Resampling.BOX)
@@ -88,15 +106,23 @@ class Sketch:
     """
 
     def __init__(
-        self, rng: random.Random, size: int, style: Style, points: dict[str, Point], *lines: str, letters: str = "",
+        self,
+        rng: random.Random,
+        size: int,
+        style: Style,
+        points: dict[str, Point],
+        *lines: str,
+        letters: str = "",
         circle: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._canvas = Canvas(size, style, FONT_SCALE)
         self._at = _fitted(points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5)
         xs, ys = zip(*map(_pair, self._at.values()), strict=True)
         self._centre = complex(sum(xs), sum(ys)) / len(xs)
         self._font = FONT_SCALE * font_pixels(size) / size
-        self._boxes: list[tuple[float, float, float, float]] = []  # of the labels so far: left, top, right, bottom
+        self._boxes: list[
+            tuple[float, float, float, float]
+        ] = []  # of the labels so far: left, top, right, bottom
         if circle:
             centre, through = (self._at[letter] for letter in circle)
             self._canvas.circle(_pair(centre), abs(centre - through))
@@ -120,7 +146,8 @@ class Sketch:
         """Each value beside the middle of its segment, on the side that is away from the middle of the figure."""
         for ends, value in values.items():
             start, end = (self._at[name] for name in ends)
-            middle, normal = (start + end) / 2, 1j * _unit(end - start)
+            middle = (start + end) / 2
+            normal = 1j * _unit(end - start)
             outward = ((middle - self._centre) * normal.conjugate()).real
             reach = (0.05 + 0.008 * len(str(value))) * (1 if outward >= 0 else -1)
             self._label(str(value), middle + reach * normal)
@@ -130,7 +157,9 @@ class Sketch:
         for path, text in texts.items():
             corner, one, other = self._ways(path)
             opening = math.acos(max(-1.0, min(1.0, (one * other.conjugate()).real)))
-            far = max(reach, 0.035 / math.sin(opening / 2))  # a narrow angle has room only farther out
+            far = max(
+                reach, 0.035 / math.sin(opening / 2)
+            )  # a narrow angle has room only farther out
             self._label(text, corner + far * _unit(one + other))
 
     def right_angle(self, path: str) -> None:
@@ -148,9 +177,13 @@ class Sketch:
 
     def _label(self, text: str, centre: complex) -> None:
         """Raises `ClutteredError` where it would touch another label or the edge."""
-        (x, y), wide, high = _pair(centre), 0.28 * len(text) * self._font, 0.5 * self._font
+        (x, y) = _pair(centre)
+        wide = 0.28 * len(text) * self._font
+        high = 0.5 * self._font
         box = (x - wide, y - high, x + wide, y + high)
-        touches = any(box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in self._boxes)
+        touches = any(
+            box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in self._boxes
+        )
         if touches or min(box) < 0 or max(box) > 1:
             raise ClutteredError(text)
         self._boxes.append(box)
@@ -167,7 +200,9 @@ def _unit(way: complex) -> complex:
 
 def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[str, complex]:
     """The points turned about the origin and scaled, without distortion, into the middle of the unit square."""
-    turned = {name: complex(-x if mirrored else x, y) * rect(1, turn) for name, (x, y) in points.items()}
+    turned = {
+        name: complex(-x if mirrored else x, y) * rect(1, turn) for name, (x, y) in points.items()
+    }
     xs, ys = zip(*map(_pair, turned.values()), strict=True)
     scale = (_FRAME[1] - _FRAME[0]) / max(max(xs) - min(xs), max(ys) - min(ys))
     middle = complex(max(xs) + min(xs), max(ys) + min(ys)) / 2

@@ -21,7 +21,9 @@ from data_prep.synthetic.perimeter import perimeter_digit
 _NUMBER = re.compile(r"\d+")
 
 
-def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> tuple[list[str], str]:
+def with_distractors(
+    answer: str, slip: str, count: int, rng: random.Random
+) -> tuple[list[str], str]:
     """`count` different choices and the letter of the right one. `slip`: a wrong worked answer, always among them."""
     wrong: list[str] = []
     candidates = [last_boxed(slip) or "", *_variants(answer, rng)]
@@ -29,7 +31,9 @@ def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> 
         if len(wrong) == count - 1:
             break
         given = f"\\boxed{{{candidate}}}"
-        if candidate and all(grade(given, other).verdict != "correct" for other in (answer, *wrong)):
+        if candidate and all(
+            grade(given, other).verdict != "correct" for other in (answer, *wrong)
+        ):
             wrong.append(candidate)
     assert len(wrong) == count - 1, f"{answer!r} has too few variants"
     place = rng.randrange(count)
@@ -51,9 +55,13 @@ def _variants(answer: str, rng: random.Random) -> list[str]:
 
 LEVELS = (1, 2, 3)
 KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
-_LEVELS_FROM = 112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
+_LEVELS_FROM = (
+    112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
+)
 MAX_CHOICES = 8
-_MAX_REDRAWS = 5000  # of one row; at least one diagram in five is new for as long as the family has many
+_MAX_REDRAWS = (
+    5000  # of one row; at least one diagram in five is new for as long as the family has many
+)
 _TEST_SHARE = 0.25  # of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
 
 
@@ -64,21 +72,36 @@ def split_of(image: Image.Image) -> str:
 
 def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices: int) -> Row:
     row_id = f"synthetic/{seed}/{split}/{index}"
-    choices, letter = None, problem.answer
+    choices = None
+    letter = problem.answer
     if n_choices:
         rng = random.Random(f"{row_id}/choices")
         choices, letter = with_distractors(problem.answer, problem.slip, n_choices, rng)
     meta = {name: getattr(problem, name) for name in META} | {"shapes": list(problem.shapes)}
     return {
-        "id": row_id, "images": [problem.image], "problem": problem.question, "answer": problem.answer,
-        "answer_raw": letter, "choices": choices, "split": split, "source": "synthetic", "meta": meta,
-    }  # fmt: skip
+        "id": row_id,
+        "images": [problem.image],
+        "problem": problem.question,
+        "answer": problem.answer,
+        "answer_raw": letter,
+        "choices": choices,
+        "split": split,
+        "source": "synthetic",
+        "meta": meta,
+    }
 
 
 def generate(
-    rows: int, *, split: str = "train", seed: int = 0, size: int = 56, families: tuple[str, ...] = (), level: int = 1,
-    styles: tuple[str, ...] = ("plain",), choices: int = 0,
-) -> Iterator[Row]:  # fmt: skip
+    rows: int,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    size: int = 56,
+    families: tuple[str, ...] = (),
+    level: int = 1,
+    styles: tuple[str, ...] = ("plain",),
+    choices: int = 0,
+) -> Iterator[Row]:
     """Yield `rows` rows of `split`, families in turn, each diagram at most once. `size` is in pixels.
 
     `families`: of `KNOWN`, by default the plain ones. `styles`: of `STYLES`, in turn. `choices`: how many answers to
@@ -92,7 +115,9 @@ def generate(
         name = names[index % len(names)]
         style = STYLES[styles[index // len(names) % len(styles)]]
         drawn = (KNOWN[name](rng, size, level, style) for _ in range(_MAX_REDRAWS))
-        found = (p for p in drawn if split_of(p.image) == split and _short_hash(p.image) not in seen)
+        found = (
+            p for p in drawn if split_of(p.image) == split and _short_hash(p.image) not in seen
+        )
         problem = next(found, None)
         if problem is None:
             raise UserError(
@@ -111,11 +136,19 @@ def _short_hash(image: Image.Image) -> bytes:
 def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...]) -> None:
     for name in names:
         if name not in KNOWN:
-            raise UserError(f"families: unknown family {name!r}{did_you_mean(name, KNOWN)}; known: {', '.join(KNOWN)}")
+            raise UserError(
+                f"families: unknown family {name!r}{did_you_mean(name, KNOWN)}; known: {', '.join(KNOWN)}"
+            )
         if name in LETTERED and size < MIN_SIZE:
-            raise UserError(f"size: {size} is too small for the letters of {name!r}; give at least {MIN_SIZE}")
+            raise UserError(
+                f"size: {size} is too small for the letters of {name!r}; give at least {MIN_SIZE}"
+            )
     for style in styles or ("",):
         if style not in STYLES:
-            raise UserError(f"styles: unknown style {style!r}{did_you_mean(style, STYLES)}; known: {', '.join(STYLES)}")
+            raise UserError(
+                f"styles: unknown style {style!r}{did_you_mean(style, STYLES)}; known: {', '.join(STYLES)}"
+            )
     if level > 1 and size < _LEVELS_FROM:
-        raise UserError(f"size: {size} is too small for the numbers of level {level}; give at least {_LEVELS_FROM}")
+        raise UserError(
+            f"size: {size} is too small for the numbers of level {level}; give at least {_LEVELS_FROM}"
+        )

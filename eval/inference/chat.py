@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
     from eval.inference.requests import AnswerEngineSettings
 
-_TEMPLATE_TOKENS = 256  # more than any chat template and the rounding of image sizes add to a prompt
+_TEMPLATE_TOKENS = (
+    256  # more than any chat template and the rounding of image sizes add to a prompt
+)
 
 
 class ChatProcessor:
@@ -27,9 +29,15 @@ class ChatProcessor:
     """
 
     def __init__(
-        self, model: str, min_pixels: int | None = None, max_pixels: int | None = None, revision: str | None = None,
-        *, template: Mapping[str, Any] | None = None, processor: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: str,
+        min_pixels: int | None = None,
+        max_pixels: int | None = None,
+        revision: str | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        processor: Any = None,
+    ) -> None:
         """`template`: arguments of the chat template. `processor`: in place of the model's own, a trainer's."""
         # Imported here, because scoring loads no model and should not wait for them.
         from transformers import AutoProcessor, AutoTokenizer
@@ -52,7 +60,9 @@ class ChatProcessor:
             raise
         except Exception as error:  # a damaged file raises errors of many kinds
             reason = why_missing(model, error)
-            raise UserError(f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})") from error
+            raise UserError(
+                f"model: {model!r} cannot be loaded as a (vision-)language model ({reason})"
+            ) from error
         self._template = template or {}
         own = pixel_limits(self._image_processor)
         if not self.text_only and own is None:
@@ -60,8 +70,14 @@ class ChatProcessor:
                 f"model: {model!r} has model_type {self.config.model_type}, whose image processor has no limits in "
                 f"pixels; serve it and use --engine openai, or name a model of the families {KNOWN}"
             )
-        given = {name: value for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels)) if value}
-        refuse((given and not own, "max_pixels: the model sees no images; leave the pixel limits out"))
+        given = {
+            name: value
+            for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels))
+            if value
+        }
+        refuse(
+            (given and not own, "max_pixels: the model sees no images; leave the pixel limits out")
+        )
         self._limits: dict[str, int] = {**(own or {}), **given}
         self.pixel_limits = self._limits if given else {}
         least, most = (self._limits.get(name, 0) for name in ("min_pixels", "max_pixels"))
@@ -85,14 +101,22 @@ class ChatProcessor:
 
         problem = misplaced_by_vllm(self.config)
         refuse((problem, f"model: {model!r} {problem}"))
-        if find_cpu_build() and self.dtype(dtype) == "float32" and has_linear_attention(self.config):
+        if (
+            find_cpu_build()
+            and self.dtype(dtype) == "float32"
+            and has_linear_attention(self.config)
+        ):
             alone = "on a CPU vLLM computes its linear attention in bfloat16 alone"
-            raise UserError(f"model: {model!r} is in float32, and {alone}; use --engine transformers")
+            raise UserError(
+                f"model: {model!r} is in float32, and {alone}; use --engine transformers"
+            )
 
     def render(self, messages: list[Message]) -> str:
         """The prompt as text, a placeholder per image. Raises `UserError` for images where the model has no vision."""
         if self.text_only:
-            messages = [{**message, "content": _text_of(message["content"])} for message in messages]
+            messages = [
+                {**message, "content": _text_of(message["content"])} for message in messages
+            ]
         asked = {"add_generation_prompt": True, "tokenize": False, **self._template}
         text: str = self.processor.apply_chat_template(messages, **asked)
         return text
@@ -100,27 +124,38 @@ class ChatProcessor:
     def ids_of(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:
         """The prompt's tokens, as many image tokens for each placeholder as the model sees of its image."""
         found: list[int] = self._tokenizer(self.render(messages))["input_ids"]
-        ids, counts = list[int](), iter([self.tokens_of(image) for image in images])
+        ids = list[int]()
+        counts = iter([self.tokens_of(image) for image in images])
         for token in found:
             ids += [token] * (next(counts) if token == self.image_id else 1)
         return ids
 
     def tokens_of(self, image: Image.Image) -> int:
         """The number of its image tokens."""
-        known, (width, height) = self._image_processor, image.size
-        return int(known.get_number_of_image_patches(height, width, self.pixel_limits)) // int(known.merge_size) ** 2
+        known = self._image_processor
+        (width, height) = image.size
+        return (
+            int(known.get_number_of_image_patches(height, width, self.pixel_limits))
+            // int(known.merge_size) ** 2
+        )
 
     def inputs(self, prompts: Sequence[list[int]], images: Sequence[Any]) -> BatchEncoding:
         """Left-padded model inputs of tokens, and of all their images in order. The model needs `mm_token_type_ids`."""
-        made: BatchEncoding = self._tokenizer.pad({"input_ids": list(prompts)}, padding=True, return_tensors="pt")
+        made: BatchEncoding = self._tokenizer.pad(
+            {"input_ids": list(prompts)}, padding=True, return_tensors="pt"
+        )
         if self.image_id is not None:
             made["mm_token_type_ids"] = (made["input_ids"] == self.image_id).int()
         if images:
-            made.update(self._image_processor(images=list(images), return_tensors="pt", **self.pixel_limits))
+            made.update(
+                self._image_processor(images=list(images), return_tensors="pt", **self.pixel_limits)
+            )
         return made
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text: str = self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return text
 
     def dtype(self, name: str) -> str:
@@ -152,7 +187,9 @@ class ChatProcessor:
         """A bound on the tokens of prompt and answer, at most the model's context. A byte is at most one token."""
         most = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
         if not self.text_only:
-            unit = self._image_processor.patch_size * self._image_processor.merge_size  # pixels, of a token's side
+            unit = (
+                self._image_processor.patch_size * self._image_processor.merge_size
+            )  # pixels, of a token's side
             most += max_images * -(-self._limits["max_pixels"] // unit**2)
         return min(self.context, int(most))
 
@@ -162,5 +199,7 @@ def _text_of(content: str | list[Message]) -> str:
     if isinstance(content, str):
         return content
     if any(part["type"] != "text" for part in content):
-        raise UserError("model: it sees no images, and the problems have some; use --no-image where there is one")
+        raise UserError(
+            "model: it sees no images, and the problems have some; use --no-image where there is one"
+        )
     return "".join(part["text"] for part in content)

@@ -39,11 +39,16 @@ class _Rows:
     encoded: Mapping[str, Any]
     hash: str
     origin: str
-    folder: Path | None  # where the paths of images lead; None for data from the hub, which has no files
+    folder: (
+        Path | None
+    )  # where the paths of images lead; None for data from the hub, which has no files
 
     def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
         """The first usable image of a row: bytes, a struct of bytes or path, a path, or base64."""
-        row = {**self.rows[index], **{name: column[index].as_py() for name, column in self.encoded.items()}}
+        row = {
+            **self.rows[index],
+            **{name: column[index].as_py() for name, column in self.encoded.items()},
+        }
         held = [value for column in columns if (value := row.get(column)) is not None]
         for value in held:
             if isinstance(value, dict):
@@ -60,15 +65,26 @@ class _Rows:
 
 
 def add_revision_option(parser: ArgumentParser) -> None:
-    parser.add_argument("--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub")
+    parser.add_argument(
+        "--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub"
+    )
 
 
 def load_problems(
-    options: Namespace, needed: Sequence[str], image_columns: Sequence[str] = (), *, prompt: Callable[[Row], str],
-    kept: Sequence[str] = (), check: Callable[[Row], str | None] = lambda row: None, id_column: str = "pid",
-    split: str | None = None, config: str | None = None, blind: bool = False, pictures: str = "",
+    options: Namespace,
+    needed: Sequence[str],
+    image_columns: Sequence[str] = (),
+    *,
+    prompt: Callable[[Row], str],
+    kept: Sequence[str] = (),
+    check: Callable[[Row], str | None] = lambda row: None,
+    id_column: str = "pid",
+    split: str | None = None,
+    config: str | None = None,
+    blind: bool = False,
+    pictures: str = "",
     renamed: Mapping[str, str] | None = None,
-) -> tuple[list[Problem], str]:  # fmt: skip
+) -> tuple[list[Problem], str]:
     """The problems of `options.data`, as a hub id, a file or a folder, and a hash of the data with their pictures.
 
     A folder has Parquet files named after the split (or one named after no split), or `{split}.json`, `.jsonl`, whose
@@ -81,17 +97,24 @@ def load_problems(
     - `split`: by default that of the options. `config`: the part of a dataset on the hub that has several.
     - `pictures`: the folder beside a file in which its images are. `renamed`: other names of columns, and ours.
     """
-    path, split = Path(options.data), split or options.split
+    path = Path(options.data)
+    split = split or options.split
     if path.exists():
         loaded = _local(path, split, image_columns, id_column)
     elif HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
-        loaded = _hub(options.data, split, getattr(options, "data_revision", None), image_columns, config)
+        loaded = _hub(
+            options.data, split, getattr(options, "data_revision", None), image_columns, config
+        )
     else:
-        raise UserError(f"data: {options.data!r} is neither a file or folder here nor a hub id of the form owner/name")
+        raise UserError(
+            f"data: {options.data!r} is neither a file or folder here nor a hub id of the form owner/name"
+        )
     if loaded.folder and pictures and (loaded.folder / pictures).is_dir():
         loaded = replace(loaded, folder=loaded.folder / pictures)
     if renamed:
-        rows = [{renamed.get(name, name): value for name, value in row.items()} for row in loaded.rows]
+        rows = [
+            {renamed.get(name, name): value for name, value in row.items()} for row in loaded.rows
+        ]
         loaded = replace(loaded, rows=rows)
     seen = bool(image_columns) and not blind
     faults: list[str] = []
@@ -100,7 +123,11 @@ def load_problems(
         pid = str(found) if isinstance(found, int) and not isinstance(found, bool) else found
         as_answered = {**row, "pid": pid, "response": ""}
         fault = missing_fields(row, needed) or row_fault(as_answered) or check(as_answered)
-        fault = fault or unaskable(prompt(row), has_image=seen) or _leads_out(row, image_columns, loaded.folder)
+        fault = (
+            fault
+            or unaskable(prompt(row), has_image=seen)
+            or _leads_out(row, image_columns, loaded.folder)
+        )
         if fault:
             faults.append(f"row {number} {fault}")
     refuse_rows(f"data: {loaded.origin}", faults)
@@ -110,7 +137,11 @@ def load_problems(
     for index, row in enumerate(loaded.rows):
         fields = {"pid": str(row[id_column]), **{name: row.get(name) for name in names}}
         stored = partial(loaded.pictures, index, image_columns)
-        problems.append(pictured(fields, prompt(row), 1, stored) if seen else Problem(fields, prompt(row), 0, list))
+        problems.append(
+            pictured(fields, prompt(row), 1, stored)
+            if seen
+            else Problem(fields, prompt(row), 0, list)
+        )
     return problems, _with_pictures(loaded, image_columns)
 
 
@@ -119,11 +150,16 @@ _decoded_first = partial(decoded_image, first_frame=True)
 
 
 def pictured(
-    fields: Row, prompt: str, images: int, stored: Callable[[], list[bytes]],
+    fields: Row,
+    prompt: str,
+    images: int,
+    stored: Callable[[], list[bytes]],
     decoded: Callable[[bytes], Image.Image] = _decoded_first,
-) -> Problem:  # fmt: skip
+) -> Problem:
     """A problem whose encoded images are read when they are needed; for their sizes alone the headers are."""
-    return Problem(fields, prompt, images, partial(_each, decoded, stored), partial(_each, image_size, stored))
+    return Problem(
+        fields, prompt, images, partial(_each, decoded, stored), partial(_each, image_size, stored)
+    )
 
 
 def _each(made: Callable[[bytes], Any], stored: Callable[[], list[bytes]]) -> list[Any]:
@@ -174,13 +210,19 @@ def _files(folder: Path, split: str) -> list[Path]:
     found = (sorted(place.glob(pattern)) for pattern in patterns for place in places)
     if named := next(filter(None, found), None):
         return named
-    everything = [path for place in places for path in sorted(place.iterdir()) if path.suffix in _ENDINGS]
+    everything = [
+        path for place in places for path in sorted(place.iterdir()) if path.suffix in _ENDINGS
+    ]
     tables = [path for path in everything if path.suffix == ".parquet"]
-    if len(tables) == 1 and not _OF_A_SPLIT.match(tables[0].name):  # MMStar's is named after the benchmark
+    if len(tables) == 1 and not _OF_A_SPLIT.match(
+        tables[0].name
+    ):  # MMStar's is named after the benchmark
         return tables
     more = f" and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
     names = ", ".join(path.name for path in everything[:_NAMED]) + more or "no Parquet or JSON file"
-    raise UserError(f"data: {str(folder)!r} has nothing for the split {split!r}; it has {names}; see --split")
+    raise UserError(
+        f"data: {str(folder)!r} has nothing for the split {split!r}; it has {names}; see --split"
+    )
 
 
 def _tables(files: Iterable[Path]) -> pa.Table:
@@ -190,14 +232,18 @@ def _tables(files: Iterable[Path]) -> pa.Table:
         try:
             tables.append(pq.read_table(path))
         except (pa.ArrowException, OSError) as error:
-            raise UserError(f"data: {str(path)!r} is not a readable Parquet file ({error})") from None
+            raise UserError(
+                f"data: {str(path)!r} is not a readable Parquet file ({error})"
+            ) from None
     try:
         return pa.concat_tables(tables)
     except pa.ArrowException as error:
         raise UserError(f"data: the files of one split have different columns ({error})") from None
 
 
-def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[str], config: str | None) -> _Rows:
+def _hub(
+    name: str, split: str, revision: str | None, image_columns: Sequence[str], config: str | None
+) -> _Rows:
     """The rows of a dataset on the hub. Raises `UserError` if it cannot be loaded."""
     from datasets import load_dataset
 
@@ -206,9 +252,13 @@ def _hub(name: str, split: str, revision: str | None, image_columns: Sequence[st
         dataset = load_dataset(name, config, split=split, revision=revision)
     except Exception as error:  # of the hub, the network or the file system
         reason = why_missing(name, error)
-        raise UserError(f"data: {name!r} split {split!r} cannot be loaded from the hub ({reason})") from error
+        raise UserError(
+            f"data: {name!r} split {split!r} cannot be loaded from the hub ({reason})"
+        ) from error
     # The library's own fingerprint of the data.
-    return _from_table(dataset.with_format("arrow")[:], image_columns, str(dataset._fingerprint), name, None)
+    return _from_table(
+        dataset.with_format("arrow")[:], image_columns, str(dataset._fingerprint), name, None
+    )
 
 
 def _from_table(
@@ -216,19 +266,25 @@ def _from_table(
 ) -> _Rows:
     # A column of texts stays with the rows: those are paths, or Base64.
     columns = [column for column in image_columns if column in table.column_names]
-    binary = [column for column in columns if not pa.types.is_string(table.schema.field(column).type)]
+    binary = [
+        column for column in columns if not pa.types.is_string(table.schema.field(column).type)
+    ]
     try:
         rows = table.drop_columns(binary).to_pylist()
     except UnicodeDecodeError as error:
         raise UserError(f"data: {origin} has a text that is not UTF-8 ({error})") from None
     for row in rows:
         row.update(dict.fromkeys(binary))
-    return _Rows(rows, {column: table.column(column) for column in binary}, data_hash, origin, folder)
+    return _Rows(
+        rows, {column: table.column(column) for column in binary}, data_hash, origin, folder
+    )
 
 
 def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
     """The hash of the rows and of what the files of pictures hold that they name."""
-    named = {str(name) for row in loaded.rows for name in map(row.get, image_columns) if _is_path(name)}
+    named = {
+        str(name) for row in loaded.rows for name in map(row.get, image_columns) if _is_path(name)
+    }
     folder = loaded.folder
     pictures = [folder / name for name in named if (folder / name).is_file()] if folder else []
     return loaded.hash + (f"+{content_hash(pictures)}" if pictures else "")
@@ -236,7 +292,8 @@ def _with_pictures(loaded: _Rows, image_columns: Sequence[str]) -> str:
 
 def _from_json(path: Path, id_column: str) -> _Rows:
     """The rows of a JSON file: a list, an object of rows by id, or one object per line."""
-    place, rows = "", cast(Any, [])
+    place = ""
+    rows = cast(Any, [])
     try:
         held = content_hash([path])  # before it is read
         content = path.read_bytes()
@@ -249,7 +306,9 @@ def _from_json(path: Path, id_column: str) -> _Rows:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"data: {place}{str(path)!r} is not JSON ({error})") from None
     if isinstance(rows, dict):
-        rows = [{id_column: name, **row} if isinstance(row, dict) else row for name, row in rows.items()]
+        rows = [
+            {id_column: name, **row} if isinstance(row, dict) else row for name, row in rows.items()
+        ]
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
     return _Rows(rows, {}, held, str(path), path.parent)

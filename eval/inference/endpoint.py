@@ -14,7 +14,14 @@ from typing import Any
 from adora_vl.data.images import png_bytes
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, Reply, check_url
+from adora_vl.utils.openai_client import (
+    ChatClient,
+    Endpoint,
+    EndpointError,
+    Messages,
+    Reply,
+    check_url,
+)
 from eval.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 
 _BATCH = 64  # answers that are written at once
@@ -25,16 +32,25 @@ def endpoint_of(options: Namespace) -> Endpoint | None:
     """The endpoint of `--engine openai`, else None. Raises `UserError`, also for options of a local engine."""
     if options.engine != "openai":
         if getattr(options, "base_url", None):
-            raise UserError("base_url: only --engine openai asks a server; add it, or leave --base-url out")
+            raise UserError(
+                "base_url: only --engine openai asks a server; add it, or leave --base-url out"
+            )
         return None
     if not options.base_url:
-        raise UserError("--base-url is missing; --engine openai needs an address such as http://localhost:8000/v1")
+        raise UserError(
+            "--base-url is missing; --engine openai needs an address such as http://localhost:8000/v1"
+        )
     for name in _LOCAL:
         if getattr(options, name) not in (None, "auto"):
             option = name.replace("_", "-")
-            raise UserError(f"{name}: the server of --engine openai decides; leave --{option} out and set it there")
+            raise UserError(
+                f"{name}: the server of --engine openai decides; leave --{option} out and set it there"
+            )
     return Endpoint(
-        check_url("base_url", options.base_url), options.model, timeout_s=options.timeout, workers=options.concurrency
+        check_url("base_url", options.base_url),
+        options.model,
+        timeout_s=options.timeout,
+        workers=options.concurrency,
     )
 
 
@@ -46,7 +62,10 @@ class EndpointEngine:
         self.batch_size = settings.batch_size or _BATCH
         self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
         self._client = ChatClient(settings.endpoint)
-        self._body: dict[str, Any] = {"max_tokens": settings.max_tokens, "temperature": settings.temperature}
+        self._body: dict[str, Any] = {
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+        }
         if settings.template:
             self._body["chat_template_kwargs"] = dict(settings.template)
 
@@ -58,7 +77,10 @@ class EndpointEngine:
             none = f"{self._client.endpoint.url} gave none of {amount(len(found), 'answer')}: {failures[0]}"
             raise UserError(f"base_url: {none}; what was answered before is kept")
         if failures:
-            print(f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}", file=sys.stderr)
+            print(
+                f"warning: {amount(len(failures), 'call')} failed, the first: {failures[0]}",
+                file=sys.stderr,
+            )
         return [None if isinstance(each, EndpointError) else each for each in found]
 
     def _answer(self, request: AnswerRequest) -> Reply | Unanswerable | EndpointError:
@@ -78,6 +100,11 @@ def messages_of(request: AnswerRequest) -> Messages:
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{next(pngs)}"}}
 
     return [
-        {**each, "content": each["content"] if isinstance(each["content"], str) else list(map(shown, each["content"]))}
+        {
+            **each,
+            "content": each["content"]
+            if isinstance(each["content"], str)
+            else list(map(shown, each["content"])),
+        }
         for each in request.messages
     ]

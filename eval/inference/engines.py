@@ -32,26 +32,42 @@ def check_model(model: str) -> str:
     folder = Path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"model: the folder {model!r} has no config.json; give a folder made by save_pretrained")
+            raise UserError(
+                f"model: the folder {model!r} has no config.json; give a folder made by save_pretrained"
+            )
         return str(folder.resolve())
     # `runs/tyni` has the form of a hub id too, but if there is a folder `runs` it is rather a mistyped path.
     if not HUB_ID.fullmatch(model) or folder.parent.is_dir():
-        raise UserError(f"model: {model!r} is neither a folder here nor a hub id of the form owner/name")
+        raise UserError(
+            f"model: {model!r} is neither a folder here nor a hub id of the form owner/name"
+        )
     return model
 
 
 def settings_of(options: Namespace) -> AnswerEngineSettings:
     """The engine that the options of a command ask for. Raises `UserError`."""
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
-        raise UserError(f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it")
+        raise UserError(
+            f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it"
+        )
     endpoint = endpoint_of(options)
     model = check_model(options.model) if endpoint is None else options.model
-    given = {each.name: vars(options)[each.name] for each in fields(AnswerEngineSettings) if each.name in options}
+    given = {
+        each.name: vars(options)[each.name]
+        for each in fields(AnswerEngineSettings)
+        if each.name in options
+    }
     template = trained_with(model).get("chat_template_kwargs") or {}
     if template:
         print(f"chat_template_kwargs: those of the model's training, {template}", file=sys.stderr)
-    settings = AnswerEngineSettings(**{**given, "model": model, "endpoint": endpoint, "template": template})
-    return replace(settings, toolbox=_toolbox_of(options, settings)) if getattr(options, "tools", None) else settings
+    settings = AnswerEngineSettings(
+        **{**given, "model": model, "endpoint": endpoint, "template": template}
+    )
+    return (
+        replace(settings, toolbox=_toolbox_of(options, settings))
+        if getattr(options, "tools", None)
+        else settings
+    )
 
 
 def tool_options_of(options: Namespace) -> ToolOptions:
@@ -59,7 +75,12 @@ def tool_options_of(options: Namespace) -> ToolOptions:
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.config.values import convert
 
-    refuse((not options.tools, "tool_options: without --tools it changes nothing; name tools, or leave it out"))
+    refuse(
+        (
+            not options.tools,
+            "tool_options: without --tools it changes nothing; name tools, or leave it out",
+        )
+    )
     limits: ToolOptions = convert("tool_options", options.tool_options, ToolOptions)
     return limits
 
@@ -67,12 +88,15 @@ def tool_options_of(options: Namespace) -> ToolOptions:
 def _toolbox_of(options: Namespace, settings: AnswerEngineSettings) -> Toolbox:
     """The tools of the options, for what this model sees. Raises `UserError`."""
     if settings.endpoint is not None:
-        raise UserError("tools: --engine openai answers no calls; use vllm or transformers, or leave --tools out")
+        raise UserError(
+            "tools: --engine openai answers no calls; use vllm or transformers, or leave --tools out"
+        )
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.data.prompt_lengths import limits_of
     from adora_vl.tools.run import Toolbox, choose_tools, view_of
 
-    chosen, chat = choose_tools(options.tools), ChatProcessor.of(settings)
+    chosen = choose_tools(options.tools)
+    chat = ChatProcessor.of(settings)
     pixels = limits_of(chat.processor, chat.config, settings.min_pixels, settings.max_pixels)
     return Toolbox(chosen, options.tool_options or ToolOptions(), view_of(chat.config, pixels))
 
@@ -92,6 +116,9 @@ def build_engine(settings: AnswerEngineSettings) -> AnswerEngine:
     """Load the model into the engine that `settings` name. Raises `UserError` if the model cannot be loaded."""
     if settings.engine == "openai":
         return EndpointEngine(settings)
-    from eval.inference.local import TransformersEngine, VLLMEngine  # seconds, and a score needs no engine
+    from eval.inference.local import (
+        TransformersEngine,
+        VLLMEngine,
+    )  # seconds, and a score needs no engine
 
     return VLLMEngine(settings) if settings.engine == "vllm" else TransformersEngine(settings)

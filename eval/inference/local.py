@@ -29,19 +29,29 @@ class Conversations:
     turns: Turns | None = None
 
     def __init__(
-        self, chat: ChatProcessor, sample: Callable[[Sequence[RolloutAsk]], list[RolloutAnswer]], longest: int,
-        batch_size: int, *, ended: Callable[[Sequence[int]], bool] | None = None,
+        self,
+        chat: ChatProcessor,
+        sample: Callable[[Sequence[RolloutAsk]], list[RolloutAnswer]],
+        longest: int,
+        batch_size: int,
+        *,
+        ended: Callable[[Sequence[int]], bool] | None = None,
         any_rank: Callable[[bool], bool] = bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`longest`: tokens of an answer, with what tools say. `ended`: whether a turn has an end, for those who sample
         and do not say it. `any_rank`: whether something holds on any rank.
         """
-        self.chat, self.sample, self.longest, self.batch_size = chat, sample, longest, batch_size
-        self._ended, self._any_rank = ended, any_rank
+        self.chat = chat
+        self.sample = sample
+        self.longest = longest
+        self.batch_size = batch_size
+        self._ended = ended
+        self._any_rank = any_rank
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
         """One answer per request, in their order. Also of none: other ranks may have some."""
-        chat, turns = self.chat, self.turns
+        chat = self.chat
+        turns = self.turns
         turn = turns.tokens if turns else None
         prompts = [chat.ids_of(request.messages, request.images) for request in requests]
         faults = [chat.overlong(ids, chat.context) for ids in prompts]
@@ -51,24 +61,37 @@ class Conversations:
             return min(left, turn - len(rollout.turn)) if turn else left
 
         def asked(number: int, rollout: Rollout) -> RolloutAsk:
-            seed, spans = requests[number].seed, len(rollout.spans)
+            seed = requests[number].seed
+            spans = len(rollout.spans)
             seed = rollout_seed(seed, f"segment-{spans}", 0, 0) if spans else seed
             images = [*requests[number].images, *(picture.image for picture in rollout.pictures)]
-            return RolloutAsk([*prompts[number], *rollout.tokens], images, number, seed, room(number, rollout))
+            return RolloutAsk(
+                [*prompts[number], *rollout.tokens], images, number, seed, room(number, rollout)
+            )
 
         def ask(going: dict[int, Rollout]) -> dict[int, Rollout]:
             asks = [asked(number, rollout) for number, rollout in going.items()]
             return {
                 number: gone_on(rollout, one, answer, self.longest, turn, self._ended)
-                for (number, rollout), one, answer in zip(going.items(), asks, self.sample(asks), strict=True)
+                for (number, rollout), one, answer in zip(
+                    going.items(), asks, self.sample(asks), strict=True
+                )
             }
 
         def answered(number: int, rollout: Rollout) -> Rollout:
-            seen, length, seed = requests[number].images, len(prompts[number]), str(requests[number].seed)
-            return turns(rollout, seen, prompt=length, longest=self.longest, step=0, seed=seed) if turns else rollout
+            seen = requests[number].images
+            length = len(prompts[number])
+            seed = str(requests[number].seed)
+            return (
+                turns(rollout, seen, prompt=length, longest=self.longest, step=0, seed=seed)
+                if turns
+                else rollout
+            )
 
         begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
-        played = play(begun, ask, answered, lambda *one: room(*one) > 0, self._any_rank if turns else bool)
+        played = play(
+            begun, ask, answered, lambda *one: room(*one) > 0, self._any_rank if turns else bool
+        )
         return [
             self._reply(played[number], len(ids)) if fault is None else Unanswerable(fault)
             for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True))
@@ -79,20 +102,34 @@ class Conversations:
         by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
         names = ("name", "arguments", "text", "failed")
         calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
-        reason, text = rollout.ended if by_calls else "length", self.chat.decode(rollout.turn)
+        reason = rollout.ended if by_calls else "length"
+        text = self.chat.decode(rollout.turn)
         return Reply(text, len(rollout.said), reason, prompt, tuple(calls) if self.turns else None)
 
 
 class _Local(Conversations):
     def __init__(
-        self, settings: AnswerEngineSettings, chat: ChatProcessor, batch_size: int,
+        self,
+        settings: AnswerEngineSettings,
+        chat: ChatProcessor,
+        batch_size: int,
         sample: Callable[[Sequence[RolloutAsk]], list[RolloutAnswer]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(chat, sample, settings.max_tokens, settings.batch_size or batch_size)
         self.resolved = chat.resolved(settings.dtype)
         if toolbox := settings.toolbox:
-            most, turn, room = settings.max_tool_calling_iterations, toolbox.options.turn_tokens, chat.context
-            given = (chat.processor, settings.template, chat.tokens_of, most, chat.decode, turn, room)
+            most = settings.max_tool_calling_iterations
+            turn = toolbox.options.turn_tokens
+            room = chat.context
+            given = (
+                chat.processor,
+                settings.template,
+                chat.tokens_of,
+                most,
+                chat.decode,
+                turn,
+                room,
+            )
             self.turns = Turns(toolbox, *given)
 
 
@@ -102,7 +139,9 @@ class VLLMEngine(_Local):
     def __init__(self, settings: AnswerEngineSettings) -> None:
         """Raises `UserError` if vLLM is not installed, or would compute this model differently from Transformers."""
         if importlib.util.find_spec("vllm") is None:
-            raise UserError("engine: vllm is not installed; install it or use --engine transformers")
+            raise UserError(
+                "engine: vllm is not installed; install it or use --engine transformers"
+            )
         from adora_vl.rollout.engine_settings import machine_options
         from adora_vl.utils.launch import prepare_engine_environment
 
@@ -111,7 +150,9 @@ class VLLMEngine(_Local):
 
         chat = ChatProcessor.of(settings)
         chat.check_vllm(settings.model, settings.dtype)
-        longest = chat.context_needed(settings.max_images, settings.max_text_bytes, settings.max_tokens)
+        longest = chat.context_needed(
+            settings.max_images, settings.max_text_bytes, settings.max_tokens
+        )
         shown = max(settings.max_images, settings.toolbox.options.images if settings.toolbox else 1)
         llm = PolicyLLM(
             model=settings.model,
@@ -130,7 +171,12 @@ class VLLMEngine(_Local):
             "logit_bias": dict.fromkeys(chat.banned_ids, -100.0),
             "detokenize": False,  # decoded here, as for the other engine
         }
-        super().__init__(settings, chat, 256, partial(llm.sample, settings=sampling, image_token_id=chat.image_id))
+        super().__init__(
+            settings,
+            chat,
+            256,
+            partial(llm.sample, settings=sampling, image_token_id=chat.image_id),
+        )
 
 
 class TransformersEngine(_Local):
@@ -143,12 +189,16 @@ class TransformersEngine(_Local):
         super().__init__(settings, chat, 64, self._sampled)
         self._device = "cuda" if torch.cuda.is_available() else "cpu"
         model: Any = chat.auto_class.from_pretrained(
-            settings.model, revision=settings.revision, dtype=getattr(torch, chat.dtype(settings.dtype)),
+            settings.model,
+            revision=settings.revision,
+            dtype=getattr(torch, chat.dtype(settings.dtype)),
             trust_remote_code=False,
-        )  # fmt: skip
+        )
         self._model = model.to(self._device).eval()
         eos = model.generation_config.eos_token_id  # one, several or none
-        self._eos_ids: list[int] = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        self._eos_ids: list[int] = (
+            [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        )
         # A fresh one, because `generate` fills in what is not given from the model's own: Qwen2.5-VL's has a repetition
         # penalty of 1.05, which vLLM (given explicit sampling parameters) does not apply.
         sampled = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
@@ -162,7 +212,9 @@ class TransformersEngine(_Local):
     def _sampled(self, asks: Sequence[RolloutAsk]) -> list[RolloutAnswer]:
         if not asks:
             return []
-        inputs = self.chat.inputs([ask.ids for ask in asks], [image for ask in asks for image in ask.images])
+        inputs = self.chat.inputs(
+            [ask.ids for ask in asks], [image for ask in asks for image in ask.images]
+        )
         torch.manual_seed(asks[0].seed or 0)
         with torch.inference_mode():
             longest = max(ask.limit or self.longest for ask in asks)

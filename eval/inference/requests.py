@@ -54,19 +54,24 @@ class AnswerEngineSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     batch_size: int | None = None
-    max_images: int = 1  # of a request at most, as the bytes of text: vLLM's context length is set from them
+    max_images: int = (
+        1  # of a request at most, as the bytes of text: vLLM's context length is set from them
+    )
     max_text_bytes: int = 4096
     endpoint: Endpoint | None = None  # of the engine `openai`
     toolbox: Toolbox | None = None  # what the model may call between its turns
     max_tool_calling_iterations: int = 3  # turns that are answered
-    template: Mapping[str, Any] = field(default_factory=dict)  # arguments of the chat template, of the model's training
+    template: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # arguments of the chat template, of the model's training
 
     @property
     def described(self) -> dict[str, Any]:
         """What answers depend on beside the options, for a fingerprint; files by their hashes."""
         found: dict[str, Any] = {}
         if self.toolbox:
-            chosen, most = self.toolbox.chosen, self.max_tool_calling_iterations
+            chosen = self.toolbox.chosen
+            most = self.max_tool_calling_iterations
             found = {"tools": [*chosen.functions], "max_tool_calling_iterations": most}
             found |= {"tool_options": vars(self.toolbox.options)}
             found |= {"tool_files": dict(chosen.hashes)} if chosen.hashes else {}

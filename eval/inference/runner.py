@@ -37,7 +37,15 @@ from eval.records import Prediction, Problem
 
 _PATIENCE = timedelta(days=7)  # how long a rank waits for the slowest one
 # Variables of a launcher; an engine that sees them would wait for the other processes.
-_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE")
+_LAUNCHER = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "ROLE_WORLD_SIZE",
+)
 
 
 @dataclass
@@ -80,7 +88,11 @@ def take_gpu(local_rank: int) -> None:
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    devices = (
+        visible.split(",")
+        if visible
+        else [str(index) for index in range(torch.cuda.device_count())]
+    )
     if local_rank < len(devices):
         os.environ["CUDA_VISIBLE_DEVICES"] = devices[local_rank]
 
@@ -106,10 +118,17 @@ class Summary:
 
 
 def infer(
-    problems: Sequence[Problem], output: Path, settings: AnswerEngineSettings, fingerprint: Fields, *,
-    system_prompt: str | None, build: Callable[[AnswerEngineSettings], AnswerEngine], samples: int = 1,
-    in_data: int | None = None, ranks: Ranks = ALONE,
-) -> Summary:  # fmt: skip
+    problems: Sequence[Problem],
+    output: Path,
+    settings: AnswerEngineSettings,
+    fingerprint: Fields,
+    *,
+    system_prompt: str | None,
+    build: Callable[[AnswerEngineSettings], AnswerEngine],
+    samples: int = 1,
+    in_data: int | None = None,
+    ranks: Ranks = ALONE,
+) -> Summary:
     """Ask for every answer that `output` does not have yet. The engine is built only if answers are missing.
 
     `in_data`: number of problems in the data, of which `problems` may be the first. With several `ranks` each answers a
@@ -118,7 +137,9 @@ def infer(
     """
     make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
-    answer_to = partial(_answer_to, output, bounded(settings, problems, system_prompt), system_prompt, build, ranks)
+    answer_to = partial(
+        _answer_to, output, bounded(settings, problems, system_prompt), system_prompt, build, ranks
+    )
 
     def answer_slice(done: set[tuple[str, int]]) -> float:
         with PredictionLog(part_path(output, ranks.rank)) as part:
@@ -153,13 +174,17 @@ def infer(
             seconds = answer_slice(before)
             ranks.barrier("end")
             absorbed |= absorb_parts(output, log)
-        late = resumed and pending and (settings.endpoint or samples > 1)  # such answers are last in the file
+        late = (
+            resumed and pending and (settings.endpoint or samples > 1)
+        )  # such answers are last in the file
         if absorbed or late:
             sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
     rows = read_rows(output / PREDICTIONS)
     ends = Counter(row["finish_reason"] for row in rows if key(row) not in before)
     missing = len(asks) - len(rows)
-    return Summary(len(asks), resumed, pending, ends[IMAGE_FAILED], seconds, missing, ends[TOO_LONG])
+    return Summary(
+        len(asks), resumed, pending, ends[IMAGE_FAILED], seconds, missing, ends[TOO_LONG]
+    )
 
 
 @contextmanager
@@ -170,7 +195,10 @@ def _nothing_left(output: Path) -> Iterator[None]:
     except UserError:
         with suppress(OSError, KeyError):  # a folder with anything else in it stays
             found = {path.name: path for path in output.iterdir()}
-            if found.keys() <= {PREDICTIONS, FILE_NAME, STARTUP_LOG} and not found[PREDICTIONS].stat().st_size:
+            if (
+                found.keys() <= {PREDICTIONS, FILE_NAME, STARTUP_LOG}
+                and not found[PREDICTIONS].stat().st_size
+            ):
                 for path in found.values():
                     path.unlink()
                 output.rmdir()
@@ -178,9 +206,14 @@ def _nothing_left(output: Path) -> Iterator[None]:
 
 
 def _answer_to(
-    output: Path, settings: AnswerEngineSettings, system_prompt: str | None,
-    build: Callable[[AnswerEngineSettings], AnswerEngine], ranks: Ranks, log: PredictionLog, asks: Sequence[Ask],
-) -> float:  # fmt: skip
+    output: Path,
+    settings: AnswerEngineSettings,
+    system_prompt: str | None,
+    build: Callable[[AnswerEngineSettings], AnswerEngine],
+    ranks: Ranks,
+    log: PredictionLog,
+    asks: Sequence[Ask],
+) -> float:
     """Answer what the log does not have yet; the engine is built only when there is any. Returns the seconds of it."""
     resumed = sum(ask.key in log.done for ask in asks)
     if resumed == len(asks):
@@ -191,9 +224,12 @@ def _answer_to(
     if resolved and ranks.rank == 0:
         with written_to("output", output):
             write_json(output / FILE_NAME, {**read(output / FILE_NAME), "resolved": resolved})
-    start, size = time.perf_counter(), engine.batch_size
+    start = time.perf_counter()
+    size = engine.batch_size
     # `disable=None`: no bar where stderr is not a terminal.
-    with tqdm(total=len(asks), initial=resumed, unit="answer", disable=ranks.rank > 0 or None) as bar:
+    with tqdm(
+        total=len(asks), initial=resumed, unit="answer", disable=ranks.rank > 0 or None
+    ) as bar:
         # The whole list is divided, so that a resumed run has the same batches: rounding can depend on what is in one.
         for first in range(0, len(asks), size):
             if batch := [ask for ask in asks[first : first + size] if ask.key not in log.done]:
@@ -203,7 +239,9 @@ def _answer_to(
     return time.perf_counter() - start
 
 
-def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None) -> list[Prediction]:
+def answer(
+    engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None
+) -> list[Prediction]:
     """One row per ask, in order. A problem whose image cannot be decoded gets an empty response and the reason; one
     whose answer the engine could not get has no row.
     """
@@ -217,7 +255,9 @@ def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prom
             images = problem.images()
         except Exception as error:  # a decoder raises whatever it likes on a broken file
             reason = f"{type(error).__name__}: {error}"
-            row.update(response="", finish_reason=IMAGE_FAILED, n_tokens=0, n_prompt_tokens=0, error=reason)
+            row.update(
+                response="", finish_reason=IMAGE_FAILED, n_tokens=0, n_prompt_tokens=0, error=reason
+            )
             continue
         if images:
             row["image_size"] = list(images[0].size)
@@ -233,7 +273,13 @@ def answer(engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prom
             continue
         if isinstance(generation, Unanswerable):
             print(f"warning: {row['pid']!r} is not asked: {generation.reason}", file=sys.stderr)
-            row.update(response="", finish_reason=TOO_LONG, n_tokens=0, n_prompt_tokens=0, error=generation.reason)
+            row.update(
+                response="",
+                finish_reason=TOO_LONG,
+                n_tokens=0,
+                n_prompt_tokens=0,
+                error=generation.reason,
+            )
             continue
         counts = {"n_tokens": generation.n_tokens, "n_prompt_tokens": generation.n_prompt_tokens}
         row.update(response=generation.text, finish_reason=generation.finish_reason, **counts)
@@ -245,5 +291,9 @@ def bounded(
     settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
 ) -> AnswerEngineSettings:
     """The settings with the bounds that the engine needs: the most images and the longest text of any problem."""
-    longest = max(len(problem.prompt.encode()) for problem in problems) + len((system_prompt or "").encode())
-    return replace(settings, max_images=max(problem.n_images for problem in problems), max_text_bytes=longest)
+    longest = max(len(problem.prompt.encode()) for problem in problems) + len(
+        (system_prompt or "").encode()
+    )
+    return replace(
+        settings, max_images=max(problem.n_images for problem in problems), max_text_bytes=longest
+    )

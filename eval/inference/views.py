@@ -27,7 +27,9 @@ def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
     if view == "blank":
         if not any(problem.n_images for problem in problems):
             raise UserError("view: blank, and the problems have no images; leave it out")
-        return [replace(one, images=partial(_grey, one)) if one.n_images else one for one in problems]
+        return [
+            replace(one, images=partial(_grey, one)) if one.n_images else one for one in problems
+        ]
     if view == "image":
         return list(problems)
     known = [problem for problem in problems if problem.facts]

@@ -40,8 +40,13 @@ _CORRECTED = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*
 _DENIED = re.compile(r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$")
 _LONGEST_VALUE = 100  # characters
 _WORD = re.compile(r"(?<![\\a-z])[a-z]{4}")
-_CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|conclusion|consequently|which means|因此|所以)\b", re.IGNORECASE)
-_NO = re.compile(r"\b(?:not?|n't|never|cannot|none|neither|nor|isn't|aren't|doesn't|don't)\b|n't\b", re.IGNORECASE)
+_CONCLUDES = re.compile(
+    r"\b(?:so|therefore|thus|hence|conclusion|consequently|which means|因此|所以)\b", re.IGNORECASE
+)
+_NO = re.compile(
+    r"\b(?:not?|n't|never|cannot|none|neither|nor|isn't|aren't|doesn't|don't)\b|n't\b",
+    re.IGNORECASE,
+)
 
 
 def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
@@ -55,7 +60,10 @@ def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
         if match[1] == chr(ord("A") + len(spots)):
             spots.append(match)
     ends = [match.start() for match in spots[1:]] + [len(text)]
-    return [text[match.end() : end].strip().rstrip(",;").strip() for match, end in zip(spots, ends, strict=False)]
+    return [
+        text[match.end() : end].strip().rstrip(",;").strip()
+        for match, end in zip(spots, ends, strict=False)
+    ]
 
 
 class _Reader:
@@ -68,7 +76,8 @@ class _Reader:
         keys = [_key(choice) for choice in choices]
         self.keys = ["" if len(key) == 1 and key.upper() in self.letters else key for key in keys]
         last = self.letters[-1]
-        capital, either = f"[A-{last}]", f"[A-{last}a-{last.lower()}]"
+        capital = f"[A-{last}]"
+        either = f"[A-{last}a-{last.lower()}]"
         # A lone capital needs an end behind it, or it is the article in `A circle`; in brackets any case will do.
         self.letter = (
             rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：で]|\n|$))|({capital})(?![\w'’])"
@@ -79,8 +88,12 @@ class _Reader:
         at_end = rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital}){ends})"
         self.concluded = re.compile(f"(?i:{_CONCLUDED}){at_end}")
         self.corrected = re.compile(f"(?i:{_CORRECTED}){at_end}")
-        self.short = re.compile(rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({either})\W*", re.IGNORECASE)
-        self.leading = re.compile(rf"\W*(?:[(（\[]\s*({either})\s*[)）\]]|({capital})\s*(?:[.,:：;)）、。]|\n|$))")
+        self.short = re.compile(
+            rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({either})\W*", re.IGNORECASE
+        )
+        self.leading = re.compile(
+            rf"\W*(?:[(（\[]\s*({either})\s*[)）\]]|({capital})\s*(?:[.,:：;)）、。]|\n|$))"
+        )
         self.in_brackets = re.compile(rf"[(（]\s*({either})\s*[)）]")
         self.named = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
 
@@ -90,7 +103,11 @@ class _Reader:
 
     def last(self, pattern: re.Pattern[str], text: str, start: int = 0) -> int | None:
         """The last letter behind `start` that a pattern finds, and that the text does not call wrong."""
-        found = [self.index(match) for match in pattern.finditer(text, start) if not _dismissed(text, match)]
+        found = [
+            self.index(match)
+            for match in pattern.finditer(text, start)
+            if not _dismissed(text, match)
+        ]
         return found[-1] if found else None
 
     def resolve(self, text: str) -> int | None:
@@ -98,9 +115,14 @@ class _Reader:
         key = _key(plain(text))
         if key and key in self.keys:
             return self.keys.index(key)
-        shown, letters = plain(text), self.letters
+        shown = plain(text)
+        letters = self.letters
         letter = re.fullmatch(rf"\W*(?:option|choice)?\W*([{letters}{letters.lower()}])\W*", shown)
-        letter = letter or self.leading.match(shown) or re.search(rf"(?<!\w)[(（]([{letters}])[)）]\W*$", shown)
+        letter = (
+            letter
+            or self.leading.match(shown)
+            or re.search(rf"(?<!\w)[(（]([{letters}])[)）]\W*$", shown)
+        )
         if letter:
             return self.index(letter)
         if (equal := self.equal(text)) is not None:
@@ -117,7 +139,11 @@ class _Reader:
         if len(text) > _LONGEST_VALUE or not _has_value(text):
             return None
         held = rf"\boxed{{{text.replace(':', '/')}}}"
-        worded = [(index, choice.replace(":", "/")) for index, choice in enumerate(self.choices) if self.keys[index]]
+        worded = [
+            (index, choice.replace(":", "/"))
+            for index, choice in enumerate(self.choices)
+            if self.keys[index]
+        ]
         found = [index for index, choice in worded if grade(held, choice).verdict == "correct"]
         return found[0] if len(found) == 1 else None
 
@@ -126,7 +152,11 @@ class _Reader:
         if not text.startswith("A "):
             return None
         text = _key(text.split("\n")[0], keep_end=True)
-        found = [i for i, key in enumerate(self.keys) if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", text)]
+        found = [
+            i
+            for i, key in enumerate(self.keys)
+            if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", text)
+        ]
         return max(found, key=lambda index: len(self.keys[index]), default=None)
 
     def mentioned(self, text: str, *, denied: bool = True) -> list[int]:
@@ -139,7 +169,11 @@ class _Reader:
                 continue
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
             found = [match.start() for match in re.finditer(pattern, text)]
-            places += [(at, index) for at in found if denied or not _DENIED.search(text[max(0, at - 20) : at])]
+            places += [
+                (at, index)
+                for at in found
+                if denied or not _DENIED.search(text[max(0, at - 20) : at])
+            ]
             text = re.sub(pattern, "\0" * len(key), text)
         return [index for _, index in sorted(places)]
 
@@ -180,7 +214,9 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     text = plain(response).strip()
     # The value in a box where all choices are values and none is this one.
     box = last_boxed(response) or ""
-    valued = _has_value(box) and all(_has_value(key) and not _WORD.search(key) for key in reader.keys)
+    valued = _has_value(box) and all(
+        _has_value(key) and not _WORD.search(key) for key in reader.keys
+    )
     other = plain(box).strip() if valued and reader.resolve(box) is None else ""
     for how, rule in _STATED_RULES if other else _RULES:
         found = rule(reader, response if how == "box" else text)
@@ -190,7 +226,9 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
         return Extraction(other, "nearest")
     if refuses(text):
         return Extraction("", "refusal")
-    value = concluding_number(text) if all(re.match(r"-?[\d.]", key) for key in reader.keys) else None
+    value = (
+        concluding_number(text) if all(re.match(r"-?[\d.]", key) for key in reader.keys) else None
+    )
     return Extraction(value or (sentences(text) or [text])[-1], "nearest")
 
 
@@ -219,7 +257,8 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:
     """Whether the text calls this letter wrong, as in `the incorrect answer is A` or `option (D) is incorrect`."""
-    before, behind = text[max(0, match.start() - 15) : match.start()], text[match.end() : match.end() + 40]
+    before = text[max(0, match.start() - 15) : match.start()]
+    behind = text[match.end() : match.end() + 40]
     return bool(_WRONG.search(before + " | " + behind.split("\n")[0]))
 
 
@@ -241,7 +280,9 @@ def _stated_text(reader: _Reader, text: str) -> int | None:
 def _yes_no(reader: _Reader, text: str) -> int | None:
     """The text begins with yes or no, and one of the choices is that word."""
     match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
-    return reader.keys.index(match[1].lower()) if match and match[1].lower() in reader.keys else None
+    return (
+        reader.keys.index(match[1].lower()) if match and match[1].lower() in reader.keys else None
+    )
 
 
 def _mentioned(reader: _Reader, text: str) -> int | None:
@@ -260,7 +301,11 @@ def _all_words(reader: _Reader, text: str) -> int | None:
     """The choice whose words all stand in the last sentence that has all the words of exactly one."""
     for part in reversed(sentences(text)):
         words = set(re.findall(r"\w+", part.lower()))
-        found = {i for i, key in enumerate(reader.keys) if " " in key and set(re.findall(r"\w+", key)) <= words}
+        found = {
+            i
+            for i, key in enumerate(reader.keys)
+            if " " in key and set(re.findall(r"\w+", key)) <= words
+        }
         if len(found) == 1:
             return found.pop()
     return None
@@ -279,14 +324,20 @@ def _negated(reader: _Reader, text: str) -> int | None:
 _Rules = tuple[tuple[str, Callable[[_Reader, str], int | None]], ...]
 _STATED_RULES: _Rules = (
     ("exact", _exact),
-    ("box", lambda reader, text: None if (box := last_boxed(text)) is None else reader.resolve(box)),
+    (
+        "box",
+        lambda reader, text: None if (box := last_boxed(text)) is None else reader.resolve(box),
+    ),
     ("stated_letter", _stated_letter),
     ("stated_text", _stated_text),
 )
 _RULES: _Rules = (
     *_STATED_RULES,
     ("concluded_letter", lambda reader, text: reader.last(reader.concluded, text)),
-    ("leading_letter", lambda reader, text: reader.index(found) if (found := reader.leading.match(text)) else None),
+    (
+        "leading_letter",
+        lambda reader, text: reader.index(found) if (found := reader.leading.match(text)) else None,
+    ),
     ("letter_in_brackets", lambda reader, text: reader.last(reader.in_brackets, text)),
     ("named_option", lambda reader, text: reader.last(reader.named, text)),
     ("yes_no", _yes_no),

@@ -36,12 +36,17 @@ class Question(NamedTuple):
 
 
 def with_extractions(
-    rows: Sequence[Prediction], options: Namespace, question_of: Callable[[Prediction], Question],
-    rules: Callable[[Prediction], Extraction] | None = None, judge: ChatClient | None = None,
-) -> list[Prediction]:  # fmt: skip
+    rows: Sequence[Prediction],
+    options: Namespace,
+    question_of: Callable[[Prediction], Question],
+    rules: Callable[[Prediction], Extraction] | None = None,
+    judge: ChatClient | None = None,
+) -> list[Prediction]:
     """The rows, each with its `Extraction` by `--extraction` under the key `read`. Raises `UserError`."""
     if options.extraction == "judge":
-        asked = [None if row.get("finish_reason") in NOT_ASKED else question_of(row) for row in rows]
+        asked = [
+            None if row.get("finish_reason") in NOT_ASKED else question_of(row) for row in rows
+        ]
         found = judged(asked, judge or judge_of(options))
     elif options.extraction == "rules":
         found = [rules(row) if rules else by_rules(question_of(row)) for row in rows]
@@ -71,9 +76,15 @@ def by_rules(question: Question) -> Extraction:
         return extract_list(question.response)
     if question.kind == "text":
         box = last_boxed(question.response)
-        return Extraction(question.response.strip(), "whole") if box is None else Extraction(box, "box")
+        return (
+            Extraction(question.response.strip(), "whole")
+            if box is None
+            else Extraction(box, "box")
+        )
     found = extract_number(question.response, question.text)
-    if question.kind == "integer":  # `5.0` is the integer that was asked for, also to a rule set with a strict `int`
+    if (
+        question.kind == "integer"
+    ):  # `5.0` is the integer that was asked for, also to a rule set with a strict `int`
         return Extraction(re.sub(r"^(-?\d+)\.0+$", r"\1", found.text), found.how)
     return found
 
@@ -92,14 +103,48 @@ def quick_extract(question: Question) -> Extraction | None:
 
 def add_extraction_options(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--extraction", choices=("rules", "stored", "judge"), default="rules", help="how the answer is found")
-    add("--judge-url", type=optional(text), help="an OpenAI-compatible endpoint, such as http://localhost:8000/v1")
+    add(
+        "--extraction",
+        choices=("rules", "stored", "judge"),
+        default="rules",
+        help="how the answer is found",
+    )
+    add(
+        "--judge-url",
+        type=optional(text),
+        help="an OpenAI-compatible endpoint, such as http://localhost:8000/v1",
+    )
     add("--judge-model", type=optional(text), help="its name there")
-    add("--judge-cache", type=optional(path), metavar="FILE.jsonl", help="default: beside the score")
-    add("--judge-timeout", type=number(0.001, 86400), default=60.0, metavar="SECONDS", help="of one call; default 60")
-    add("--judge-budget", type=optional(whole(0)), metavar="N", help="calls at most, attempts counted; default: any")
-    add("--judge-attempts", type=whole(1, 100), default=4, metavar="N", help="before a row counts as failed; default 4")
-    add("--judge-wait", type=number(0.001, 3600), default=1.0, metavar="SECONDS", help="before a second try; doubles")
+    add(
+        "--judge-cache", type=optional(path), metavar="FILE.jsonl", help="default: beside the score"
+    )
+    add(
+        "--judge-timeout",
+        type=number(0.001, 86400),
+        default=60.0,
+        metavar="SECONDS",
+        help="of one call; default 60",
+    )
+    add(
+        "--judge-budget",
+        type=optional(whole(0)),
+        metavar="N",
+        help="calls at most, attempts counted; default: any",
+    )
+    add(
+        "--judge-attempts",
+        type=whole(1, 100),
+        default=4,
+        metavar="N",
+        help="before a row counts as failed; default 4",
+    )
+    add(
+        "--judge-wait",
+        type=number(0.001, 3600),
+        default=1.0,
+        metavar="SECONDS",
+        help="before a second try; doubles",
+    )
 
 
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
@@ -122,11 +167,18 @@ def judge_of(options: Namespace) -> ChatClient:
     """The judge that the command line names. Raises `UserError` where the address or the model is missing."""
     for name in ("judge_url", "judge_model"):
         if not getattr(options, name):
-            raise UserError(f"--{name.replace('_', '-')} is missing; --extraction judge needs an endpoint and a model")
+            raise UserError(
+                f"--{name.replace('_', '-')} is missing; --extraction judge needs an endpoint and a model"
+            )
     endpoint = Endpoint(
-        check_url("judge_url", options.judge_url), options.judge_model, KEY_VARIABLE, options.judge_timeout,
-        options.judge_attempts, options.judge_wait, body={"temperature": 0, "max_tokens": 256},
-    )  # fmt: skip
+        check_url("judge_url", options.judge_url),
+        options.judge_model,
+        KEY_VARIABLE,
+        options.judge_timeout,
+        options.judge_attempts,
+        options.judge_wait,
+        body={"temperature": 0, "max_tokens": 256},
+    )
     cache: Path = options.judge_cache or score_path(options.output).with_name("judge_cache.jsonl")
     with written_to("judge_cache", cache):
         cache.parent.mkdir(parents=True, exist_ok=True)
@@ -135,14 +187,23 @@ def judge_of(options: Namespace) -> ChatClient:
 
 def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
     """One extraction each; the judge is asked where the official code asks one. None was never asked."""
-    quick = [Extraction(None, "not_asked") if each is None else quick_extract(each) for each in questions]
+    quick = [
+        Extraction(None, "not_asked") if each is None else quick_extract(each) for each in questions
+    ]
     pairs = zip(questions, quick, strict=True)
-    asked = [messages_for(each) if each is not None and found is None else None for each, found in pairs]
-    made = [found or report for found, report in zip(quick, reports(asked, judge, reported), strict=True)]
+    asked = [
+        messages_for(each) if each is not None and found is None else None for each, found in pairs
+    ]
+    made = [
+        found or report
+        for found, report in zip(quick, reports(asked, judge, reported), strict=True)
+    ]
     return [each for each in made if each is not None]
 
 
-def reports(asked: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str]) -> list[Extraction | None]:
+def reports(
+    asked: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str]
+) -> list[Extraction | None]:
     """What the judge reports on each of the conversations, in order, from the cache if it was asked before; None where
     there is nothing to ask. `read`: what is made of its reply.
     """
@@ -165,14 +226,19 @@ def reports(asked: Sequence[Messages | None], judge: ChatClient, read: Callable[
         found: list[Extraction | None] = judge.each(one, asked)
     if failures:
         rows = amount(len(failures), "row")
-        print(f"warning: the judge failed on {rows}, the first time: {failures[0]}", file=sys.stderr)
+        print(
+            f"warning: the judge failed on {rows}, the first time: {failures[0]}", file=sys.stderr
+        )
     return found
 
 
 def messages_for(question: Question) -> list[dict[str, str]]:
     """The conversation with the judge about one answer; the reference answer is not in it."""
     form = _FORMS.get(question.kind, "Report it as briefly as it can be said.")
-    lines = [f"<question>\n{question.text}", *(lettered(question.choices) if question.kind == "choice" else [])]
+    lines = [
+        f"<question>\n{question.text}",
+        *(lettered(question.choices) if question.kind == "choice" else []),
+    ]
     lines.append(f"</question>\n<reply>\n{question.response[-MAX_CHARS:]}\n</reply>")
     told = _INSTRUCTION.format(form=form)
     return [{"role": "system", "content": told}, {"role": "user", "content": "\n".join(lines)}]

@@ -12,7 +12,9 @@ _RUNS_ON = re.compile(r"\n[^\S\n]*(?:Hint: Please answer|Question:|Human:|User:|
 _WRAPPERS = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|bf|rm|emph|underline)\b\s*(?:\{([^{}]*)\})?"
 )
-_NOISE = re.compile(r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\*+|`+|\^?\{?\\circ\}?|°|~")
+_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\*+|`+|\^?\{?\\circ\}?|°|~"
+)
 _END = re.compile(r"(?<=[.!?。！？])\s+|[。！？]|\n+")
 _REFUSAL = re.compile(
     r"\b(?:sorry|unfortunately|as an ai|unable to|(?:can(?:no|')t|can not|cannot|could not|couldn't) "
@@ -36,7 +38,11 @@ def plain(text: str) -> str:
     """
     text = re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text))
     text = _WRAPPERS.sub(r"\1", text.replace("’", "'").replace("−", "-").replace("–", "-"))
-    return _NOISE.sub("", re.sub(r"\\[dt]frac", r"\\frac", text)).replace("\\%", "%").replace("{,}", ",")
+    return (
+        _NOISE.sub("", re.sub(r"\\[dt]frac", r"\\frac", text))
+        .replace("\\%", "%")
+        .replace("{,}", ",")
+    )
 
 
 def sentences(text: str) -> list[str]:
@@ -49,9 +55,13 @@ def refuses(text: str) -> bool:
     return bool(_REFUSAL.search(text.replace("’", "'")))
 
 
-_NUMBER = re.compile(r"(?<![\w.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?")
+_NUMBER = re.compile(
+    r"(?<![\w.])-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
+)
 _FRACTION = re.compile(r"(-?)\\frac\s*\{\s*(\d+(?:\.\d+)?)\s*\}\s*\{\s*(\d+(?:\.\d+)?)\s*\}")
-_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) ?(?:\\times|\\cdot|[×x*]) ?10 ?\^ ?\{? ?(-?\d+) ?\}?")
+_SCIENTIFIC = re.compile(
+    r"(?<![\w.])(\d+(?:\.\d+)?) ?(?:\\times|\\cdot|[×x*]) ?10 ?\^ ?\{? ?(-?\d+) ?\}?"
+)
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _SAYS = re.compile(
     r"(?:\b(?:answer|final value|result)\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bwould be\b|[:：=])|答案[是为:：]*)[\s:：]*",
@@ -65,13 +75,55 @@ _VERB = re.compile(
     re.IGNORECASE,
 )
 _WORDS = [
-    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
-    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty",
-]  # fmt: skip
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+    "thirteen",
+    "fourteen",
+    "fifteen",
+    "sixteen",
+    "seventeen",
+    "eighteen",
+    "nineteen",
+    "twenty",
+]
 _FUNCTION_WORDS = {
-    "the", "and", "are", "was", "were", "has", "have", "had", "how", "many", "much", "what", "which", "that", "this",
-    "there", "with", "from", "for", "does", "did", "not", "its", "can", "all",
-}  # fmt: skip
+    "the",
+    "and",
+    "are",
+    "was",
+    "were",
+    "has",
+    "have",
+    "had",
+    "how",
+    "many",
+    "much",
+    "what",
+    "which",
+    "that",
+    "this",
+    "there",
+    "with",
+    "from",
+    "for",
+    "does",
+    "did",
+    "not",
+    "its",
+    "can",
+    "all",
+}
 _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 
 
@@ -95,7 +147,10 @@ def extract_number(response: str, question: str = "") -> Extraction:
             return Extraction(found, how)
     if refuses(text):
         return Extraction("", "refusal")
-    found = next((number for part in reversed(sentences(text)) if (number := _from_sentence(part, own))), None)
+    found = next(
+        (number for part in reversed(sentences(text)) if (number := _from_sentence(part, own))),
+        None,
+    )
     return Extraction(found, "last_sentence") if found else Extraction("", "no_number")
 
 
@@ -103,7 +158,14 @@ def concluding_number(text: str) -> str | None:
     """The number of the sentence that concludes, else of the last one that has a number."""
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
-    return next((n for part in [*reversed(concluding), *reversed(parts)] if (n := _from_sentence(part, set()))), None)
+    return next(
+        (
+            n
+            for part in [*reversed(concluding), *reversed(parts)]
+            if (n := _from_sentence(part, set()))
+        ),
+        None,
+    )
 
 
 def _candidates(marked_up: str, parts: list[str], question: str) -> list[tuple[str, str]]:
@@ -152,7 +214,9 @@ def _from_sentence(sentence: str, own: set[str]) -> str | None:
     spots = [(m.start(), m[0].replace(",", "")) for m in _NUMBER.finditer(sentence)]
     new = [spot for spot in spots if spot[1] not in own]
     if not new:
-        new = [(m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)] or spots
+        new = [
+            (m.start(), str(_WORDS.index(m[1].lower()))) for m in _WORD.finditer(sentence)
+        ] or spots
     places = [place for place, _ in new]
     for verb in reversed(list(_VERB.finditer(sentence))):
         first = bisect_left(places, verb.end())
@@ -182,7 +246,9 @@ def extract_list(response: str) -> Extraction:
     found = _lists(last_boxed(response) or "") or _lists(own_part(response))
     if not found:
         return Extraction("", "no_list")
-    return Extraction("[" + ", ".join(part.strip() for part in found[-1][1:-1].split(",")) + "]", "list")
+    return Extraction(
+        "[" + ", ".join(part.strip() for part in found[-1][1:-1].split(",")) + "]", "list"
+    )
 
 
 def _lists(text: str) -> list[str]:

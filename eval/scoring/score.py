@@ -8,7 +8,18 @@ from typing import Any
 
 from adora_vl.rewards.completion import REFLECTIVE, reflective_words
 from eval.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG
-from eval.records import CORRECT, FAILED, JUDGE_FAILED, WRONG, Benchmark, Cell, Graded, OwnFigures, Prediction, Scored
+from eval.records import (
+    CORRECT,
+    FAILED,
+    JUDGE_FAILED,
+    WRONG,
+    Benchmark,
+    Cell,
+    Graded,
+    OwnFigures,
+    Prediction,
+    Scored,
+)
 from eval.scoring.statistics import bootstrap, pass_at, wilson
 
 
@@ -21,7 +32,11 @@ def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
     return {"mean": statistics.fmean(ordered), "median": statistics.median(ordered), **high}
 
 
-_CUT = ("length", "calls", "room")  # the last two: at a call that nobody answers, or whose answer has no room
+_CUT = (
+    "length",
+    "calls",
+    "room",
+)  # the last two: at a call that nobody answers, or whose answer has no room
 
 
 def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
@@ -30,18 +45,36 @@ def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
         return None
     found = [reflective_words(text) for text in responses]
     counts = {word: sum(each.get(word, 0) for each in found) for word in REFLECTIVE}
-    having, total = sum(map(bool, found)), len(responses)
-    share = {"answers": having, "total": total, "share": having / total, "wilson_95": list(wilson(having, total))}
-    return {**share, "per_1000_answers": {word: 1000 * count / total for word, count in counts.items() if count}}
+    having = sum(map(bool, found))
+    total = len(responses)
+    share = {
+        "answers": having,
+        "total": total,
+        "share": having / total,
+        "wilson_95": list(wilson(having, total)),
+    }
+    return {
+        **share,
+        "per_1000_answers": {word: 1000 * count / total for word, count in counts.items() if count},
+    }
 
 
 # By total pixels of the first image: the upper ends of the groups.
 _SIZES = (
-    (128 * 128, "to 128x128"), (256 * 256, "to 256x256"), (512 * 512, "to 512x512"), (1024 * 1024, "to 1024x1024"),
-)  # fmt: skip
+    (128 * 128, "to 128x128"),
+    (256 * 256, "to 256x256"),
+    (512 * 512, "to 512x512"),
+    (1024 * 1024, "to 1024x1024"),
+)
 
 
-def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, *, answer_tags: bool = False) -> Scored:
+def score(
+    benchmark: Benchmark,
+    rows: Sequence[Prediction],
+    options: Namespace,
+    *,
+    answer_tags: bool = False,
+) -> Scored:
     """The score of predictions (at least one) by the rules that `options` name.
 
     `answer_tags`: the prompts asked for `<answer> </answer>`; `options.answer_tags` tells the benchmark.
@@ -57,7 +90,10 @@ def score(benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace, 
         "benchmark": benchmark.name,
         **aggregate(graded),
         **{
-            key: {name: {"accuracy": one} if isinstance(one, int | float) else one for name, one in named.items()}
+            key: {
+                name: {"accuracy": one} if isinstance(one, int | float) else one
+                for name, one in named.items()
+            }
             for key, named in own.figures.items()
         },
         **answers(rows, graded),
@@ -73,7 +109,11 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Grad
     """One row as its benchmark grades it, or failed: where its problem was never asked, or the judge could not say."""
     grade = benchmark.grade(row, options)
     grade = grade._replace(groups={**grade.groups, **common_groups(row)})
-    failed = JUDGE_FAILED if grade.extraction is not None and grade.extraction.how == JUDGE_FAILED else None
+    failed = (
+        JUDGE_FAILED
+        if grade.extraction is not None and grade.extraction.how == JUDGE_FAILED
+        else None
+    )
     if row.get("finish_reason") in NOT_ASKED:
         failed = row.get("error") or row["finish_reason"]
     if failed is not None:
@@ -103,7 +143,8 @@ def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
 def missing_answers(score: Mapping[str, Any]) -> str | None:
     """A sentence if a score is of a part of the answers that were asked for. None for a whole one or an unknown one."""
     coverage = score.get("coverage") or {}
-    answers, asked = coverage.get("answers"), coverage.get("asked")
+    answers = coverage.get("answers")
+    asked = coverage.get("asked")
     if not answers or not asked or answers >= asked:
         return None
     return f"the score of a part: {answers} of {asked} answers are there; run `infer` again for the others"
@@ -111,7 +152,8 @@ def missing_answers(score: Mapping[str, Any]) -> str | None:
 
 def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
     """A benchmark's entry of an answer, where the answer is first extracted and then compared."""
-    grade, fields = graded.grade, {"correct": graded.correct, "answer": row["answer"]}
+    grade = graded.grade
+    fields = {"correct": graded.correct, "answer": row["answer"]}
     return {"verdict": grade.verdict, **fields, "extraction": grade.extracted, "how": grade.reason}
 
 
@@ -125,7 +167,11 @@ def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, An
 def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str]]:
     """The groups of a row by fields of its metadata, a value or a list of them each."""
     found = {name: (row.get("metadata") or {}).get(name) for name in names}
-    listed = {name: value if isinstance(value, list) else [value] for name, value in found.items() if value}
+    listed = {
+        name: value if isinstance(value, list) else [value]
+        for name, value in found.items()
+        if value
+    }
     return {name: [str(part) for part in values] for name, values in listed.items()}
 
 
@@ -139,7 +185,9 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
     size = row.get("image_size")
     if size:
         pixels = size[0] * size[1]
-        groups["image_size"] = [next((name for limit, name in _SIZES if pixels <= limit), "over 1024x1024")]
+        groups["image_size"] = [
+            next((name for limit, name in _SIZES if pixels <= limit), "over 1024x1024")
+        ]
     return groups
 
 
@@ -152,9 +200,14 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
                 members[key][value].append(item)
     counts: dict[str, Any] = {
         **cell(graded),
-        "groups": {key: {value: cell(members[key][value]) for value in sorted(members[key])} for key in members},
+        "groups": {
+            key: {value: cell(members[key][value]) for value in sorted(members[key])}
+            for key in members
+        },
         "verdicts": dict(Counter(item.grade.verdict for item in graded).most_common()),
-        "image_failed": sum(item.grade.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded),
+        "image_failed": sum(
+            item.grade.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded
+        ),
         "too_long": sum(item.grade.groups.get("finish_reason") == [TOO_LONG] for item in graded),
     }
     return counts | _samples(graded)
@@ -162,10 +215,20 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
 
 def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
     """Over the problems that were asked: lengths of right and wrong answers, share cut off, and reflective words."""
-    asked = [(row, item) for row, item in zip(rows, graded, strict=True) if row.get("finish_reason") not in NOT_ASKED]
+    asked = [
+        (row, item)
+        for row, item in zip(rows, graded, strict=True)
+        if row.get("finish_reason") not in NOT_ASKED
+    ]
     ends = [row["finish_reason"] for row, _ in asked if row.get("finish_reason")]
-    cut, total = sum(reason in _CUT for reason in ends), max(1, len(ends))
-    truncated = {"count": cut, "total": total, "share": cut / total, "wilson_95": list(wilson(cut, total))}
+    cut = sum(reason in _CUT for reason in ends)
+    total = max(1, len(ends))
+    truncated = {
+        "count": cut,
+        "total": total,
+        "share": cut / total,
+        "wilson_95": list(wilson(cut, total)),
+    }
     known = [(item.correct, item.n_tokens) for _, item in asked if item.n_tokens is not None]
     correct, wrong = ([tokens for right, tokens in known if right == of] for of in (True, False))
     return {
@@ -182,7 +245,8 @@ def cell(items: Sequence[Graded]) -> Cell:
     Answers to one problem are not independent, so the interval is that of as many answers as there are problems: never
     too narrow, and wider than necessary where the answers to a problem differ.
     """
-    correct, total = sum(item.correct for item in items), len(items)
+    correct = sum(item.correct for item in items)
+    total = len(items)
     problems = len({item.pid for item in items})
     interval = list(wilson(correct / total * problems if problems < total else correct, problems))
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
@@ -211,7 +275,11 @@ def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
     if k == 1:
         return {}
     full = [answers for answers in problems if len(answers) == k]
-    result: dict[str, Any] = {"k": k, "problems": len(full), "incomplete": len(problems) - len(full)}
+    result: dict[str, Any] = {
+        "k": k,
+        "problems": len(full),
+        "incomplete": len(problems) - len(full),
+    }
     result[f"avg@{k}"] = mean_with_interval([sum(answers) / k for answers in full])
     for j in sorted({1 << power for power in range(k.bit_length())} | {k}):
         result[f"pass@{j}"] = mean_with_interval([pass_at(j, k, sum(answers)) for answers in full])
@@ -222,6 +290,11 @@ def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
     """The mean over problems and its interval. If all values are 0 or 1 it is a Wilson interval, because the bootstrap
     of few or similar values is too narrow. Otherwise it is a bootstrap interval.
     """
-    mean, by_wilson = sum(values) / len(values), set(values) <= {0.0, 1.0}
+    mean = sum(values) / len(values)
+    by_wilson = set(values) <= {0.0, 1.0}
     interval = wilson(sum(values), len(values)) if by_wilson else bootstrap(values)
-    return {"value": mean, "interval_95": list(interval), "interval": "wilson" if by_wilson else "bootstrap"}
+    return {
+        "value": mean,
+        "interval_95": list(interval),
+        "interval": "wilson" if by_wilson else "bootstrap",
+    }

@@ -7,20 +7,52 @@ from math import comb, sqrt
 from statistics import fmean, stdev, variance
 
 _Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
-RESAMPLES, SEED = 2000, 0  # of a bootstrap; the ends of an interval vary by about a tenth of its width
+# of a bootstrap; the ends of an interval vary by about a tenth of its width
+RESAMPLES = 2000
+SEED = 0
 
 
 # Student's t, 97.5 % quantile, by degrees of freedom from 1
 _T_95 = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-    2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
+    12.706,
+    4.303,
+    3.182,
+    2.776,
+    2.571,
+    2.447,
+    2.365,
+    2.306,
+    2.262,
+    2.228,
+    2.201,
+    2.179,
+    2.160,
+    2.145,
+    2.131,
+    2.120,
+    2.110,
+    2.101,
+    2.093,
+    2.086,
+    2.080,
+    2.074,
+    2.069,
+    2.064,
+    2.060,
+    2.056,
+    2.052,
+    2.048,
+    2.045,
+    2.042,
+)
 
 
 def student_95(degrees: float) -> float:
     """The 97.5 % quantile of Student's t distribution, for at least one degree of freedom."""
     whole = max(1, int(degrees))
-    return _T_95[whole - 1] if whole <= len(_T_95) else _T_95[-1]  # beyond 30 it is at most 4 % too wide
+    return (
+        _T_95[whole - 1] if whole <= len(_T_95) else _T_95[-1]
+    )  # beyond 30 it is at most 4 % too wide
 
 
 def half_width(values: Sequence[float]) -> float:
@@ -30,7 +62,8 @@ def half_width(values: Sequence[float]) -> float:
 
 def paired_t(differences: Sequence[float]) -> tuple[float, float]:
     """The 95 % interval of the mean of at least two paired differences, by Student's t."""
-    middle, half = fmean(differences), half_width(differences)
+    middle = fmean(differences)
+    half = half_width(differences)
     return middle - half, middle + half
 
 
@@ -40,14 +73,17 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
     parts = [variance(values) / len(values) for values in (first, second)]
     if not sum(parts):
         return middle, middle
-    spare = sum(part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True))
+    spare = sum(
+        part**2 / (len(values) - 1) for part, values in zip(parts, (first, second), strict=True)
+    )
     half = student_95(sum(parts) ** 2 / spare) * sqrt(sum(parts))
     return middle - half, middle + half
 
 
 def wilson(correct: float, total: int) -> tuple[float, float]:
     """The 95 % score interval of an accuracy, `total` over 0 (Wilson 1927, without continuity correction)."""
-    share, spread = correct / total, _Z_95**2 / total
+    share = correct / total
+    spread = _Z_95**2 / total
     centre = (share + spread / 2) / (1 + spread)
     half = sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
     # Exact at the ends, where rounding would leave 1e-17 or 1 + 1e-16.
@@ -63,7 +99,8 @@ def bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
     """The 95 % percentile interval of sum(above) / sum(below) over paired values, by drawing the pairs anew."""
-    draw, pairs = random.Random(SEED), list(zip(above, below, strict=True))
+    draw = random.Random(SEED)
+    pairs = list(zip(above, below, strict=True))
     ratios: list[float] = []
     for _ in range(RESAMPLES):
         drawn = draw.choices(pairs, k=len(pairs))

@@ -16,7 +16,8 @@ def table(scored: Scored) -> str:
     score, own = scored
     lines = [made_with(score, own), ""]
     everything: Any = score
-    rows, hidden = list[tuple[str, str, Cell]]([("all", "", everything)]), list[str]()
+    rows = list[tuple[str, str, Cell]]([("all", "", everything)])
+    hidden = list[str]()
     for key, group in score["groups"].items():
         shown = list(group.items())[:_MANY]
         rows += _rows(key, dict(shown))
@@ -24,11 +25,16 @@ def table(scored: Scored) -> str:
     for key, cells in own_cells(score).items():
         rows += _rows(key, cells)
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    lines += [f"{key:<{widths[0]}}  {value:<{widths[1]}}  {_cell(cell)}" for key, value, cell in rows]
+    lines += [
+        f"{key:<{widths[0]}}  {value:<{widths[1]}}  {_cell(cell)}" for key, value, cell in rows
+    ]
     if hidden:
         lines.append(f"in the score file only: {', '.join(hidden)}")
     figures = {name: figure for name, figure in score.get("samples", {}).items() if "@" in name}
-    samples = [f"{name}: {percent(figure['value'], figure['interval_95'])}" for name, figure in figures.items()]
+    samples = [
+        f"{name}: {percent(figure['value'], figure['interval_95'])}"
+        for name, figure in figures.items()
+    ]
     lines += ["", *samples, *own.lines, *_answers(score), *_warnings(score, own)]
     return "\n".join(lines)
 
@@ -36,10 +42,18 @@ def table(scored: Scored) -> str:
 def made_with(score: Score, own: OwnFigures) -> str:
     """One line: benchmark, model, engine, sampling, and by which rules the answers became right or wrong."""
     rules = score["rules"]
-    by = own.by or f"rules {rules['rules']}" + (f", extraction {rules['extraction']}" if "extraction" in rules else "")
+    by = own.by or f"rules {rules['rules']}" + (
+        f", extraction {rules['extraction']}" if "extraction" in rules else ""
+    )
     # Where Geometry3K's grader scored a data set of the user's own, the name of that one.
-    named = {str(item["pid"]).partition("/")[0] for item in score["items"] if "/" in str(item["pid"])}
-    name = named.pop() if score["benchmark"] == "geometry3k" and len(named) == 1 else str(score["benchmark"])
+    named = {
+        str(item["pid"]).partition("/")[0] for item in score["items"] if "/" in str(item["pid"])
+    }
+    name = (
+        named.pop()
+        if score["benchmark"] == "geometry3k" and len(named) == 1
+        else str(score["benchmark"])
+    )
     fields = (score.get("fingerprint") or {}).get("fields")
     if not fields:
         return f"{name}: {by} (no fingerprint beside the predictions)"
@@ -49,7 +63,9 @@ def made_with(score: Score, own: OwnFigures) -> str:
         shown = f", shown {VIEWS.get(fields['view'], fields['view'])}"
     if fields.get("left_out"):
         shown += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
-    return f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{shown}, {by}"
+    return (
+        f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{shown}, {by}"
+    )
 
 
 def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:
@@ -72,11 +88,18 @@ def percent(value: float, interval: list[float]) -> str:
 
 
 def _answers(score: Score) -> list[str]:
-    lines = ["verdicts: " + ", ".join(f"{name} {count}" for name, count in score["verdicts"].items())]
+    lines = [
+        "verdicts: " + ", ".join(f"{name} {count}" for name, count in score["verdicts"].items())
+    ]
     if score.get("extraction_mix"):
-        lines.append("extraction: " + ", ".join(f"{how} {count}" for how, count in score["extraction_mix"].items()))
+        lines.append(
+            "extraction: "
+            + ", ".join(f"{how} {count}" for how, count in score["extraction_mix"].items())
+        )
     held = [(kind, known) for kind, known in score["tokens"].items() if known]
-    tokens = [f"{kind} {of['mean']:.1f} (median {of['median']:g}, max {of['max']})" for kind, of in held]
+    tokens = [
+        f"{kind} {of['mean']:.1f} (median {of['median']:g}, max {of['max']})" for kind, of in held
+    ]
     if tokens:
         lines.append("tokens of an answer: " + ", ".join(tokens))
     reflection = score["reflective_words"]
@@ -87,11 +110,14 @@ def _answers(score: Score) -> list[str]:
 
 def _warnings(score: Score, own: OwnFigures) -> list[str]:
     lines = []
-    part, coverage = missing_answers(score), score.get("coverage") or {}
+    part = missing_answers(score)
+    coverage = score.get("coverage") or {}
     if part:
         lines.append(f"warning: {part}")
     if (coverage.get("asked") or 0) < (coverage.get("in_data") or 0):
-        lines.append(f"note: {coverage['asked']} of the {coverage['in_data']} answers to all the data (--limit)")
+        lines.append(
+            f"note: {coverage['asked']} of the {coverage['in_data']} answers to all the data (--limit)"
+        )
     too_long = "prompt too long for the model's context"
     for count, why in ((score["image_failed"], "unreadable images"), (score["too_long"], too_long)):
         if count:
@@ -106,5 +132,7 @@ def _warnings(score: Score, own: OwnFigures) -> list[str]:
     if score["empty_responses"]:
         lines.append(f"note: {amount(score['empty_responses'], 'empty answer')}")
     if score["truncated"] and score["truncated"]["count"]:
-        lines.append(f"note: {amount(score['truncated']['count'], 'answer')} cut off at the token limit")
+        lines.append(
+            f"note: {amount(score['truncated']['count'], 'answer')} cut off at the token limit"
+        )
     return lines

@@ -40,9 +40,13 @@ def _zipped(files: Mapping[str, bytes]) -> bytes:
 
 
 def empty_wheel(
-    project: str, version: str, *, tag: str = "py3-none-any", requires: Sequence[str] = (),
+    project: str,
+    version: str,
+    *,
+    tag: str = "py3-none-any",
+    requires: Sequence[str] = (),
     modules: Mapping[str, str] | None = None,
-) -> Wheel:  # fmt: skip
+) -> Wheel:
     """A wheel that pip installs, with nothing in it but `modules` (name and source)."""
     name = re.sub(r"[-_.]+", "_", project)
     info = f"{name}-{version}.dist-info"
@@ -66,7 +70,9 @@ def packed_again(project: str) -> Wheel:
     files = {
         str(path): path.read_binary()
         for path in installed.files or []
-        if ".." not in path.parts and path.suffix != ".pyc" and path.name not in ("INSTALLER", "REQUESTED")
+        if ".." not in path.parts
+        and path.suffix != ".pyc"
+        and path.name not in ("INSTALLER", "REQUESTED")
     }
     return Wheel(f"{installed.name}-{installed.version}-py3-none-any.whl", _zipped(files))
 
@@ -103,7 +109,8 @@ class Indexes:
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
         url = urlsplit(request.path)
-        host, path = url.hostname or "", unquote(url.path)
+        host = url.hostname or ""
+        path = unquote(url.path)
         self.asked.append((host, path))
         if host in self.silent:
             self._ended.wait()
@@ -111,10 +118,16 @@ class Indexes:
         wheels = self.hosts.get(host, [])
         place, _, last = path.strip("/").rpartition("/")
         if place == "files":
-            found, kind = [wheel.content for wheel in wheels if wheel.name == last], "application/octet-stream"
+            found = [wheel.content for wheel in wheels if wheel.name == last]
+            kind = "application/octet-stream"
         else:
-            links = [f'<a href="/files/{wheel.name}">{wheel.name}</a>' for wheel in wheels if wheel.project == last]
-            found, kind = ["".join(links).encode()] if links else [], "text/html"
+            links = [
+                f'<a href="/files/{wheel.name}">{wheel.name}</a>'
+                for wheel in wheels
+                if wheel.project == last
+            ]
+            found = ["".join(links).encode()] if links else []
+            kind = "text/html"
         request.send_response(502 if host in self.down else 200 if found else 404)
         request.send_header("Content-Type", kind)
         request.end_headers()
@@ -128,4 +141,8 @@ class Indexes:
 
     def projects_asked(self, host: str) -> set[str]:
         """The projects whose list of files was read at `host`."""
-        return {path.strip("/").rpartition("/")[2] for at, path in self.asked if at == host and "/files/" not in path}
+        return {
+            path.strip("/").rpartition("/")[2]
+            for at, path in self.asked
+            if at == host and "/files/" not in path
+        }

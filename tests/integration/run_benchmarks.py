@@ -35,7 +35,17 @@ def main(model: str, folder: Path) -> int:
         (MMSTAR, "mmstar", ["--without-image", str(folder / "mmstar_blind" / "predictions.jsonl")]),
     ):
         data = folder / "data" / name.removesuffix("_blind")
-        words = ["run", "--model", model, "--data", str(data), "--output", str(folder / name), "--engine", "vllm"]
+        words = [
+            "run",
+            "--model",
+            model,
+            "--data",
+            str(data),
+            "--output",
+            str(folder / name),
+            "--engine",
+            "vllm",
+        ]
         if command.main(benchmark, [*words, "--max-tokens", "32", *more]) != 0:
             return 1
     assert len(_engines) == 1

@@ -42,35 +42,58 @@ def _begin(words: list[str], environment: dict[str, str], outputs: list[str]) ->
         atexit._run_exitfuncs()
 
 
-def _forked(words: list[str], environment: dict[str, str], timeout: int) -> subprocess.CompletedProcess[str]:
+def _forked(
+    words: list[str], environment: dict[str, str], timeout: int
+) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
         for file in files:
             file.touch()
-        process = _READY.Process(target=_begin, args=(words, environment, [str(file) for file in files]))
+        process = _READY.Process(
+            target=_begin, args=(words, environment, [str(file) for file in files])
+        )
         process.start()
         try:
             process.join(timeout)
-            assert process.exitcode is not None, f"not done after {timeout} s: {words}\n{files[1].read_text()[-3000:]}"
+            assert process.exitcode is not None, (
+                f"not done after {timeout} s: {words}\n{files[1].read_text()[-3000:]}"
+            )
         finally:
             process.kill()
-        return subprocess.CompletedProcess(words, process.exitcode, *(file.read_text() for file in files))
+        return subprocess.CompletedProcess(
+            words, process.exitcode, *(file.read_text() for file in files)
+        )
 
 
 def run(
-    command: list[str], *, timeout: int = 500, check: bool = True, environment: dict[str, str] | None = None
+    command: list[str],
+    *,
+    timeout: int = 500,
+    check: bool = True,
+    environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in the repository; on failure the end of its output is the assertion's message."""
-    ours = {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(REPOSITORY)}  # so that a script finds `tests`
+    ours = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": str(REPOSITORY),
+    }  # so that a script finds `tests`
     environment = {**os.environ, **ours, **(environment or {})}
     if command[0] == sys.executable:
         done = _forked(command[1:], environment, timeout)
     else:
         done = subprocess.run(
-            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=timeout, check=False
+            command,
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
         )
     if check:
-        assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-4000:]}"
+        assert done.returncode == 0, (
+            f"{' '.join(command)}\n{done.stdout[-1500:]}\n{done.stderr[-4000:]}"
+        )
     return done
 
 
@@ -84,7 +107,10 @@ def launch(config: str, *arguments: str, **options: Any) -> subprocess.Completed
         return run([sys.executable, *arguments], **options)
     file = ["--config_file", str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")]
     if config == "cpu":
-        return run([str(Path(sys.executable).with_name("accelerate")), "launch", *file, *arguments], **options)
+        return run(
+            [str(Path(sys.executable).with_name("accelerate")), "launch", *file, *arguments],
+            **options,
+        )
     return run([sys.executable, "-m", "accelerate.commands.launch", *file, *arguments], **options)
 
 

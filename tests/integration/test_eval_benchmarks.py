@@ -13,7 +13,13 @@ from eval.command import main
 from eval.inference.predictions import IMAGE_FAILED, read_predictions
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.integration.support import launch, run
-from tests.support.benchmark_data import mathvista_rows, mmstar_rows, write_geometry3k, write_mathvista, write_mmstar
+from tests.support.benchmark_data import (
+    mathvista_rows,
+    mmstar_rows,
+    write_geometry3k,
+    write_mathvista,
+    write_mmstar,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +54,21 @@ def test_mathvista_is_answered_and_its_broken_image_recorded(folder: Path) -> No
     result = score(folder, "mathvista")
     assert (result["total"], result["image_failed"], result["verdicts"]["failed"]) == (6, 1, 1)
     assert {value: cell["total"] for value, cell in result["groups"]["answer_type"].items()} == {
-        "text": 2, "integer": 2, "float": 1, "list": 1,
-    }  # fmt: skip
+        "text": 2,
+        "integer": 2,
+        "float": 1,
+        "list": 1,
+    }
     assert result["rules"]["rules"] == "vlmevalkit"
     rows = read_predictions(folder / "mathvista" / "predictions.jsonl")
-    assert [row["finish_reason"] == IMAGE_FAILED for row in rows] == [False, True, False, False, False, False]
+    assert [row["finish_reason"] == IMAGE_FAILED for row in rows] == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     assert "UnreadableImageError" in rows[1]["error"]
     assert all(row["response"] for row in rows if row["finish_reason"] != IMAGE_FAILED)
 
@@ -61,7 +77,9 @@ def test_mmstar_sees_the_image_unless_told_not_to(folder: Path) -> None:
     seen = read_predictions(folder / "mmstar" / "predictions.jsonl")
     blind = read_predictions(folder / "mmstar_blind" / "predictions.jsonl")
     # 56 x 56 pixels are 4 image tokens; with the two tokens around them the blind prompt lacks 6.
-    assert [a["n_prompt_tokens"] - b["n_prompt_tokens"] for a, b in zip(seen, blind, strict=True)] == [6] * 6
+    assert [
+        a["n_prompt_tokens"] - b["n_prompt_tokens"] for a, b in zip(seen, blind, strict=True)
+    ] == [6] * 6
     leakage = score(folder, "mmstar")["leakage"]
     assert leakage["MG"] == pytest.approx(leakage["S_v"] - leakage["S_wv"])
     assert score(folder, "mmstar_blind")["fingerprint"]["fields"]["no_image"] is True
@@ -70,7 +88,17 @@ def test_mmstar_sees_the_image_unless_told_not_to(folder: Path) -> None:
 
 def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
     data = write_mathvista(tmp_path / "data", mathvista_rows(5))
-    words = ["run", "--model", str(PRETRAINED), "--data", str(data), "--engine", "transformers", "--max-tokens", "12"]
+    words = [
+        "run",
+        "--model",
+        str(PRETRAINED),
+        "--data",
+        str(data),
+        "--engine",
+        "transformers",
+        "--max-tokens",
+        "12",
+    ]
     words += ["--batch-size", "1"]  # on whose make-up rounding depends
     assert main(MATHVISTA, [*words, "--output", str(tmp_path / "one")]) == 0
     launch("cpu_zero3", "-m", "eval.mathvista", *words, "--output", str(tmp_path / "two"))

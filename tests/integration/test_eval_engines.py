@@ -24,7 +24,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 # The images are 112 x 112, which is 16 image tokens without a limit and 4 with this one. The lower limit is left out on
 # purpose: the image processor ignores an upper one that comes alone.
-MAX_PIXELS, IMAGE_TOKENS = 56 * 56, 4
+MAX_PIXELS = 56 * 56
+IMAGE_TOKENS = 4
 QUESTIONS = ("Find x.", "Find the measure of the angle x in the figure.")
 
 
@@ -42,8 +43,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "visual" not in name:
                 parameter.mul_(2)  # or the fresh model repeats one token whatever it is shown
-        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= 10  # wanted, if allowed
-    model.generation_config.repetition_penalty = 1.3  # Qwen2.5-VL's has 1.05; greedy means greedy for both engines
+        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= (
+            10  # wanted, if allowed
+        )
+    model.generation_config.repetition_penalty = (
+        1.3  # Qwen2.5-VL's has 1.05; greedy means greedy for both engines
+    )
     model.save_pretrained(folder / "model")
     write_split(rows, folder / "data", "test")
     return folder
@@ -58,16 +63,25 @@ def command(workspace: Path, engine: str) -> list[str]:
 @pytest.fixture(scope="module")
 def predictions(workspace: Path) -> dict[str, list[Prediction]]:
     """The rows of each engine. vLLM in a process of its own, so that its memory and threads go away with it."""
-    subprocess.run([sys.executable, "-m", "eval.geometry3k", *command(workspace, "vllm")], cwd=ROOT, check=True)
+    subprocess.run(
+        [sys.executable, "-m", "eval.geometry3k", *command(workspace, "vllm")], cwd=ROOT, check=True
+    )
     assert main(BENCHMARK, command(workspace, "transformers")) == 0
-    return {engine: read_predictions(workspace / engine / "predictions.jsonl") for engine in ("vllm", "transformers")}
+    return {
+        engine: read_predictions(workspace / engine / "predictions.jsonl")
+        for engine in ("vllm", "transformers")
+    }
 
 
 def test_both_engines_give_the_same_answers(predictions):
     assert len(predictions["vllm"]) == 8
     assert predictions["vllm"] == predictions["transformers"]
-    assert all(len(row["response"]) > 20 for row in predictions["vllm"])  # special tokens decode to nothing
-    assert len({row["response"] for row in predictions["vllm"]}) > 2 * len(QUESTIONS)  # so the images matter
+    assert all(
+        len(row["response"]) > 20 for row in predictions["vllm"]
+    )  # special tokens decode to nothing
+    assert len({row["response"] for row in predictions["vllm"]}) > 2 * len(
+        QUESTIONS
+    )  # so the images matter
 
 
 def test_the_pixel_limit_reaches_both_engines(workspace, predictions):

@@ -29,10 +29,20 @@ from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 
 Rows = Sequence[dict[str, Any]]
 WITH_ENGINE: dict[str, Any] = {
-    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "use_vllm": True, "vllm_mode": "colocate",
-    "vllm_gpu_memory_utilization": 0.25, "vllm_max_model_length": 512, "max_completion_length": 24, "logging_steps": 1,
-    "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "seed": 3,
-}  # fmt: skip
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.25,
+    "vllm_max_model_length": 512,
+    "max_completion_length": 24,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "seed": 3,
+}
 
 
 def data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
@@ -48,7 +58,9 @@ class Gradients(TrainerCallback):
         self.steps: list[dict[str, torch.Tensor]] = []
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        self.steps.append(
+            {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        )
 
 
 def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
@@ -65,13 +77,19 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     folder = f"{trainer.args.output_dir}/saved"
     trainer.save_model(folder)
     requests = [
-        AnswerRequest(conversation_with_images(row["problem"], len(row["images"])), list(row["images"])) for row in rows
+        AnswerRequest(
+            conversation_with_images(row["problem"], len(row["images"])), list(row["images"])
+        )
+        for row in rows
     ]
     longest = trainer.args.max_completion_length
     other = TransformersEngine(AnswerEngineSettings(folder, "transformers", max_tokens=longest))
     engine = SamplerEngine(trainer, ChatProcessor(folder))
     other.turns = engine.turns
-    return {name: list(map(vars, one.generate(requests))) for name, one in (("vllm", engine), ("transformers", other))}
+    return {
+        name: list(map(vars, one.generate(requests)))
+        for name, one in (("vllm", engine), ("transformers", other))
+    }
 
 
 def lora(trainer: Any, rows: Rows) -> dict[str, float]:
@@ -84,7 +102,9 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
     examination = Examination(trainer, read_prompts(trainer, rows))
     _, rollouts, before_BC = examination.drift("before the adapter")
     torch.manual_seed(0)
-    adapted = get_peft_model(trainer.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", "linear_fc2"]))
+    adapted = get_peft_model(
+        trainer.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", "linear_fc2"])
+    )
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
@@ -106,7 +126,9 @@ class Draws:
     def __init__(self) -> None:
         self.seeds: list[str] = []
 
-    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any) -> Any:
+    def answer(
+        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any
+    ) -> Any:
         draw = random.Random(seed)
         self.seeds.append(seed)
         if draw.random() < 0.3:
@@ -115,7 +137,9 @@ class Draws:
         for _ in range(draw.choice((0, 1, 1, 1, 2))):
             size = draw.choice((28, 56, 84, 112)), draw.choice((28, 56, 84))
             image = Image.new("RGB", size, "white")
-            ImageDraw.Draw(image).line([(draw.randrange(28), draw.randrange(28)), size], "black", width=3)
+            ImageDraw.Draw(image).line(
+                [(draw.randrange(28), draw.randrange(28)), size], "black", width=3
+            )
             parts += ["\n", image]
         call = Call("draw", seed, "", 0.0, failed=False)
         return SimpleNamespace(parts=(*parts, "\n</tool_response>"), calls=(call,))

@@ -53,7 +53,9 @@ STEPS: dict[str, list[str]] = {
     "old pass": ["skip_old_pass"],
     "zero signal": ["skip_zero_signal"],
     "spread": ["cache_images", "skip_zero_signal", "spread_signal"],
-    "no padding": ["share_prompt"],  # without references to images nothing tells which rows share a prompt
+    "no padding": [
+        "share_prompt"
+    ],  # without references to images nothing tells which rows share a prompt
     "all": PARTS,
     "refill": PARTS,  # with a further batch in the place of what has no signal
 }
@@ -67,7 +69,10 @@ class InFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if func is torch.Tensor.float else func
         wider = [torch.float64 if value is torch.float32 else value for value in args]
-        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
+        named = {
+            name: torch.float64 if value is torch.float32 else value
+            for name, value in (kwargs or {}).items()
+        }
         return func(*wider, **named)
 
 
@@ -112,7 +117,9 @@ class SameAgain(AdoraGRPOTrainer):
             graded(generation, *given)
             if not generation.attempt:
                 processed, seen = self.before
-                self.work.append({"processed": self.images._cache.processed - processed, "seen": seen})
+                self.work.append(
+                    {"processed": self.images._cache.processed - processed, "seen": seen}
+                )
                 self.sampled.append(generation.batch["completion_ids"].tolist())
 
         self.pool.judge.watcher.graded = noted  # type: ignore[method-assign,assignment]
@@ -146,7 +153,10 @@ def distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
     result = []
     for step in gradients:
         assert step.keys() == gradients[0].keys()
-        far = {n: float((step[n] - g).norm() / torch.maximum(g.norm(), 1e-4 * scale)) for n, g in gradients[0].items()}
+        far = {
+            n: float((step[n] - g).norm() / torch.maximum(g.norm(), 1e-4 * scale))
+            for n, g in gradients[0].items()
+        }
         result.append(max(far.values()))
     return result
 
@@ -188,7 +198,10 @@ def main() -> None:
     steps = options.only.split(",")
     if options.tools:
         SameAgain.toolbox = Draws.of_process()
-    own = {key: yaml.safe_load(value) for key, value in (word.split("=", 1) for word in options.settings)}
+    own = {
+        key: yaml.safe_load(value)
+        for key, value in (word.split("=", 1) for word in options.settings)
+    }
     settings: dict[str, Any] = {
         **WITH_ENGINE,
         "adora_vllm_dtype": "float32",
@@ -208,7 +221,8 @@ def main() -> None:
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
     groups = args.generation_batch_size // args.num_generations
     rows = list(generate(groups, seed=5))
-    gradients, switches = Gradients(), Switches(steps)
+    gradients = Gradients()
+    switches = Switches(steps)
     model: Any = str(PRETRAINED)
     if not options.float32:
         model = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float64)
@@ -219,7 +233,13 @@ def main() -> None:
         train_dataset=data_set(rows),
         callbacks=[switches, gradients],
     )
-    trainer.work, trainer.sampled, trainer.begun, trainer.packed, trainer.losses = [], [], [], [], []
+    trainer.work, trainer.sampled, trainer.begun, trainer.packed, trainer.losses = (
+        [],
+        [],
+        [],
+        [],
+        [],
+    )
     if not options.float32:
         pass_of_trl = in_float64(trainer._get_per_token_logps_and_entropies)
         trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]
@@ -228,7 +248,9 @@ def main() -> None:
     switches.trainer = trainer
     sabotage(options.sabotage)
     trainer.train()
-    losses = trainer.accelerator.gather(torch.tensor([trainer.losses], dtype=torch.float64)).mean(dim=0)
+    losses = trainer.accelerator.gather(torch.tensor([trainer.losses], dtype=torch.float64)).mean(
+        dim=0
+    )
     if trainer.accelerator.is_main_process:
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         result = {
@@ -241,14 +263,23 @@ def main() -> None:
             "drift": [entry.get("adora/drift", 0.0) for entry in log],
             "work": trainer.work,
             "seen_in_step": [
-                b - a for a, b in pairwise([*(w["seen"] for w in trainer.work), trainer.images.vision.seen])
+                b - a
+                for a, b in pairwise(
+                    [*(w["seen"] for w in trainer.work), trainer.images.vision.seen]
+                )
             ],
             "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],
             "refilled": log[-1].get("adora/refilled_groups"),
-            "distances": distances(gradients.steps) if gradients.steps and gradients.steps[0] else None,
+            "distances": distances(gradients.steps)
+            if gradients.steps and gradients.steps[0]
+            else None,
             "packed": trainer.policy_pass.packed.passes,
-            "packed_in_step": [b - a for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed.passes])],
-            "micro_batches": [later - before for before, later in pairwise([*trainer.begun, trainer.passes])],
+            "packed_in_step": [
+                b - a for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed.passes])
+            ],
+            "micro_batches": [
+                later - before for before, later in pairwise([*trainer.begun, trainer.passes])
+            ],
             "refused": trainer.policy_pass.packed.refused,
         }
         options.output.write_text(json.dumps(result))

@@ -17,14 +17,18 @@ BOUND = 1e-9
 # torch.float]"). No parameter's gradient was further off than 1.3e-5 of its norm on any processor, so the norm of all
 # is not either; 3e-7 was measured. The loss is a mean of products of advantages below 2.5 and ratios that are as exact
 # as log-probabilities, 1e-6; 8e-9 was measured. What the processes might weigh wrongly changes both by a tenth or more.
-NORM_FLOAT32, LOSS_FLOAT32 = 1e-4, 3e-6
+NORM_FLOAT32 = 1e-4
+LOSS_FLOAT32 = 3e-6
 # Nats on average between the policy and the engine, which is float32; 3e-7 was measured. Another row's tokens, or the
 # same ones a position further on, are 0.2 and more.
 DRIFT = 1e-4
 # Four micro-batches of half a group on each process
 TWO_PROCESSES = (
-    "per_device_train_batch_size=4", "gradient_accumulation_steps=4", "adora_freeze=[vision_tower]", "loss_type=dapo",
-)  # fmt: skip
+    "per_device_train_batch_size=4",
+    "gradient_accumulation_steps=4",
+    "adora_freeze=[vision_tower]",
+    "loss_type=dapo",
+)
 
 
 def speed(folder: Path, config: str, *words: str) -> dict[str, Any]:
@@ -73,7 +77,11 @@ def test_turns_with_pictures_of_tools(tmp_path):
     """A prompt shared by rollouts that have seen different pictures since, and of what tools say nothing is learned."""
     result = speed(tmp_path, "cpu", "--tools", "--only", "off,vision,prompt,no padding,all")
     assert_equal_steps(result)
-    assert result["packed"] > 0 and not result["refused"] and result["seen_in_step"][1] < result["seen_in_step"][0]
+    assert (
+        result["packed"] > 0
+        and not result["refused"]
+        and result["seen_in_step"][1] < result["seen_in_step"][0]
+    )
     assert max(result["distances"]) <= BOUND
 
 
@@ -81,7 +89,9 @@ def test_the_work_is_really_saved(one_process):
     # 4 problems, 8 rollouts each; the image of each went through the processor once in the whole run
     assert sum(step["processed"] for step in one_process["work"]) == 4
     seen = each(one_process, "seen_in_step")
-    assert seen["off"] == 2 * 32, "a pass for the old log-probabilities and the policy's own, over every copy"
+    assert seen["off"] == 2 * 32, (
+        "a pass for the old log-probabilities and the policy's own, over every copy"
+    )
     assert seen["old pass"] == 32
     assert seen["vision"] == 2 * 4
     assert seen["zero signal"] == 32 + 16, "two of four problems have no signal"
@@ -128,7 +138,8 @@ def test_two_zero3_processes_with_groups_without_signal(tmp_path):
     assert result["packed"] > 0 and not result["refused"]
     for norm in each(result, "norms").values():
         assert norm == pytest.approx(result["norms"][0], rel=NORM_FLOAT32)
-    skipped, moved = each(result, "skipped"), each(result, "moved")
+    skipped = each(result, "skipped")
+    moved = each(result, "moved")
     # the silent problems are the first process's: alone, it would look on while the other takes all of its own
     assert skipped["zero signal"] == 0 and skipped["spread"] == skipped["all"] == 0.5
     assert moved["spread"] == 0.5

@@ -40,9 +40,13 @@ print(json.dumps(found))
 
 def test_the_kernels_of_a_card_are_as_float64(subtests):
     """The kernels themselves, line by line; what a GPU's compiler makes of them is not shown."""
-    pytest.importorskip("triton.runtime.interpreter", reason="Triton's interpreter is not installed")
+    pytest.importorskip(
+        "triton.runtime.interpreter", reason="Triton's interpreter is not installed"
+    )
     env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", _DISTANCES], env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _DISTANCES], env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     forward, backward, *cases = json.loads(done.stdout.splitlines()[-1])
     assert forward == backward == "InterpretedFunction" and len(cases) == 6

@@ -10,12 +10,18 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 # Chromium looks for updates, accounts and experiments on its own, and no test may reach for a network.
 _QUIET = [
-    "--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run",
-    "--disable-quic", "--disable-gpu",
-]  # fmt: skip
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+    "--disable-quic",
+    "--disable-gpu",
+]
 
 
 def require_chromium() -> None:
@@ -23,7 +29,9 @@ def require_chromium() -> None:
     if CHROMIUM is not None:
         return
     if os.environ.get("CI") == "true":
-        pytest.fail("no Chromium on this machine, and CI has to have one (Debian: apt-get install chromium)")
+        pytest.fail(
+            "no Chromium on this machine, and CI has to have one (Debian: apt-get install chromium)"
+        )
     pytest.skip("no Chromium on this machine to click in")
 
 
@@ -35,7 +43,10 @@ class Browser:
         self.requests: list[str] = []
         self.page = context.new_page()
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on(
+            "console",
+            lambda message: self.errors.append(message.text) if message.type == "error" else None,
+        )
         self.page.on("request", lambda request: self.requests.append(request.url))
 
     def open(self, path: Path, fragment: str = "") -> None:
@@ -67,7 +78,9 @@ class Browser:
         return self.page.evaluate(expression)
 
     def texts(self, selector: str) -> list[str]:
-        found: list[str] = self.page.locator(selector).evaluate_all("found => found.map(node => node.textContent)")
+        found: list[str] = self.page.locator(selector).evaluate_all(
+            "found => found.map(node => node.textContent)"
+        )
         return found
 
     def text(self, selector: str) -> str:

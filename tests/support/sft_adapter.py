@@ -14,7 +14,15 @@ TEXT = r".*language_model\..*(q_proj|up_proj)"
 
 def sft_adapter(folder: Path, base: str = str(PRETRAINED), **options: Any) -> Path:
     """Write it into `folder`, moved by as much as can be seen. `options`: of PEFT's `LoraConfig`."""
-    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": TEXT, "modules_to_save": ["lm_head"], **options})
+    config = LoraConfig(
+        **{
+            "r": 4,
+            "lora_alpha": 8,
+            "target_modules": TEXT,
+            "modules_to_save": ["lm_head"],
+            **options,
+        }
+    )
     model = get_peft_model(AutoModelForImageTextToText.from_pretrained(PRETRAINED), config)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -12,10 +12,19 @@ from adora_vl.train import main
 
 STEPS = 4
 SETTINGS = {
-    "config": "configs/train/smoke_cpu.yaml", "use_vllm": "false", "max_steps": STEPS, "logging_steps": 1,
-    "save_steps": 2, "save_total_limit": 9, "per_device_train_batch_size": 16, "num_generations": 4,
-    "max_completion_length": 32, "adora_synthetic_rows": 32, "log_completions": "false", "learning_rate": 1e-3,
-}  # fmt: skip
+    "config": "configs/train/smoke_cpu.yaml",
+    "use_vllm": "false",
+    "max_steps": STEPS,
+    "logging_steps": 1,
+    "save_steps": 2,
+    "save_total_limit": 9,
+    "per_device_train_batch_size": 16,
+    "num_generations": 4,
+    "max_completion_length": 32,
+    "adora_synthetic_rows": 32,
+    "log_completions": "false",
+    "learning_rate": 1e-3,
+}
 
 
 def arguments(output_dir: object, **changed: object) -> list[str]:

@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Schedule, experimental, group_advantages
+from adora_vl.advantage import (
+    METHODS,
+    AdvantagePipeline,
+    Groups,
+    Schedule,
+    experimental,
+    group_advantages,
+)
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo, overlong_penalty
@@ -32,7 +39,9 @@ def made(method, rewards, advantages=None, lengths=None):
 
 def test_grpo_and_dr_grpo_by_hand():
     advantages = group_advantages(torch.tensor([[1.0, 0.0, 0.0, 0.0]]), eps=0.0)
-    assert advantages.tolist() == [pytest.approx([1.5, -0.5, -0.5, -0.5])]  # mean 1/4, sample deviation 1/2
+    assert advantages.tolist() == [
+        pytest.approx([1.5, -0.5, -0.5, -0.5])
+    ]  # mean 1/4, sample deviation 1/2
     assert group_advantages(torch.tensor([[1.0, 0.0]]), scale="none").tolist() == [[0.5, -0.5]]
     with pytest.raises(ValueError, match="scale"):
         group_advantages(torch.ones(1, 2), scale="groups")
@@ -68,7 +77,13 @@ def test_lite_ppo_by_hand():
 
 
 def test_dapo_by_hand():
-    assert overlong_penalty(torch.tensor([70, 80, 90, 100, 200]), 100, 20).tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert overlong_penalty(torch.tensor([70, 80, 90, 100, 200]), 100, 20).tolist() == [
+        0.0,
+        0.0,
+        -0.5,
+        -1.0,
+        -1.0,
+    ]
     advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
     kept = made(Dapo(), advantages, advantages, torch.tensor([[5, 5], [20, 10]]))
     assert kept.tolist() == [[4.0, -4.0], [0.0, 0.0]]  # 40 tokens, of which 10 are left
@@ -80,7 +95,9 @@ def test_dapo_by_hand():
 
 def test_adora_amplifies_with_dapos_pieces():
     groups = batch([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]], [[9, 5, 5, 5], [4, 4, 4, 4]])
-    chain = AdvantagePipeline({"dapo": Dapo(), "adora": Adora(mode="amplification", factor=Schedule(2.0))})
+    chain = AdvantagePipeline(
+        {"dapo": Dapo(), "adora": Adora(mode="amplification", factor=Schedule(2.0))}
+    )
     raw = group_advantages(groups.rewards_PG)
     torch.testing.assert_close(chain(groups, raw)[0], raw[0] * 2.0 * (24 + 16) / 24)
     assert chain(groups, raw)[1].tolist() == [0.0] * 4
@@ -90,10 +107,14 @@ def test_mc_grpo_by_hand():
     # median 0.1, deviations 0.1 0 0.9, so MAD 0.1; the pivot's share is 3/2
     method = experimental.McGrpo()
     scale = 1.5 / (0.1 + 1e-4)
-    assert made(method, torch.tensor([[0.0, 0.1, 1.0]])).tolist() == [pytest.approx([-0.1 * scale, 0.0, 0.9 * scale])]
+    assert made(method, torch.tensor([[0.0, 0.1, 1.0]])).tolist() == [
+        pytest.approx([-0.1 * scale, 0.0, 0.9 * scale])
+    ]
     # two of three agree: MAD 0, so the deviation about the median, sqrt(1 / 2)
     scale = 1.5 / (math.sqrt(1 / 2) + 1e-4)
-    assert made(method, torch.tensor([[0.0, 0.0, 1.0]])).tolist() == [pytest.approx([0.0, 0.0, scale])]
+    assert made(method, torch.tensor([[0.0, 0.0, 1.0]])).tolist() == [
+        pytest.approx([0.0, 0.0, scale])
+    ]
     # `docs/methods.md` warns of it: with three rewards the median absolute deviation is 0.1, and an advantage can be 10
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0]])
     assert made(method, rewards).max() == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8)  # about 10.1
@@ -104,7 +125,9 @@ def test_ngrpo_by_hand():
     """The paper's own case: one right of eight gives 2.47 and -0.35 with GRPO, 1.76 and -0.50 with NGRPO."""
     rewards = torch.tensor([[1.0] + [0.0] * 7])
     assert group_advantages(rewards)[0, :2].tolist() == pytest.approx([2.474, -0.354], abs=2e-3)
-    assert made(experimental.Ngrpo(), rewards)[0, :2].tolist() == pytest.approx([1.764, -0.504], abs=1e-3)
+    assert made(experimental.Ngrpo(), rewards)[0, :2].tolist() == pytest.approx(
+        [1.764, -0.504], abs=1e-3
+    )
     # wrong throughout: mean (0 + 0 + 1) / 3, deviation sqrt(1 / 3)
     wrong = -(1 / 3) / (math.sqrt(1 / 3) + 1e-4)
     assert made(experimental.Ngrpo(), torch.zeros(1, 2)).tolist() == [pytest.approx([wrong] * 2)]
@@ -113,17 +136,23 @@ def test_ngrpo_by_hand():
 
 def test_a_grae_by_hand():
     advantages = torch.tensor([[1.0, -1.0], [3.0, -1.0]])
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]])  # pass rates 1/4 and 3/4, R = 1/2
+    rewards = torch.tensor(
+        [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
+    )  # pass rates 1/4 and 3/4, R = 1/2
     result = made(experimental.AGrae(alpha=1.0), rewards, advantages)
-    easy, hard = 0.25 / (1 - math.sqrt(0.75)), 0.25 / math.sqrt(0.75)
-    assert result[0].tolist() == pytest.approx([0.5 * (0.25 / 0.5 + 0.25 / 0.5), -(0.25 / 0.5 + 0.25 / 0.5)], rel=1e-5)
+    easy = 0.25 / (1 - math.sqrt(0.75))
+    hard = 0.25 / math.sqrt(0.75)
+    assert result[0].tolist() == pytest.approx(
+        [0.5 * (0.25 / 0.5 + 0.25 / 0.5), -(0.25 / 0.5 + 0.25 / 0.5)], rel=1e-5
+    )
     assert result[1].tolist() == pytest.approx([1.5 * (easy + hard), -(easy + hard)], rel=1e-5)
     plain = experimental.AGrae(curriculum=False, alpha=0.5)
     assert made(plain, rewards, advantages).tolist() == advantages.tolist()
 
 
 def test_canon_by_hand():
-    rewards, lengths = torch.tensor([[1.0, 0.0, 1.0, 1.0]]), torch.tensor([[1, 2, 3, 4]])
+    rewards = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
+    lengths = torch.tensor([[1, 2, 3, 4]])
     # short ones: mean 1/2; long ones: mean 1
     for inter, expected in ((1.0, [0.0, -1.0, 0.5, 0.5]), (0.0, [0.5, -0.5, 0.0, 0.0])):
         method = experimental.Canon("length", Schedule(inter))
@@ -161,19 +190,30 @@ def test_d3s_keeps_as_many_where_values_tie_and_equal_ones_in_equal_shares():
     for keep in (2, 3, 4, 7):
         shares = experimental.most_varied(values, keep)
         assert shares.sum(dim=1).tolist() == pytest.approx([keep] * 200)
-        assert torch.equal(shares[:, :, None].expand_as(same)[same], shares[:, None, :].expand_as(same)[same])
+        assert torch.equal(
+            shares[:, :, None].expand_as(same)[same], shares[:, None, :].expand_as(same)[same]
+        )
 
 
 def test_ssb_by_hand():
-    advantages = torch.tensor([[3.0, -1.0, 0.0], [0.0, 0.0, 0.0]])  # four free places, drawn with 3/4 and 1/4
-    for method, first in ((experimental.Ssb(), 4.0), (experimental.Ssb(share=0.5, replay_alpha=0.0), 2.0)):
-        assert made(method, advantages, advantages).tolist() == [[3 * first, -2.0, 0.0], [0.0, 0.0, 0.0]]
+    advantages = torch.tensor(
+        [[3.0, -1.0, 0.0], [0.0, 0.0, 0.0]]
+    )  # four free places, drawn with 3/4 and 1/4
+    for method, first in (
+        (experimental.Ssb(), 4.0),
+        (experimental.Ssb(share=0.5, replay_alpha=0.0), 2.0),
+    ):
+        assert made(method, advantages, advantages).tolist() == [
+            [3 * first, -2.0, 0.0],
+            [0.0, 0.0, 0.0],
+        ]
 
 
 def test_ssb_is_the_mean_of_drawn_replays():
     """What the module claims: a factor is what copies in the free places give on average."""
     advantages = torch.tensor([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
-    flat, generator = advantages.flatten(), torch.Generator().manual_seed(0)
+    flat = advantages.flatten()
+    generator = torch.Generator().manual_seed(0)
     draws = torch.multinomial(flat.abs(), 30_000, replacement=True, generator=generator)
     copies = torch.bincount(draws, minlength=6) / 10_000  # three free places, filled 10,000 times
     mean = made(experimental.Ssb(), advantages, advantages).flatten()
@@ -182,10 +222,14 @@ def test_ssb_is_the_mean_of_drawn_replays():
 
 def test_rrb_by_hand():
     """A box around a wrong answer (0.1) is worth a tenth of a right answer; GRPO makes both groups equal."""
-    rewards = torch.tensor([[0.0, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0], [NAN, 0.5], [NAN, NAN], [0.0, 3.0]])
+    rewards = torch.tensor(
+        [[0.0, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0], [NAN, 0.5], [NAN, NAN], [0.0, 3.0]]
+    )
     advantages = torch.tensor([[-1.0, 1.0]]).repeat(7, 1)
     shares = [1.0, 10.0, 9.0, 0.0, 0.0, 0.0, 10.0]  # tenths; never above the full range
-    assert (10 * made(experimental.Rrb(), rewards, advantages)[:, 1]).tolist() == pytest.approx(shares)
+    assert (10 * made(experimental.Rrb(), rewards, advantages)[:, 1]).tolist() == pytest.approx(
+        shares
+    )
     other = experimental.Rrb(full_range=2.0, range_power=2.0)
     assert made(other, rewards, advantages)[1].tolist() == [-0.25, 0.25]
 
@@ -195,9 +239,15 @@ def test_rrbs_other_rule_by_hand():
     rewards = torch.tensor([[0.0, 0.1], [0.0, 0.15], [0.1, 1.0], [0.1, NAN]])
     advantages = torch.tensor([[-1.0, 1.0]]).repeat(4, 1)
     low = experimental.Rrb(rule="all_low")
-    assert made(low, rewards, advantages)[:, 1].tolist() == [pytest.approx(0.1), 1.0, 1.0, pytest.approx(0.1)]
+    assert made(low, rewards, advantages)[:, 1].tolist() == [
+        pytest.approx(0.1),
+        1.0,
+        1.0,
+        pytest.approx(0.1),
+    ]
     groups = batch([[0.0, 0.1], [0.1, 1.0]])
-    published, own = run("rrb", groups), run("rrb", groups, experimental.Rrb(rule="all_low"))
+    published = run("rrb", groups)
+    own = run("rrb", groups, experimental.Rrb(rule="all_low"))
     before = group_advantages(groups.rewards_PG)
     assert own.tolist() == [(before[0] * 0.1).tolist(), before[1].tolist()]
     assert (published[1] / before[1]).tolist() == pytest.approx([0.9, 0.9])
@@ -205,10 +255,18 @@ def test_rrbs_other_rule_by_hand():
 
 
 def test_daro_by_hand():
-    assert bins_of(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]), 4).tolist() == [OUTSIDE, 0, 1, 2, OUTSIDE]
+    assert bins_of(torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0]), 4).tolist() == [
+        OUTSIDE,
+        0,
+        1,
+        2,
+        OUTSIDE,
+    ]
     # one of three scored is right: between 1/4 and 2/4, nearer the former
     assert bins_of(torch.tensor([1 / 3]), 4).tolist() == [0]
-    advantages = torch.tensor([[1.5, -0.5, -0.5, -0.5], [1.0, 1.0, -1.0, -1.0], [0.0, 0.0, 0.0, 0.0]])
+    advantages = torch.tensor(
+        [[1.5, -0.5, -0.5, -0.5], [1.0, 1.0, -1.0, -1.0], [0.0, 0.0, 0.0, 0.0]]
+    )
     tokens = torch.tensor([[10, 10, 10, 10], [1, 1, 3, 3], [9, 9, 9, 9]])
     bins = torch.tensor([0, 1, OUTSIDE])
     assert bin_losses(advantages, tokens, bins, 3, "magnitude").tolist() == [30 / 40, 8 / 8, 0.0]
@@ -222,7 +280,9 @@ def test_daros_weights_converge_to_the_inverse_of_fixed_losses():
             weights.update(torch.tensor(losses), torch.tensor([True, True, True]))
         assert weights.weights_M.tolist() == pytest.approx([1 / loss for loss in losses], rel=1e-3)
         contributions = weights.weights_M * torch.tensor(losses)
-        assert contributions.tolist() == pytest.approx([1.0] * 3, rel=1e-3)  # no difficulty dominates
+        assert contributions.tolist() == pytest.approx(
+            [1.0] * 3, rel=1e-3
+        )  # no difficulty dominates
 
 
 def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_rate():
@@ -230,14 +290,18 @@ def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_
     right = torch.tensor([1, 2, 4])
     rewards_PG = (torch.arange(8)[None, :] < right[:, None]).to(torch.float64)
     bins_P = bins_of(right / 8, 8)
-    losses_M = bin_losses(group_advantages(rewards_PG), torch.full((3, 8), 30.0), bins_P, 7, "magnitude")
+    losses_M = bin_losses(
+        group_advantages(rewards_PG), torch.full((3, 8), 30.0), bins_P, 7, "magnitude"
+    )
     weights = DaroWeights(7, learning_rate=0.05)
     present_M = torch.isin(torch.arange(7), bins_P)
     for _ in range(2000):
         weights.update(losses_M, present_M)
     rate_P = right / 8
     assert weights.weights_M[bins_P].tolist() == pytest.approx([1.62, 1.24, 1.07], abs=0.006)
-    assert weights.weights_M[bins_P] == pytest.approx(1 / (2 * (rate_P * (1 - rate_P) * 7 / 8).sqrt()), rel=1e-3)
+    assert weights.weights_M[bins_P] == pytest.approx(
+        1 / (2 * (rate_P * (1 - rate_P) * 7 / 8).sqrt()), rel=1e-3
+    )
 
 
 def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one():
@@ -250,9 +314,12 @@ def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one
 def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses():
     """`loss_type: dapo` divides by all tokens; the gradient by the log-probabilities must be DARO's."""
     generator = torch.Generator().manual_seed(0)
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    rewards = torch.tensor(
+        [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    )
     tokens = torch.randint(1, 9, rewards.shape, generator=generator)
-    advantages, weights = group_advantages(rewards), torch.tensor([2.0, 0.5, 3.0], dtype=torch.float64)
+    advantages = group_advantages(rewards)
+    weights = torch.tensor([2.0, 0.5, 3.0], dtype=torch.float64)
     rates = rewards.mean(dim=1)
     logps = torch.randn(rewards.numel(), 8, generator=generator).requires_grad_()
     mask = (torch.arange(8) < tokens.flatten()[:, None]).float()
@@ -268,7 +335,10 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
     for number, weight in enumerate(weights.tolist()):
         rows = (bins == number).repeat_interleave(4)
         if rows.any():
-            papers = papers + weight * surrogate(advantages.flatten()[:, None])[rows].sum() / mask[rows].sum()
+            papers = (
+                papers
+                + weight * surrogate(advantages.flatten()[:, None])[rows].sum() / mask[rows].sum()
+            )
     torch.testing.assert_close(trl, papers)
     ours, expected = (torch.autograd.grad(loss, logps)[0] for loss in (trl, papers))
     torch.testing.assert_close(ours, expected)
@@ -276,12 +346,15 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
 
 
 def _steps(method, count, first=0):
-    generator, results = torch.Generator().manual_seed(first), []
+    generator = torch.Generator().manual_seed(first)
+    results = []
     for step in range(first, first + count):
         generator.manual_seed(step)
         rewards = torch.randint(0, 2, (8, 4), generator=generator).float()
         lengths = torch.randint(1, 30, (8, 4), generator=generator)
-        results.append(method(Groups(rewards, lengths, lengths > 99, step=step), group_advantages(rewards)))
+        results.append(
+            method(Groups(rewards, lengths, lengths > 99, step=step), group_advantages(rewards))
+        )
     return results
 
 
@@ -294,7 +367,9 @@ def test_daro_resumes_to_the_bit_and_refuses_the_state_of_another_group_size():
     resumed = AdvantagePipeline({"daro": Daro()})
     resumed.load(json.loads(json.dumps(first.state())))
     assert resumed.state() == first.state(), "also where the run stops again before its first batch"
-    assert all(torch.equal(a, b) for a, b in zip(_steps(resumed, 3, first=5), expected, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(_steps(resumed, 3, first=5), expected, strict=True)
+    )
     assert resumed.state() == whole.state()
     fresh = AdvantagePipeline({"daro": Daro()})
     assert not torch.equal(_steps(fresh, 1, first=5)[0], expected[0])
@@ -313,14 +388,25 @@ def test_a_schedule_by_hand():
     line = Schedule(1.0, 3.0, "linear", (10, 20))
     assert [line.at(step) for step in (0, 10, 15, 20, 99)] == [1.0, 1.0, 2.0, 3.0, 3.0]
     wave = Schedule(1.0, 3.0, "cosine", (0, 4))
-    assert [wave.at(step) for step in (0, 1, 2, 4)] == pytest.approx([1.0, 2 - math.sqrt(0.5), 2.0, 3.0])
+    assert [wave.at(step) for step in (0, 1, 2, 4)] == pytest.approx(
+        [1.0, 2 - math.sqrt(0.5), 2.0, 3.0]
+    )
     assert Schedule(0.3).at(7) == 0.3
     # steps end before the second number
-    assert [Adora(steps=(2, 4)).is_on(step) for step in range(6)] == [False, False, True, True, False, False]
+    assert [Adora(steps=(2, 4)).is_on(step) for step in range(6)] == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert Adora().is_on(10**9)
 
 
-WRONG_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [  # the options or the formula, what is wrong, what is named
+WRONG_OPTIONS: list[
+    tuple[Any, dict[str, Any], str]
+] = [  # the options or the formula, what is wrong, what is named
     (Daro, {"bin_loss": "mean"}, "bin_loss"),
     (Daro, {"floor": 0.0}, "floor"),
     (experimental.McGrpo, {"centre": "mode"}, "centre"),
@@ -341,13 +427,20 @@ WRONG_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [  # the options or the f
     (Schedule, {"start": 1.0, "end": 2.0}, "end"),
     (Schedule, {"start": 1.0, "shape": "linear"}, "shape"),
     (Schedule, {"start": 1.0, "shape": "cosine", "end": 1.0, "steps": (5, 5)}, "shape"),
-    (overlong_penalty, {"lengths": torch.zeros(1), "max_length": 100, "cache": 0}, "overlong_cache"),
+    (
+        overlong_penalty,
+        {"lengths": torch.zeros(1), "max_length": 100, "cache": 0},
+        "overlong_cache",
+    ),
 ]
 
 
 def test_a_wrong_option_of_a_method_is_named(subtests):
     for made, wrong, named in WRONG_OPTIONS:
-        with subtests.test(f"{made.__name__} {named}"), pytest.raises(ValueError, match=f"^{named}|\\b{named}: "):
+        with (
+            subtests.test(f"{made.__name__} {named}"),
+            pytest.raises(ValueError, match=f"^{named}|\\b{named}: "),
+        ):
             made(**wrong)
 
 
@@ -385,16 +478,26 @@ def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
                 groups = random_batch(seed=seed)
                 stock = group_advantages(groups.rewards_PG, scale=scale)
                 assert torch.equal(run(name, groups, options, scale), stock)
-                assert name in BY_SETTINGS or not torch.equal(run(name, groups, None, scale), stock), "so it can fail"
+                assert name in BY_SETTINGS or not torch.equal(
+                    run(name, groups, None, scale), stock
+                ), "so it can fail"
 
 
 def test_plain_is_what_the_trainer_leaves_untouched():
-    plain = {name for name, (options, _) in NEUTRAL.items() if AdvantagePipeline({name: options}).is_plain}
+    plain = {
+        name
+        for name, (options, _) in NEUTRAL.items()
+        if AdvantagePipeline({name: options}).is_plain
+    }
     assert plain == BY_SETTINGS | {"dapo", "adora", "a_grae", "ssb", "rrb"}
     assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).is_plain
     assert AdvantagePipeline({"rrb": experimental.Rrb(rule="all_low", low_factor=1.0)}).is_plain
-    assert not AdvantagePipeline({"rrb": experimental.Rrb(rule="all_low", range_power=0.0)}).is_plain
-    assert not any(AdvantagePipeline({n: METHODS[n]()}).is_plain for n in METHODS if n not in BY_SETTINGS)
+    assert not AdvantagePipeline(
+        {"rrb": experimental.Rrb(rule="all_low", range_power=0.0)}
+    ).is_plain
+    assert not any(
+        AdvantagePipeline({n: METHODS[n]()}).is_plain for n in METHODS if n not in BY_SETTINGS
+    )
 
 
 def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
@@ -410,7 +513,9 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
     }
     for names, (wanted, given) in cases.items():
         with subtests.test("+".join(names)):
-            method = AdvantagePipeline({name: given.get(name, METHODS[name]()) for name in names}, max_length=40)
+            method = AdvantagePipeline(
+                {name: given.get(name, METHODS[name]()) for name in names}, max_length=40
+            )
             assert method.signal(groups).tolist() == wanted and method.state() == {}
             advantages = method(groups, group_advantages(groups.rewards_PG))
             assert advantages.any(dim=1).tolist() == wanted, "so no method takes one for silent"
@@ -420,12 +525,16 @@ def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
     groups = batch([[1.0, 0], [0.0, 0], [0.0, 0]])
     both = AdvantagePipeline({"ngrpo": experimental.Ngrpo(), "dapo": Dapo()})
-    assert torch.equal(both(groups, torch.zeros(3, 2)), made(experimental.Ngrpo(), groups.rewards_PG))
+    assert torch.equal(
+        both(groups, torch.zeros(3, 2)), made(experimental.Ngrpo(), groups.rewards_PG)
+    )
 
 
 def test_permuting_a_group_permutes_its_advantages(subtests):
     cases: list[tuple[str, Any]] = [(name, None) for name in METHODS]
-    cases += [("adora", Adora(no_correct="attenuate", criteria=("length", "difficulty"), combine="all"))]
+    cases += [
+        ("adora", Adora(no_correct="attenuate", criteria=("length", "difficulty"), combine="all"))
+    ]
     for name, options in cases:
         with subtests.test(f"{name} {options}"):
             groups = random_batch()
@@ -444,7 +553,9 @@ def test_a_shift_of_all_rewards_changes_nothing(subtests):
             groups = random_batch()
             shifted = replace(groups, rewards_PG=groups.rewards_PG + 2, correct_above=2.5)
             options = experimental.Ngrpo(max_reward=3.0) if name == "ngrpo" else None
-            torch.testing.assert_close(run(name, shifted, options), run(name, groups), rtol=0, atol=1e-9)
+            torch.testing.assert_close(
+                run(name, shifted, options), run(name, groups), rtol=0, atol=1e-9
+            )
 
 
 def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(subtests):
@@ -454,10 +565,15 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
             scaled = replace(groups, rewards_PG=groups.rewards_PG * 4, correct_above=2.0)
             undivided = METHODS[name].settings.get("scale_rewards") == "none"
             scale = "none" if undivided else "group"
-            options = {"ngrpo": experimental.Ngrpo(max_reward=4.0), "rrb": experimental.Rrb(full_range=4.0)}.get(name)
+            options = {
+                "ngrpo": experimental.Ngrpo(max_reward=4.0),
+                "rrb": experimental.Rrb(full_range=4.0),
+            }.get(name)
             expected = run(name, groups, scale=scale) * (4 if undivided else 1)
             # eps is added to a deviation that is four times as large
-            torch.testing.assert_close(run(name, scaled, options, scale), expected, rtol=5e-3, atol=1e-3)
+            torch.testing.assert_close(
+                run(name, scaled, options, scale), expected, rtol=5e-3, atol=1e-3
+            )
 
 
 DEGENERATE = {
@@ -494,7 +610,9 @@ def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(su
             result = run(name, groups)
             rewards = groups.rewards_PG
             best = torch.where(rewards == rewards.amax(1, keepdim=True), result, torch.inf).amin(1)
-            worst = torch.where(rewards == rewards.amin(1, keepdim=True), result, -torch.inf).amax(1)
+            worst = torch.where(rewards == rewards.amin(1, keepdim=True), result, -torch.inf).amax(
+                1
+            )
             assert (best >= worst).all()
 
 
@@ -548,5 +666,8 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     script.write_text(RANKS)
     env = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""}
     command = [sys.executable, str(script)]
-    ranks = [subprocess.Popen([*command, str(r), port], stdout=subprocess.PIPE, text=True, env=env) for r in range(2)]
+    ranks = [
+        subprocess.Popen([*command, str(r), port], stdout=subprocess.PIPE, text=True, env=env)
+        for r in range(2)
+    ]
     assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["same", "same"]

@@ -27,7 +27,9 @@ def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
     assert facts["slips"] == SLIPS and facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
 
 
-@pytest.mark.parametrize(("build", "plan"), [(build_tiny_model, SHORT), (build_perimeter_model, PERIMETER)])
+@pytest.mark.parametrize(
+    ("build", "plan"), [(build_tiny_model, SHORT), (build_perimeter_model, PERIMETER)]
+)
 def test_building_twice_gives_the_same_bytes(build, plan, tmp_path):
     for name in ("a", "b"):
         build(tmp_path / name, plan)
@@ -58,7 +60,9 @@ def test_a_conversation_without_a_system_prompt_gets_qwens_default():
     processor = AutoProcessor.from_pretrained(PRETRAINED)
     messages = conversation_with_images("Find x.", 1, system_prompt=None)
     text = processor.apply_chat_template(messages, tokenize=False)
-    assert text.startswith("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_sta")
+    assert text.startswith(
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n<|vision_sta"
+    )
 
 
 def test_the_teacher_knows_every_family():

@@ -21,11 +21,18 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rewards import grade
 from data_prep.synthetic.generate import generate
 
-ROWS, GROUP = 600, 8  # the demo's rollouts per prompt
+# the demo's rollouts per prompt
+ROWS = 600
+GROUP = 8
 SUBTYPES = {
-    "isosceles", "polygon", "right_triangle", "crossing, vertical", "crossing, supplementary", "circle, diameter",
+    "isosceles",
+    "polygon",
+    "right_triangle",
+    "crossing, vertical",
+    "crossing, supplementary",
+    "circle, diameter",
     "circle, circumference",
-}  # fmt: skip
+}
 # The mean weight of a subtype's mixed groups is 1 - 0.9 * share, so up to this share the first updates count every
 # subtype at 0.91 to 1 of any other. A criterion that is a subtype's label has a share of 1 there.
 MOST_ATTENUATED = 0.1
@@ -54,17 +61,25 @@ def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
     for row in rows:
         meta = row["meta"]
         subtype = found[", ".join(filter(None, (meta["family"], meta["kind"])))]
-        right, slip = meta["solution"], meta["slip"]
+        right = meta["solution"]
+        slip = meta["slip"]
         subtype.right.append(len(tokenizer(right + END_OF_TURN)["input_ids"]))
         subtype.slip.append(len(tokenizer(slip + END_OF_TURN)["input_ids"]))
-        rewards = [1.0 if grade(text, row["answer"]).verdict == "correct" else 0.1 for text in (right, slip)]
+        rewards = [
+            1.0 if grade(text, row["answer"]).verdict == "correct" else 0.1
+            for text in (right, slip)
+        ]
         judged.append((subtype, SLIPS[meta["family"]], (rewards[0], rewards[1])))
     rng = random.Random(0)
     for subtype, share, rewards_of in judged:
         slips = [rng.random() < share for _ in range(GROUP)]
-        lengths_PG = torch.tensor([[rng.choice(subtype.slip if slip else subtype.right) for slip in slips]])
+        lengths_PG = torch.tensor(
+            [[rng.choice(subtype.slip if slip else subtype.right) for slip in slips]]
+        )
         rewards_PG = torch.tensor([[rewards_of[slip] for slip in slips]])
-        group = weigh_groups(Groups(rewards_PG, lengths_PG, torch.zeros_like(lengths_PG, dtype=torch.bool)))
+        group = weigh_groups(
+            Groups(rewards_PG, lengths_PG, torch.zeros_like(lengths_PG, dtype=torch.bool))
+        )
         if len(set(rewards_PG[0].tolist())) > 1:  # mixed
             subtype.attenuated.append(bool(group.tds_P.item()))
     return found
@@ -96,4 +111,6 @@ def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(rows: list[R
     crossing = [row for row in rows if row["meta"]["family"] == "crossing"]
     assert {row["meta"]["kind"] for row in crossing} == {"vertical", "supplementary"}
     for row in crossing:
-        assert grade(row["meta"]["slip"], str(180 - int(row["answer"]))).verdict == "correct", row["id"]
+        assert grade(row["meta"]["slip"], str(180 - int(row["answer"]))).verdict == "correct", row[
+            "id"
+        ]

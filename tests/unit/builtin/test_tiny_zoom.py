@@ -46,5 +46,7 @@ def test_a_call_shows_the_corner_that_is_asked_for():
         x, y = (0 if word in corner else 392 for word in ("left", "top"))
         assert shown.tobytes() == image.crop((x, y, x + SEEN, y + SEEN)).tobytes()
     rows = list(generate(8, size=448, families=("corners",)))
-    assert {row["meta"]["kind"] for row in rows} <= {*CORNERS} and all(10 <= int(row["answer"]) < 100 for row in rows)
+    assert {row["meta"]["kind"] for row in rows} <= {*CORNERS} and all(
+        10 <= int(row["answer"]) < 100 for row in rows
+    )
     assert all(row["meta"]["kind"] in row["problem"] for row in rows)

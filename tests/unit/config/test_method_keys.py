@@ -19,8 +19,14 @@ CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 def config(method: str = "adora", options: str = "", **keys: object) -> AdoraGRPOConfig:
     """`options`: of the last method."""
     *before, last = method.split("+")
-    given = f"{{{''.join(f'{name}: {{}}, ' for name in before)}{last}: {options}}}" if options else method
-    return parse([*CPU, *(f"--{key}={value}" for key, value in {"adora_method": given, **keys}.items())])[1]
+    given = (
+        f"{{{''.join(f'{name}: {{}}, ' for name in before)}{last}: {options}}}"
+        if options
+        else method
+    )
+    return parse(
+        [*CPU, *(f"--{key}={value}" for key, value in {"adora_method": given, **keys}.items())]
+    )[1]
 
 
 def test_the_default_is_adora_by_its_own_keys():
@@ -28,7 +34,11 @@ def test_the_default_is_adora_by_its_own_keys():
     assert isinstance(ours.adora_method, dict) and ours.adora_method["adora"]["factor"] == 0.3
     assert ours.loss_type == "dapo"  # TRL's default is left alone
     options = method_run(ours).judged_by
-    assert (options.factor, options.tau, options.mode) == (Schedule(0.3), Schedule(0.4), "attenuation")
+    assert (options.factor, options.tau, options.mode) == (
+        Schedule(0.3),
+        Schedule(0.4),
+        "attenuation",
+    )
     assert not method_run(ours).is_plain and method_needs(ours) == []
     assert method_run(config(options="{mode: off}")).is_plain
 
@@ -57,15 +67,37 @@ def test_options_come_from_a_yaml_block(tmp_path):
 # (method, its options, other keys) -> what the line has
 WRONG: list[tuple[str, str, dict[str, object], str]] = [
     ("darro", "", {}, "adora_method: unknown method 'darro'.*did you mean 'daro'"),
-    ("gspo", "", {}, "adora_method: gspo is in TRL's own keys; set importance_sampling_level: sequence"),
-    ("CISPO", "", {}, "adora_method: CISPO is in TRL's own keys; set loss_type: cispo, and adora_method"),
-    ("adora+adora", "", {}, "names a method twice"),
-    ("adora", '{"factr": 1}', {}, "^adora_method.adora: unknown option 'factr', it has mode, .*did you mean 'factor'"),
     (
-        "adora", '{"factor": 0.5, "mode": "amplification"}', {},
+        "gspo",
+        "",
+        {},
+        "adora_method: gspo is in TRL's own keys; set importance_sampling_level: sequence",
+    ),
+    (
+        "CISPO",
+        "",
+        {},
+        "adora_method: CISPO is in TRL's own keys; set loss_type: cispo, and adora_method",
+    ),
+    ("adora+adora", "", {}, "names a method twice"),
+    (
+        "adora",
+        '{"factr": 1}',
+        {},
+        "^adora_method.adora: unknown option 'factr', it has mode, .*did you mean 'factor'",
+    ),
+    (
+        "adora",
+        '{"factor": 0.5, "mode": "amplification"}',
+        {},
         "^adora_method.adora.factor: 0.5 must be at least 1 with",
     ),
-    ("adora", '{"criteria": []}', {}, r"^adora_method.adora.criteria: \[\] is empty; name one or both of length, diff"),
+    (
+        "adora",
+        '{"criteria": []}',
+        {},
+        r"^adora_method.adora.criteria: \[\] is empty; name one or both of length, diff",
+    ),
     ("adora", "3", {}, "^adora_method.adora: 3 is not a mapping of its options"),
     ("adora", '{"factor": "much"}', {}, "factor: 'much' is not a number"),
     ("adora", '{"factor": true}', {}, "factor: True is not a number"),
@@ -75,7 +107,12 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
     ("adora", '{"steps": [3]}', {}, r"steps: \[3\] is not a list of 2"),
     ("adora", '{"steps": [5, 2]}', {}, r"steps: \[5, 2\] must be"),
     ("adora", '{"mode": "amplify"}', {}, "mode: 'amplify' is not one of"),
-    ("adora", '{"keep_settings": ["beta"]}', {}, "adora_method.adora.keep_settings.*adora sets: none"),
+    (
+        "adora",
+        '{"keep_settings": ["beta"]}',
+        {},
+        "adora_method.adora.keep_settings.*adora sets: none",
+    ),
     ("daro", '{"bin_loss": "mean"}', {}, "bin_loss: 'mean'"),
     ("a_grae", '{"alpha": 0}', {}, "alpha: 0.0 must be above 0"),
     ("d3s", '{"keep": 0}', {}, "keep.*above 0"),
@@ -83,9 +120,14 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
     ("mc_grpo", "", {}, "num_generations: 8 is even.*the median: 9"),
     ("canon", "", {}, "measure: entropy needs use_vllm"),
     ("ngrpo", "", {"multi_objective_aggregation": "normalize_then_sum"}, "ngrpo needs multi_"),
-    ("daro", '{"keep_settings": ["loss_type"]}', {"loss_type": "grpo"}, "loss_type: grpo with adora_method: daro"),
+    (
+        "daro",
+        '{"keep_settings": ["loss_type"]}',
+        {"loss_type": "grpo"},
+        "loss_type: grpo with adora_method: daro",
+    ),
     ("dapo", '{"overlong_cache": 9999}', {}, "overlong_cache: 9999"),
-]  # fmt: skip
+]
 
 
 def test_what_does_not_fit_is_named():
@@ -110,15 +152,24 @@ def test_no_option_of_a_method_takes_a_number_that_is_not_finite():
     ]
     assert len(numbers) > 12
     for name, option in numbers:
-        for block in (f'{{"{option}": NaN}}', f'{{"{option}": -Infinity}}', f'{{"{option}": {{"start": Infinity}}}}'):
-            with pytest.raises(UserError, match=f"^adora_method.{name}.{option}: .*is not a (finite |whole )?number"):
+        for block in (
+            f'{{"{option}": NaN}}',
+            f'{{"{option}": -Infinity}}',
+            f'{{"{option}": {{"start": Infinity}}}}',
+        ):
+            with pytest.raises(
+                UserError,
+                match=f"^adora_method.{name}.{option}: .*is not a (finite |whole )?number",
+            ):
                 config(name, block)
 
 
 def test_what_a_method_needs_stands_in_the_runs_first_lines():
     ours = config("mc_grpo", num_generations=9, per_device_train_batch_size=9)
     check_method(ours)
-    assert method_needs(ours) == ["mc_grpo: of 9 rollouts per prompt, the median is not learned from"]
+    assert method_needs(ours) == [
+        "mc_grpo: of 9 rollouts per prompt, the median is not learned from"
+    ]
     assert "7 learned weights, saved in every checkpoint" in " ".join(method_needs(config("daro")))
 
 
@@ -134,9 +185,14 @@ def mine(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signal(mine, monkeypatch):
-    groups = Groups(torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0, 1, 0, 0, 0, 0, 0, 0]]), torch.ones(2, 8),
-                    torch.zeros(2, 8, dtype=torch.bool))  # fmt: skip
+def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signal(
+    mine, monkeypatch
+):
+    groups = Groups(
+        torch.tensor([[1.0, 0, 0, 0, 0, 0, 0, 0], [1.0, 1, 0, 0, 0, 0, 0, 0]]),
+        torch.ones(2, 8),
+        torch.zeros(2, 8, dtype=torch.bool),
+    )
     stock = group_advantages(groups.rewards_PG)
     ours = config("grpo+my_methods.py:cautious", '{"most": 0.5}')
     check_method(ours)
@@ -152,7 +208,11 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
     (mine / "my_methods.py").write_text((mine / "my_methods.py").read_text() + "# edited")
     assert before.keys() == {"my_methods.py"} and method_hashes(ours) != before
     for method, options, expected in (
-        ("my_methods.py:Solvible", "", "no method 'Solvible' there; it has cautious, Solvable; did you mean"),
+        (
+            "my_methods.py:Solvible",
+            "",
+            "no method 'Solvible' there; it has cautious, Solvable; did you mean",
+        ),
         (
             "my_methods.py:Solvable",
             '{"leest": 1}',
@@ -160,25 +220,39 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
         ),
         ("bad.py:x", "", r"x is no method \(it is of type int\)"),
         ("bad.py:raises", "", "adora_method: raises, tried before the run: ZeroDivisionError"),
-        ("bad.py:sums", "", r"sums, tried before the run: it returned .*, not finite advantages of shape \(2, 8\)"),
+        (
+            "bad.py:sums",
+            "",
+            r"sums, tried before the run: it returned .*, not finite advantages of shape \(2, 8\)",
+        ),
     ):
         with pytest.raises(UserError, match=expected):
             check_method(config(method, options))
 
 
 def defaults_of(name: str) -> dict[str, object]:
-    made = {one.name: one.default if one.default_factory is MISSING else one.default_factory()
-            for one in fields(METHODS[name])}  # fmt: skip
-    return {key: value.start if isinstance(value, Schedule) else value for key, value in made.items()}
+    made = {
+        one.name: one.default if one.default_factory is MISSING else one.default_factory()
+        for one in fields(METHODS[name])
+    }
+    return {
+        key: value.start if isinstance(value, Schedule) else value for key, value in made.items()
+    }
 
 
 def test_the_documentation_lists_every_method_with_its_options():
     lines = (Path(__file__).parents[3] / "docs" / "methods.md").read_text().splitlines()
     missing = []
     for name in METHODS:
-        row = next((line for line in lines if line.startswith(f"| `{name}` ")), "")  # of the table of methods
-        for option, default in ({} if name == "adora" else defaults_of(name)).items():  # ADORA's have a table
-            shown = {"True": "true", "False": "false", "None": "null"}.get(str(default), str(default))
+        row = next(
+            (line for line in lines if line.startswith(f"| `{name}` ")), ""
+        )  # of the table of methods
+        for option, default in (
+            {} if name == "adora" else defaults_of(name)
+        ).items():  # ADORA's have a table
+            shown = {"True": "true", "False": "false", "None": "null"}.get(
+                str(default), str(default)
+            )
             missing += [] if f"`{option}: {shown}`" in row else [(name, option)]
         missing += [] if row else [(name, "")]
     assert missing == []

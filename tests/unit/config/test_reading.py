@@ -47,24 +47,53 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
     ("adora_self_check: true", ["--no_adora_self_check"], "adora_self_check", False),
     ("use_peft: null", ["--use_peft"], "use_peft", True),
     ("adora_reward: easyr1", [], "adora_reward", ["easyr1"]),
-    ("adora_reward: easyr1", ["--adora_reward", "accuracy", "format"], "adora_reward", ["accuracy", "format"]),
+    (
+        "adora_reward: easyr1",
+        ["--adora_reward", "accuracy", "format"],
+        "adora_reward",
+        ["accuracy", "format"],
+    ),
     ("adora_system_prompt: null", [], "adora_system_prompt", None),
     ("{}", ["--adora_system_prompt", "None"], "adora_system_prompt", None),
     ("{}", ["--lora_target_modules", "null"], "lora_target_modules", None),
-    ("{}", ["--lora_target_modules", r"^(?!.*visual).*(q|v)_proj$"], "lora_target_modules",
-     r"^(?!.*visual).*(q|v)_proj$"),
+    (
+        "{}",
+        ["--lora_target_modules", r"^(?!.*visual).*(q|v)_proj$"],
+        "lora_target_modules",
+        r"^(?!.*visual).*(q|v)_proj$",
+    ),
     ("{}", ["--reward_weights=[1, 2]"], "reward_weights", [1.0, 2.0]),
     ("{}", ["--adora_columns", '{"problem": "q"}'], "adora_columns", {"problem": "q"}),
-    ("{}", ["--adora_columns", '{problem: q, "images": a.b}'], "adora_columns", {"problem": "q", "images": "a.b"}),
-    ("{}", ["--chat_template_kwargs={enable_thinking: false}"], "chat_template_kwargs", {"enable_thinking": False}),
-    ("{}", ["--adora_method", "{dapo: {overlong_cache: 5}}"], "adora_method",
-     {"dapo": {"drop_constant": True, "overlong_cache": 5}}),
-    ("adora_method: dapo+ngrpo", ["--adora_method.ngrpo.virtual", "2", "--adora_method.dapo.keep_settings", "beta"],
-     "adora_method", {"dapo": {"drop_constant": True, "overlong_cache": None, "keep_settings": ["beta"]},
-                      "ngrpo": {"virtual": 2, "max_reward": 1.0}}),
+    (
+        "{}",
+        ["--adora_columns", '{problem: q, "images": a.b}'],
+        "adora_columns",
+        {"problem": "q", "images": "a.b"},
+    ),
+    (
+        "{}",
+        ["--chat_template_kwargs={enable_thinking: false}"],
+        "chat_template_kwargs",
+        {"enable_thinking": False},
+    ),
+    (
+        "{}",
+        ["--adora_method", "{dapo: {overlong_cache: 5}}"],
+        "adora_method",
+        {"dapo": {"drop_constant": True, "overlong_cache": 5}},
+    ),
+    (
+        "adora_method: dapo+ngrpo",
+        ["--adora_method.ngrpo.virtual", "2", "--adora_method.dapo.keep_settings", "beta"],
+        "adora_method",
+        {
+            "dapo": {"drop_constant": True, "overlong_cache": None, "keep_settings": ["beta"]},
+            "ngrpo": {"virtual": 2, "max_reward": 1.0},
+        },
+    ),
     ("{}", ["--max_completion_length", "4096"], "truncated_at", 4094),
     ("adora_truncated: 100", ["--max_completion_length", "4096"], "truncated_at", 100),
-]  # fmt: skip
+]
 
 
 def test_how_people_write_a_value(tmp_path):
@@ -79,21 +108,36 @@ def test_how_people_write_a_value(tmp_path):
     assert wrong == []
 
 
-entries = st.lists(st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True).filter(lambda w: w not in ("y", "n", "no",
-    "on", "yes", "off", "true", "null", "false")), min_size=1, max_size=4)  # fmt: skip
+entries = st.lists(
+    st.from_regex(r"[a-z][a-z0-9_.]{0,8}", fullmatch=True).filter(
+        lambda w: w not in ("y", "n", "no", "on", "yes", "off", "true", "null", "false")
+    ),
+    min_size=1,
+    max_size=4,
+)
 
 
 @given(entries)
 def test_a_list_is_written_with_spaces_commas_or_brackets(words):
     inside = ", ".join(words)
-    for written in (words, [",".join(words)], [f"[{inside}]"], f"[{inside}]".split(" "), [f"[{','.join(words)}]"]):
+    for written in (
+        words,
+        [",".join(words)],
+        [f"[{inside}]"],
+        f"[{inside}]".split(" "),
+        [f"[{','.join(words)}]"],
+    ):
         assert split_list(written) == words
 
 
 def test_command_line_over_file_over_default(tmp_path, monkeypatch):
     monkeypatch.setenv("OF_THE_FILE", "before")
-    (tmp_path / "c.yaml").write_text("env: {OF_THE_FILE: 7}\nlearning_rate: 0.3\nnum_generations: 4\nbeta: -1\n")
-    config = parse(["--config", str(tmp_path / "c.yaml"), *CPU, "--learning_rate", "0.2", "--beta", "0.1"])[1]
+    (tmp_path / "c.yaml").write_text(
+        "env: {OF_THE_FILE: 7}\nlearning_rate: 0.3\nnum_generations: 4\nbeta: -1\n"
+    )
+    config = parse(
+        ["--config", str(tmp_path / "c.yaml"), *CPU, "--learning_rate", "0.2", "--beta", "0.1"]
+    )[1]
     assert (config.learning_rate, config.num_generations, config.adora_truncated) == (0.2, 4, None)
     assert config.beta == 0.1, "a value of the file that the command line replaces is not looked at"
     assert os.environ["OF_THE_FILE"] == "7"
@@ -146,9 +190,12 @@ BAD_WORDS = {
 
 
 def test_an_unknown_key_and_a_bad_file_are_named(tmp_path):
-    path, wrong = tmp_path / "c.yaml", {}
+    path = tmp_path / "c.yaml"
+    wrong = {}
     rows = {words: (words.split(), expected) for words, expected in BAD_WORDS.items()}
-    rows |= {content: (["--config", str(path)], expected) for content, expected in BAD_FILES.items()}
+    rows |= {
+        content: (["--config", str(path)], expected) for content, expected in BAD_FILES.items()
+    }
     for row, (words, expected) in rows.items():
         path.write_text(row)
         with pytest.raises(UserError) as refused:
@@ -179,8 +226,23 @@ def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path
     )
     once = Mock(wraps=read_mapping)
     monkeypatch.setattr(reading, "read_mapping", once)
-    words = ["--config", str(tmp_path / "c.yaml"), "--num_generations", "4", "--learning_rate", "1e-3"]
-    given = read([*words, "--adora_freeze", "projector,vision_tower", "--scale_rewards=false", "--eval_steps=none"])
+    words = [
+        "--config",
+        str(tmp_path / "c.yaml"),
+        "--num_generations",
+        "4",
+        "--learning_rate",
+        "1e-3",
+    ]
+    given = read(
+        [
+            *words,
+            "--adora_freeze",
+            "projector,vision_tower",
+            "--scale_rewards=false",
+            "--eval_steps=none",
+        ]
+    )
     once.assert_called_once()
     hints = {**values.RANGES, **values.declared(AdoraScriptArguments), **values.declared(AdoraKeys)}
     for key in given.words & hints.keys():
@@ -189,12 +251,16 @@ def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path
 
 
 def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
-    path, read_so = tmp_path / "c.yaml", set()
+    path = tmp_path / "c.yaml"
+    read_so = set()
     for key in MOVED:
         for value in ("1", "null", "0.5", "rotate", "constant", "length", "all", "keep", "true"):
             path.write_text(f"{key}: {value}\n")
-            ways = (lambda: read([f"--{key}", value]), lambda: read(["--config", str(path)]),  # noqa: B023
-                    lambda: AdoraGRPOConfig("x", **{key: yaml_value(value)}))  # noqa: B023  # fmt: skip
+            ways = (
+                lambda: read([f"--{key}", value]),
+                lambda: read(["--config", str(path)]),  # noqa: B023
+                lambda: AdoraGRPOConfig("x", **{key: yaml_value(value)}),
+            )  # noqa: B023
             lines = []
             for way in ways:
                 with pytest.raises(UserError, match=f"{key} is now ") as refused:
@@ -210,23 +276,36 @@ def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
     old: Any
     for key, words in REMOVED.items():
         old = {key: 1}
-        for written in re.findall(r"(adora_\w+: .*?)(?=, or |$)", words.replace("METHOD: OPTIONS", "dapo: {}")):
-            path.write_text(written.replace("FILE.txt", "boxed").replace("{NAME: OPTIONS}", "accuracy"))
+        for written in re.findall(
+            r"(adora_\w+: .*?)(?=, or |$)", words.replace("METHOD: OPTIONS", "dapo: {}")
+        ):
+            path.write_text(
+                written.replace("FILE.txt", "boxed").replace("{NAME: OPTIONS}", "accuracy")
+            )
             read(["--config", str(path)], whole=False)
         with pytest.raises(UserError, match=f"the key '{key}' was removed; (write|leave it out)"):
             AdoraGRPOConfig("x", **old)
 
 
 def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces_it(tmp_path):
-    (tmp_path / "c.yaml").write_text("adora_rollouts: {refill: 1, replay: 8}\nchat_template_kwargs: {a: 1}\n")
+    (tmp_path / "c.yaml").write_text(
+        "adora_rollouts: {refill: 1, replay: 8}\nchat_template_kwargs: {a: 1}\n"
+    )
     file = ["--config", str(tmp_path / "c.yaml"), *CPU]
     config = parse([*file, "--adora-rollouts.refill=3", "--chat_template_kwargs.b", "true"])[1]
-    assert (config.adora_rollouts, config.chat_template_kwargs) == (RolloutOptions(3, replay=8), {"a": 1, "b": True})
-    assert parse([*file, "--adora_rollouts", "{ahead: 1}"])[1].adora_rollouts == RolloutOptions(ahead=1)
+    assert (config.adora_rollouts, config.chat_template_kwargs) == (
+        RolloutOptions(3, replay=8),
+        {"a": 1, "b": True},
+    )
+    assert parse([*file, "--adora_rollouts", "{ahead: 1}"])[1].adora_rollouts == RolloutOptions(
+        ahead=1
+    )
     assert parse([*CPU, "--adora_rollouts.budget", "auto"])[1].adora_rollouts.budget == "auto"
 
 
-def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_criteria_of_the_recipe(tmp_path):
+def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_criteria_of_the_recipe(
+    tmp_path,
+):
     path = tmp_path / "c.yaml"
     path.write_text("adora_method: {adora: {criteria: [difficulty], tau: 0.3, factor: 0.2}}")
     judged = {"criteria": ["difficulty"], "tau": 0.3, "mode": "off"}
@@ -235,23 +314,35 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
         ("dapo+adora", "dapo+adora"),
         ("{daro: {}}", {"daro": {}}),
     ):
-        assert read(["--config", str(path), "--adora_method", words], whole=False).values["adora_method"] == expected
+        assert (
+            read(["--config", str(path), "--adora_method", words], whole=False).values[
+                "adora_method"
+            ]
+            == expected
+        )
     assert method_run(parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]).is_plain
 
 
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
-    named = {word.removeprefix("--") for word in re.findall(r"^  (--[\w-]+)", help_text(["--help"]), re.MULTILINE)}
+    named = {
+        word.removeprefix("--")
+        for word in re.findall(r"^  (--[\w-]+)", help_text(["--help"]), re.MULTILINE)
+    }
     named.add(*re.findall(r"or --(\S+) FILE", help_text(["--help"])))
     assert named <= set(OPTIONS)
 
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
     """From the sources."""
-    assert key_list.read_keys().keys() == {key.name for each in DATACLASSES for key in fields(each) if key.init}
+    assert key_list.read_keys().keys() == {
+        key.name for each in DATACLASSES for key in fields(each) if key.init
+    }
     for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
         monkeypatch.setitem(key_list._FILES, "trl", files)
         key_list.read_keys.cache_clear()
-        with pytest.raises(UserError, match="^the installed TRL or Transformers is another version"):
+        with pytest.raises(
+            UserError, match="^the installed TRL or Transformers is another version"
+        ):
             read(["--beta", "1"])
     key_list.read_keys.cache_clear()
 
@@ -282,8 +373,16 @@ def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path)
         commands = [row for row in rows if command == "train" or "--dry-run" not in row]
         code = f"from adora_vl.{command} import main; print([main(r) for r in {commands!r}], {SLOW} & {{*sys.modules}})"
         done = subprocess.run(
-            [sys.executable, "-c", f"import sys; {code}"], capture_output=True, text=True, cwd=ROOT, check=False
+            [sys.executable, "-c", f"import sys; {code}"],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            check=False,
         )
         assert done.stdout == f"{[2] * len(commands)} set()\n"
-        lines = [line for words, line in EARLY.items() if words.split()[0] != "--dry-run" or command == "train"]
+        lines = [
+            line
+            for words, line in EARLY.items()
+            if words.split()[0] != "--dry-run" or command == "train"
+        ]
         assert done.stderr.splitlines() == [f"error: {line}" for line in lines]

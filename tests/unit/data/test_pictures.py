@@ -15,7 +15,13 @@ from PIL import ExifTags, Image, ImageDraw, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from adora_vl.data.images import UnreadableImageError, clean_image, image_tokens, png_bytes, stored_bytes
+from adora_vl.data.images import (
+    UnreadableImageError,
+    clean_image,
+    image_tokens,
+    png_bytes,
+    stored_bytes,
+)
 from adora_vl.data.loading import UnreadableImage, decoded_rows
 from adora_vl.data.prompt_lengths import sizes_in
 
@@ -26,19 +32,27 @@ def encoded_as(picture: Image.Image, form: str) -> bytes:
     return stream.getvalue()
 
 
-def test_any_kind_of_picture_becomes_the_same_rgb(tmp_path: Path, subtests: pytest.Subtests) -> None:
+def test_any_kind_of_picture_becomes_the_same_rgb(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
     for mode in ["L", "LA", "P", "RGBA", "CMYK", "1", "I;16"]:
         with subtests.test(mode):
             grey = np.full((4, 6), 102, dtype=np.uint16)
             grey[3, 5] = 255  # a picture of one colour alone is refused
             picture = (
-                Image.fromarray(grey * 257) if mode == "I;16" else Image.fromarray(grey.astype(np.uint8)).convert(mode)
+                Image.fromarray(grey * 257)
+                if mode == "I;16"
+                else Image.fromarray(grey.astype(np.uint8)).convert(mode)
             )
             path = tmp_path / ("picture.tiff" if mode == "CMYK" else "picture.png")
             picture.save(path)
             cleaned = clean_image(path.read_bytes())
             expected = picture.convert("RGB").getpixel((0, 0)) if mode == "1" else (102, 102, 102)
-            assert (cleaned.mode, cleaned.size, cleaned.getpixel((0, 0))) == ("RGB", (6, 4), expected)
+            assert (cleaned.mode, cleaned.size, cleaned.getpixel((0, 0))) == (
+                "RGB",
+                (6, 4),
+                expected,
+            )
             assert cleaned.getpixel((5, 3)) == (255, 255, 255)
 
 
@@ -62,7 +76,13 @@ def test_a_picture_of_any_depth_is_as_bright_as_it_was_meant() -> None:
 
 def test_a_picture_whose_white_nobody_can_tell_is_refused_with_the_remedy() -> None:
     shades = np.linspace(0, 1, 48).reshape(6, 8)
-    for values in (shades * 1.1, shades - 0.1, shades * 0.2, shades * 1e6, np.where(shades > 0.5, np.nan, shades)):
+    for values in (
+        shades * 1.1,
+        shades - 0.1,
+        shades * 0.2,
+        shades * 1e6,
+        np.where(shades > 0.5, np.nan, shades),
+    ):
         with pytest.raises(UnreadableImageError, match="save it with 8 bits a channel") as refused:
             clean_image(encoded_as(Image.fromarray(values.astype(np.float32)), "TIFF"))
         assert refused.value.kind == "image_range"
@@ -81,14 +101,19 @@ def _png_of_16_bits(colours: Any) -> bytes:
     lines = b"".join(b"\0" + line.tobytes() for line in colours)
     header = struct.pack(">2I5B", width, height, 16, 2, 0, 0, 0)
     chunks = (b"IHDR" + header, b"IDAT" + zlib.compress(lines), b"IEND")
-    packed = (struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in chunks)
+    packed = (
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk))
+        for chunk in chunks
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
 
 
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 64 48\n%%EndComments\nshowpage\n"
 
 
-def test_no_program_is_started_for_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_program_is_started_for_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wherever a picture is opened: of a table, of a prepared folder, of a benchmark."""
     started = tmp_path / "started"
     (tmp_path / "gs").write_text(f"#!/bin/sh\necho >> {started}\n")
@@ -109,10 +134,14 @@ def _gradient(width: int, height: int) -> bytes:
     return png_bytes(Image.linear_gradient("L").resize((width, height)).convert("RGB"))
 
 
-def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(subtests: pytest.Subtests) -> None:
+def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(
+    subtests: pytest.Subtests,
+) -> None:
     """So that the processor with the same limits leaves them as they are; the others keep their size."""
     sizes = [(900, 40), (40, 900), (33, 57), (640, 480), (5, 5)]
-    for size, limits, unit in product(sizes, [(784, 1000), (3136, 100_000), (50_000, 60_000)], [28, 32]):
+    for size, limits, unit in product(
+        sizes, [(784, 1000), (3136, 100_000), (50_000, 60_000)], [28, 32]
+    ):
         with subtests.test(f"{size} {limits} {unit}"):
             assert clean_image(_gradient(*size)).size == size, "without limits"
             rounded = round(size[0] / unit) * round(size[1] / unit) * unit * unit
@@ -142,7 +171,9 @@ def test_tokens_are_those_of_the_models_own_processor() -> None:
 
 def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothing_else(subtests):
     picture = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
-    exif, turned, text = Image.Exif(), Image.Exif(), PngInfo()
+    exif = Image.Exif()
+    turned = Image.Exif()
+    text = PngInfo()
     exif[ExifTags.Base.Make] = turned[ExifTags.Base.Make] = "a camera"
     turned[ExifTags.Base.Orientation] = 6
     text.add_text("author", "somebody")
@@ -177,10 +208,16 @@ def test_a_file_is_stored_as_it_is_only_where_it_shows_the_same_and_tells_nothin
             assert (stored == stream.getvalue()) == same
             assert stored.startswith(b"\xff\xd8" if form == "JPEG" else b"\x89PNG")
             shown = ImageOps.exif_transpose(Image.open(io.BytesIO(stored)))
-            assert (shown.mode, shown.size, shown.tobytes()) == ("RGB", cleaned.size, cleaned.tobytes())
+            assert (shown.mode, shown.size, shown.tobytes()) == (
+                "RGB",
+                cleaned.size,
+                cleaned.tobytes(),
+            )
             assert not shown.getexif() and b"somebody" not in stored
     drawing = png_bytes(picture)
-    assert b"more" not in stored_bytes(drawing + b"more", picture), "what stands behind a PNG is not kept"
+    assert b"more" not in stored_bytes(drawing + b"more", picture), (
+        "what stands behind a PNG is not kept"
+    )
     smaller = picture.resize((21, 15))
     stored = stored_bytes(drawing, smaller)
     assert Image.open(io.BytesIO(stored)).tobytes() == smaller.tobytes()

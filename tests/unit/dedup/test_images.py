@@ -18,7 +18,13 @@ from adora_vl.builtin.processor import processor_around
 from adora_vl.data import dataloader as rows_module
 from adora_vl.data.dataloader import DistinctRows, kept
 from adora_vl.data.prompts import conversation
-from adora_vl.dedup.image_store import ImageBank, ImageBanks, ImageCache, ProcessedImage, effective_settings
+from adora_vl.dedup.image_store import (
+    ImageBank,
+    ImageBanks,
+    ImageCache,
+    ProcessedImage,
+    effective_settings,
+)
 from adora_vl.dedup.images import may_have_images
 from adora_vl.dedup.prompts import distinct_rows, read_prompts, referring
 from adora_vl.models.load import PRETRAINED, load_processor
@@ -52,11 +58,15 @@ def test_the_cached_output_is_the_processors(processor, subtests):
             for _ in range(2):
                 cached = ours.preprocess(processor.image_processor)
                 with compat.IMAGE_PROCESSING.replaced_by(cached, on=processor.image_processor):
-                    actual = processor.image_processor(images=images, return_tensors="pt", **arguments)
+                    actual = processor.image_processor(
+                        images=images, return_tensors="pt", **arguments
+                    )
                 assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
                 assert actual["pixel_values"].dtype == expected["pixel_values"].dtype
                 assert torch.equal(actual["pixel_values"], expected["pixel_values"])
-            assert ours.processed == 3, "one of the four was there twice, and the second round asked for nothing new"
+            assert ours.processed == 3, (
+                "one of the four was there twice, and the second round asked for nothing new"
+            )
             assert "preprocess" not in vars(processor.image_processor)
 
 
@@ -90,8 +100,11 @@ def test_pictures_that_differ_in_their_palette_alone_are_two(processor):
     drawing = picture(1).quantize(4)
     recoloured = drawing.copy()
     recoloured.putpalette([255 - value for value in drawing.getpalette()])
-    cache, settings = ImageCache(2**20), effective_settings(processor.image_processor, {})
-    one, other = (cache.get(processor.image_processor, image, settings) for image in (drawing, recoloured))
+    cache = ImageCache(2**20)
+    settings = effective_settings(processor.image_processor, {})
+    one, other = (
+        cache.get(processor.image_processor, image, settings) for image in (drawing, recoloured)
+    )
     assert cache.processed == 2 and not torch.equal(one.patches_RD, other.patches_RD)
 
 
@@ -99,11 +112,15 @@ def test_no_two_banks_share_a_number_and_the_evaluation_does_not_take_the_traini
     def image(key: str) -> ProcessedImage:
         return ProcessedImage(key, torch.zeros(4, 3, dtype=torch.uint8), torch.tensor([1, 2, 2]))
 
-    banks, cpu = ImageBanks(), torch.device("cpu")
+    banks = ImageBanks()
+    cpu = torch.device("cpu")
     train = banks.new("train")
     first = train.references(image("a"), torch.Tensor.float, cpu)
     assert first.tolist() == [[0], [1], [2], [3]]
-    assert train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist() and len(train) == 1
+    assert (
+        train.references(image("a"), torch.Tensor.float, cpu).tolist() == first.tolist()
+        and len(train) == 1
+    )
     evaluation = banks.new("eval")
     assert evaluation.references(image("b"), torch.Tensor.float, cpu)[0].item() == 4
     assert banks.of(2) is train and banks.of(5) is evaluation
@@ -125,16 +142,29 @@ def test_rows_with_any_number_of_images_are_as_each_row_alone(processor, subtest
         with subtests.test(family):
             sees = processor_around(processor.tokenizer, family)
             rows = [{"prompt": conversation("a"), "images": row} for row in images]
-            cache, bank = ImageCache(2**20), ImageBank(100)
-            ours = read_prompts(rows, sees, {}, referring(sees.image_processor, cache, bank, torch.device("cpu")))
+            cache = ImageCache(2**20)
+            bank = ImageBank(100)
+            ours = read_prompts(
+                rows, sees, {}, referring(sees.image_processor, cache, bank, torch.device("cpu"))
+            )
             plain = read_prompts(rows, sees, {})
             assert cache.processed == len(bank) == 3 and ours.ids == plain.ids
             patches, _ = bank.pixels(bank.starts)
-            assert torch.equal(patches[ours.fields["pixel_values"][:, 0] - 100], plain.fields["pixel_values"])
-            assert ours.images == [row or None for row in images] and ours.num_images == [0, 1, 3, 0, 1]
+            assert torch.equal(
+                patches[ours.fields["pixel_values"][:, 0] - 100], plain.fields["pixel_values"]
+            )
+            assert ours.images == [row or None for row in images] and ours.num_images == [
+                0,
+                1,
+                3,
+                0,
+                1,
+            ]
             pixels = []
             for row, messages in enumerate(ours.messages):
-                text = sees.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+                text = sees.apply_chat_template(
+                    messages, tokenize=False, add_generation_prompt=True
+                )
                 alone = sees(images=images[row] or None, text=[text])
                 pixels += [alone["pixel_values"]] if images[row] else []
                 assert ours.ids[row] == list(alone["input_ids"][0])
@@ -156,12 +186,24 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
         monkeypatch.setattr(owner, name, count)
 
     shown = [kept(picture(seed)) for seed in range(2)]
-    rows = [{"prompt": copy.deepcopy(conversation("find x")), "images": [image]} for image in shown for _ in range(3)]
-    counted(processing_utils, "render_jinja_template", "rendered", lambda conversations, **_: len(conversations))
+    rows = [
+        {"prompt": copy.deepcopy(conversation("find x")), "images": [image]}
+        for image in shown
+        for _ in range(3)
+    ]
+    counted(
+        processing_utils,
+        "render_jinja_template",
+        "rendered",
+        lambda conversations, **_: len(conversations),
+    )
     counted(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
     counted(rows_module, "content_digest", "hashed", lambda _: 1)
-    cache, bank = ImageCache(2**20), ImageBank(0)
-    read_prompts(rows, processor, {}, referring(processor.image_processor, cache, bank, torch.device("cpu")))
+    cache = ImageCache(2**20)
+    bank = ImageBank(0)
+    read_prompts(
+        rows, processor, {}, referring(processor.image_processor, cache, bank, torch.device("cpu"))
+    )
     for image in shown:
         cache.preprocess(processor.image_processor)([image])
     assert counts == dict.fromkeys(counts, 2) and cache.processed == 2
@@ -189,9 +231,13 @@ def test_the_rows_of_a_batch_are_decoded_once_and_their_images_are_decoded():
     assert reads == [2, 0] and [row["id"] for row in rows] == [2, 2, 0, 2]
     assert rows[0]["images"][0] is rows[3]["images"][0]
     again = dataset.__getitems__([2, 2, 0, 2])
-    assert reads == [2, 0] and again[0]["images"][0] is rows[0]["images"][0], "the next micro-batch asks for the same"
+    assert reads == [2, 0] and again[0]["images"][0] is rows[0]["images"][0], (
+        "the next micro-batch asks for the same"
+    )
     assert dataset.__getitems__([1, 2])[1]["id"] == 2 and reads == [2, 0, 1]
-    assert dataset.__getitems__([0])[0]["id"] == 0 and reads == [2, 0, 1, 0], "no more than one batch is held"
+    assert dataset.__getitems__([0])[0]["id"] == 0 and reads == [2, 0, 1, 0], (
+        "no more than one batch is held"
+    )
     rows[0]["note"] = "own"
     assert "note" not in rows[1], "what is written into one row is not in its copies"
     assert rows[0]["images"][0].tobytes() == picture(2).tobytes()
@@ -206,14 +252,17 @@ def test_a_data_set_tells_whether_it_has_images():
     assert may_have_images([{"prompt": "x"}]), "of rows that are made on the way nothing is known"
 
 
-PROBLEMS, STEPS = 8, 2  # of a generation, which is learned from in 8 micro-batches
+# of a generation, which is learned from in 8 micro-batches
+PROBLEMS = 8
+STEPS = 2
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> dict[str, Any]:
     """Two optimizer steps of eight micro-batches each: the images that were decoded, and what was gathered."""
     seen: dict[str, Any] = {"decoded": 0, "gathered": []}
-    decode, gather = ImageColumn.decode_example, gather_object
+    decode = ImageColumn.decode_example
+    gather = gather_object
 
     def counted(self: Any, *arguments: Any, **keywords: Any) -> Any:
         seen["decoded"] += 1
@@ -227,9 +276,15 @@ def run(tmp_path_factory) -> dict[str, Any]:
         patch.setattr(ImageColumn, "decode_example", counted)
         patch.setattr(texts, "gather_object", watched)
         train(
-            tmp_path_factory.mktemp("runs") / "run", max_steps=STEPS, save_strategy="no", log_completions="true",
-            per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=8, max_completion_length=8,
-        )  # fmt: skip
+            tmp_path_factory.mktemp("runs") / "run",
+            max_steps=STEPS,
+            save_strategy="no",
+            log_completions="true",
+            per_device_train_batch_size=4,
+            num_generations=4,
+            gradient_accumulation_steps=8,
+            max_completion_length=8,
+        )
     return seen
 
 
@@ -243,12 +298,19 @@ def test_a_problem_is_decoded_once_however_many_micro_batches_learn_from_it(run)
 def test_ranks_send_one_another_texts_and_no_pixels(run):
     assert len(run["gathered"]) >= STEPS * 2, "prompts and completions of each generation"
     assert not any(b"PIL" in sent or b"KeptImage" in sent for sent in run["gathered"])
-    assert b"PIL" in pickle.dumps([[{"role": "user", "content": [{"image": Image.new("RGB", (8, 8))}]}]])
+    assert b"PIL" in pickle.dumps(
+        [[{"role": "user", "content": [{"image": Image.new("RGB", (8, 8))}]}]]
+    )
 
 
 def test_what_is_no_conversation_is_gathered_as_it_is():
     image = kept(Image.new("RGB", (8, 8)))
-    prompt: Any = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "x"}]}]
+    prompt: Any = [
+        {
+            "role": "user",
+            "content": [{"type": "image", "image": image}, {"type": "text", "text": "x"}],
+        }
+    ]
     alone = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "x"}]}]
     assert texts.gather_texts([prompt]) == [alone] and prompt[0]["content"][0]["image"] is image
     plain: list[list[Any]] = [["a", "b"], [[image], None], [0.5, None], ["column"], [[]], []]

@@ -13,7 +13,8 @@ from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 from eval.inference.runner import infer
 from eval.records import Problem
 
-PROBLEMS, SAMPLES = 200, 2
+PROBLEMS = 200
+SAMPLES = 2
 
 
 class Stub:
@@ -27,7 +28,12 @@ class Stub:
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
         time.sleep(self._seconds)
         return [
-            Reply(f"{request.messages[-1]['content'][-1]['text']} {request.seed} " + "x" * 500, 9, "stop", 3)
+            Reply(
+                f"{request.messages[-1]['content'][-1]['text']} {request.seed} " + "x" * 500,
+                9,
+                "stop",
+                3,
+            )
             for request in requests
         ]
 
@@ -40,12 +46,20 @@ def images(index: int) -> list[Image.Image]:
 
 def main(output: Path, seconds: float) -> None:
     problems = [
-        Problem({"pid": f"p/{i}", "answer": "5", "question": f"q{i}"}, f"q{i}", 1, partial(images, i))
+        Problem(
+            {"pid": f"p/{i}", "answer": "5", "question": f"q{i}"}, f"q{i}", 1, partial(images, i)
+        )
         for i in range(PROBLEMS)
     ]
     settings = AnswerEngineSettings("m", "transformers", temperature=1.0)
     infer(
-        problems, output, settings, {"model": "m"}, system_prompt=None, build=lambda _: Stub(seconds), samples=SAMPLES
+        problems,
+        output,
+        settings,
+        {"model": "m"},
+        system_prompt=None,
+        build=lambda _: Stub(seconds),
+        samples=SAMPLES,
     )
 
 

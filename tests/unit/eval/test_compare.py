@@ -14,10 +14,15 @@ from eval.scoring.score import aggregate, verdict
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:
     graded = [
-        Graded(str(i), RowGrade(verdict(hit == "1"), None, "r", {"task": ["ab"[i % 2]]})) for i, hit in enumerate(right)
+        Graded(str(i), RowGrade(verdict(hit == "1"), None, "r", {"task": ["ab"[i % 2]]}))
+        for i, hit in enumerate(right)
     ]
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    score = aggregate(graded) | {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items} | more
+    score = (
+        aggregate(graded)
+        | {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items}
+        | more
+    )
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(score))
     return str(path)
@@ -55,58 +60,105 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     other = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
     text = shown(capsys, one, other)
     assert "4 common problems" in text
-    assert "warning: the runs were scored by different rules" in text and "score with --rules vlmevalkit to" in text
+    assert (
+        "warning: the runs were scored by different rules" in text
+        and "score with --rules vlmevalkit to" in text
+    )
     assert "warning: the runs do not have the same problems" in text
-    part = score_file(tmp_path / "part.json", "0110", coverage={"answers": 7, "asked": 40, "in_data": 40})
+    part = score_file(
+        tmp_path / "part.json", "0110", coverage={"answers": 7, "asked": 40, "in_data": 40}
+    )
     for text in (shown(capsys, part), shown(capsys, part, one), gained(capsys, part, one)):
         assert "the score of a part: 7 of 40 answers are there" in text
 
 
 def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, capsys):
-    items = [{"pid": pid, "sample": s, "verdict": v} for pid in "ab" for s, v in ((0, "correct"), (1, "wrong"))]
+    items = [
+        {"pid": pid, "sample": s, "verdict": v}
+        for pid in "ab"
+        for s, v in ((0, "correct"), (1, "wrong"))
+    ]
     one = score_file(tmp_path / "one.json", "0101", items=items)
-    two = score_file(tmp_path / "two.json", "0101", items=[item | {"verdict": "correct"} for item in items])
+    two = score_file(
+        tmp_path / "two.json", "0101", items=[item | {"verdict": "correct"} for item in items]
+    )
     text = shown(capsys, one, two)
     assert "+50.0 points, 95 % [+50.0, +50.0] (paired bootstrap, 2 common problems)" in text
     assert "no McNemar" in text
     samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
-    head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[1:3]
+    head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[
+        1:3
+    ]
     assert head.split() == ["all", "avg@4", "pass@4"] and line.split()[-2:] == ["50.0", "75.0"]
 
 
 def test_what_is_no_score_is_named(case, tmp_path, capsys):
     for content, message in [
-        (None, "is not a readable score file"), ("{", "is not a readable"), ("[]", "has no 'benchmark'"),
-    ]:  # fmt: skip
+        (None, "is not a readable score file"),
+        ("{", "is not a readable"),
+        ("[]", "has no 'benchmark'"),
+    ]:
         with case(content) as folder:
             if content is not None:
                 (folder / "x.json").write_text(content)
             assert main([str(folder / "x.json")]) == 2
             assert message in capsys.readouterr().err
-    assert main([score_file(tmp_path / "a.json", "01"), score_file(tmp_path / "b.json", "01", "mmstar")]) == 2
+    assert (
+        main(
+            [score_file(tmp_path / "a.json", "01"), score_file(tmp_path / "b.json", "01", "mmstar")]
+        )
+        == 2
+    )
     assert "is of mmstar and" in capsys.readouterr().err
 
 
-FIELDS = {"max_tokens": 48, "temperature": 0.0, "system_prompt": "Think.", "engine": "vllm", "dtype": "auto",
-          "data_hash": "a", "split": "test", "min_pixels": None, "max_pixels": None, "samples": 1}  # fmt: skip
+FIELDS = {
+    "max_tokens": 48,
+    "temperature": 0.0,
+    "system_prompt": "Think.",
+    "engine": "vllm",
+    "dtype": "auto",
+    "data_hash": "a",
+    "split": "test",
+    "min_pixels": None,
+    "max_pixels": None,
+    "samples": 1,
+}
 RESOLVED = {"dtype": "float32", "min_pixels": 3136, "max_pixels": 50_000}
 
 
 def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
-    return {"fingerprint": {"fields": {**FIELDS, **fields}, "resolved": {**RESOLVED, **(resolved or {})}}}
+    return {
+        "fingerprint": {
+            "fields": {**FIELDS, **fields},
+            "resolved": {**RESOLVED, **(resolved or {})},
+        }
+    }
 
 
 def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, capsys):
-    settings = [(name, made_with(None, **{name: "different"})) for name in [*FIELDS, "a setting of the future"]]
+    settings = [
+        (name, made_with(None, **{name: "different"}))
+        for name in [*FIELDS, "a setting of the future"]
+    ]
     for name, made in [*settings, *((name, made_with({name: "different"})) for name in RESOLVED)]:
         with case(name) as folder:
             one = score_file(folder / "one.json", "0110", **made_with())
             same = score_file(folder / "same.json", "0111", **made_with(model="another", seed=3))
             other = score_file(folder / "other.json", "0111", **made)
-            for run in (lambda *files: shown(capsys, *files), lambda *files: gained(capsys, *files)):
+            for run in (
+                lambda *files: shown(capsys, *files),
+                lambda *files: gained(capsys, *files),
+            ):
                 assert "warning" not in run(one, same)
-                warnings = [line for line in run(one, other).splitlines() if line.startswith("warning")]
-                assert len(warnings) == 1 and f"differ in {name}" in warnings[0] and '"different"' in warnings[0]
+                warnings = [
+                    line for line in run(one, other).splitlines() if line.startswith("warning")
+                ]
+                assert (
+                    len(warnings) == 1
+                    and f"differ in {name}" in warnings[0]
+                    and '"different"' in warnings[0]
+                )
 
 
 # Seven of ten problems, twice; what is solved from words, from the picture and blindly decides what a model is called.
@@ -116,17 +168,28 @@ WORDS = "1111111000"
 @pytest.mark.parametrize(
     ("text", "image", "blank", "said"),
     [
-        (WORDS, "1111100000", "0100000000", "and loses more by reasoning: of 100 problems 20 by seeing"),
+        (
+            WORDS,
+            "1111100000",
+            "0100000000",
+            "and loses more by reasoning: of 100 problems 20 by seeing",
+        ),
         (WORDS, "0100000000", "0010000000", "it reasons and does not see"),
         ("0010000000", WORDS, "0100000000", "it sees and does not reason from words"),
         ("0010000000", "0100000000", "1000000000", "it does not reason: neither words nor picture"),
     ],
-)  # fmt: skip
+)
 def test_four_views_say_whether_a_model_sees_or_reasons(tmp_path, capsys, text, image, blank, said):
-    text, image, blank = 2 * text, 2 * image, 2 * blank
+    text = 2 * text
+    image = 2 * image
+    blank = 2 * blank
     views = {"image": image, "text": text, "both": 2 * WORDS, "blank": blank}
     files = {
-        name: score_file(tmp_path / f"{name}.json", right, **made_with(model="m", seed=len(name), **shown_how(name)))
+        name: score_file(
+            tmp_path / f"{name}.json",
+            right,
+            **made_with(model="m", seed=len(name), **shown_how(name)),
+        )
         for name, right in views.items()
     }
     lines = shown(capsys, *files.values())
@@ -139,10 +202,18 @@ def test_four_views_say_whether_a_model_sees_or_reasons(tmp_path, capsys, text, 
     two = shown(capsys, files["blank"], files["image"])
     versions = {"version": {"Text Lite": {"accuracy": 0.25}}}
     grey, seen = (
-        score_file(tmp_path / f"verse_{name}.json", "01", "mathverse", groups=versions, **made_with(**shown_how(name)))
+        score_file(
+            tmp_path / f"verse_{name}.json",
+            "01",
+            "mathverse",
+            groups=versions,
+            **made_with(**shown_how(name)),
+        )
         for name in ("blank", "image")
     )
-    assert "version = Text Lite" in shown(capsys, grey, seen) and "version =" not in shown(capsys, seen)
+    assert "version = Text Lite" in shown(capsys, grey, seen) and "version =" not in shown(
+        capsys, seen
+    )
     assert f"without looking {remains:.1f} %" in two and said not in two
     another = score_file(tmp_path / "another.json", image, **made_with(model="n"))
     said = shown(capsys, another, files["blank"])
@@ -154,25 +225,49 @@ def shown_how(view: str) -> dict[str, Any]:
     return {} if view == "image" else {"view": view, **({} if view == "blank" else {"left_out": 2})}
 
 
-TOOL: dict[str, Any] = {"tools": ["zoom"], "max_tool_calling_iterations": 2, "tool_options": {}, "tool_files": {}}
+TOOL: dict[str, Any] = {
+    "tools": ["zoom"],
+    "max_tool_calling_iterations": 2,
+    "tool_options": {},
+    "tool_files": {},
+}
 
 
 @pytest.mark.parametrize(
     ("won", "lost", "p", "said"),  # p by hand: 2 * (1 + 9) / 2^9 and 2 * (1 + 4) / 2^4
-    [(8, 1, 0.0391, "helps: 90.0 % right, 20.0 % without"), (1, 8, 0.0391, "harms"), (3, 1, 0.625, "shows no effect")],
+    [
+        (8, 1, 0.0391, "helps: 90.0 % right, 20.0 % without"),
+        (1, 8, 0.0391, "harms"),
+        (3, 1, 0.625, "shows no effect"),
+    ],
 )
-def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(tmp_path, capsys, won, lost, p, said):
-    right, same = "1" * won + "0" * lost + "1", dict[str, Any](model_hash="m")
+def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
+    tmp_path, capsys, won, lost, p, said
+):
+    right = "1" * won + "0" * lost + "1"
+    same = dict[str, Any](model_hash="m")
     bare = score_file(tmp_path / "bare.json", "0" * won + "1" * lost + "1", **made_with(**same))
     zoom = score_file(tmp_path / "zoom.json", right, **made_with(seed=3, **same, **TOOL))
     for files in ((bare, zoom), (zoom, bare)):
         text = shown(capsys, *files)
-        assert f"gain {won} (solved only with zoom), harm {lost} (only without), McNemar p = {p}" in text
+        assert (
+            f"gain {won} (solved only with zoom), harm {lost} (only without), McNemar p = {p}"
+            in text
+        )
         assert f"having zoom {said}" in text and "warning" not in text
-    assert "warning: the runs differ in tools" in gained(capsys, bare, zoom)  # which does not say what tools gain
-    for more, warned in ((dict[str, Any](model_hash="n"), [*TOOL]), ({**same, "max_tokens": 9}, ["max_tokens"])):
-        text = shown(capsys, bare, score_file(tmp_path / "other.json", right, **made_with(**TOOL, **more)))
-        assert [line.split()[5].strip(":") for line in text.splitlines() if "warning" in line] == warned
+    assert "warning: the runs differ in tools" in gained(
+        capsys, bare, zoom
+    )  # which does not say what tools gain
+    for more, warned in (
+        (dict[str, Any](model_hash="n"), [*TOOL]),
+        ({**same, "max_tokens": 9}, ["max_tokens"]),
+    ):
+        text = shown(
+            capsys, bare, score_file(tmp_path / "other.json", right, **made_with(**TOOL, **more))
+        )
+        assert [
+            line.split()[5].strip(":") for line in text.splitlines() if "warning" in line
+        ] == warned
         assert (f"having zoom {said}" in text) is (warned == ["max_tokens"])
 
 

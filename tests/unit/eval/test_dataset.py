@@ -13,7 +13,13 @@ from adora_vl.data.images import UnreadableImageError
 from adora_vl.utils.errors import UserError
 from eval import mathvista, mmstar
 from eval.records import Problem
-from tests.support.benchmark_data import MATHVISTA, mathvista_rows, mmstar_rows, write_mathvista, write_mmstar
+from tests.support.benchmark_data import (
+    MATHVISTA,
+    mathvista_rows,
+    mmstar_rows,
+    write_mathvista,
+    write_mmstar,
+)
 
 
 def options(data: Path | str, split: str, **more: Any) -> Namespace:
@@ -21,7 +27,10 @@ def options(data: Path | str, split: str, **more: Any) -> Namespace:
 
 
 def shown(problems: list[Problem]) -> list[tuple[Any, ...]]:
-    return [(p.fields, p.prompt, p.n_images, [image.tobytes() for image in p.images()]) for p in problems]
+    return [
+        (p.fields, p.prompt, p.n_images, [image.tobytes() for image in p.images()])
+        for p in problems
+    ]
 
 
 def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, monkeypatch):
@@ -40,12 +49,22 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, mo
     assert shown(mathvista.load(options("AI4Math/MathVista", "testmini"))[0]) == from_parquet
     fields, prompt, n_images, _ = from_parquet[0]
     assert prompt == rows[0]["query"]
-    assert prompt.startswith("Hint: Please answer the question and provide the correct option letter")
+    assert prompt.startswith(
+        "Hint: Please answer the question and provide the correct option letter"
+    )
     assert n_images == 1
     assert {**fields} == {k: v for k, v in rows[0].items() if k in fields}
     assert fields.keys() == {
-        "pid", "question", "question_type", "answer_type", "precision", "unit", "choices", "answer", "metadata"
-    }  # fmt: skip
+        "pid",
+        "question",
+        "question_type",
+        "answer_type",
+        "precision",
+        "unit",
+        "choices",
+        "answer",
+        "metadata",
+    }
 
 
 def test_the_datas_own_query_goes_before_a_built_one(tmp_path):
@@ -61,7 +80,9 @@ def test_mmstar_with_and_without_its_images(tmp_path):
     seen, hash_ = mmstar.load(options(folder, "val", no_image=False))
     blind, same = mmstar.load(options(folder, "val", no_image=True))
     assert hash_ == same
-    assert [p.prompt for p in seen] == [p.prompt for p in blind] == [row["question"] for row in rows]
+    assert (
+        [p.prompt for p in seen] == [p.prompt for p in blind] == [row["question"] for row in rows]
+    )
     assert [len(p.images()) for p in seen] == [1] * 6
     assert [(p.n_images, p.images()) for p in blind] == [(0, [])] * 6
     assert seen[3].fields == {"pid": "3", **{k: v for k, v in rows[3].items() if k != "image"}}
@@ -73,8 +94,12 @@ def test_other_data_has_another_hash(tmp_path):
     rows[2]["answer"] = "77"
     hashes.add(mathvista.load(options(write_mathvista(tmp_path / "b", rows), "testmini"))[1])
     for name in ("c", "d"):
-        hashes.add(mathvista.load(options(write_mathvista(tmp_path / name, rows, "json"), "testmini"))[1])
-        rows[0]["decoded_image"]["bytes"] = rows[0]["decoded_image"]["bytes"][:-1] + b"?"  # of the same size
+        hashes.add(
+            mathvista.load(options(write_mathvista(tmp_path / name, rows, "json"), "testmini"))[1]
+        )
+        rows[0]["decoded_image"]["bytes"] = (
+            rows[0]["decoded_image"]["bytes"][:-1] + b"?"
+        )  # of the same size
     assert len(hashes) == 4
 
 
@@ -97,7 +122,10 @@ def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_p
     rows[0]["choices"], rows[2]["precision"] = None, None
     with pytest.raises(UserError) as error:
         mathvista.load(options(write_mathvista(tmp_path / "v", rows), "testmini"))
-    assert ["row 1 is multiple choice with" in line for line in str(error.value).splitlines()] == [True, False]
+    assert ["row 1 is multiple choice with" in line for line in str(error.value).splitlines()] == [
+        True,
+        False,
+    ]
     assert "row 3 has precision = None" in str(error.value)
     stars = mmstar_rows(2)
     stars[1]["answer"] = "75"
@@ -148,7 +176,9 @@ def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path)
     problems, _ = mathvista.load(options(folder, "testmini"))
     images = [problem.images()[0] for problem in problems]
     assert [image.size for image in images] == [(40, 20), (20, 40), (40, 20)]
-    assert [problem.sizes() for problem in problems if problem.sizes] == [[image.size] for image in images]
+    assert [problem.sizes() for problem in problems if problem.sizes] == [
+        [image.size] for image in images
+    ]
     assert [image.getpixel((1, 1)) for image in images] == [(255, 255, 255), (0, 0, 0), (255, 0, 0)]
 
 
@@ -169,7 +199,10 @@ def test_a_split_is_not_taken_from_the_file_of_another(tmp_path):
     assert mathvista.load(options(folder, "testmini"))[0], "it is of no split by its name"
     (folder / "mathvista.parquet").rename(folder / "test-00000-of-00001.parquet")
     (folder / "notes.json").write_text("[]")
-    with pytest.raises(UserError, match=r"has nothing for the split 'testmini'; it has notes.json, test-00000-of-0000"):
+    with pytest.raises(
+        UserError,
+        match=r"has nothing for the split 'testmini'; it has notes.json, test-00000-of-0000",
+    ):
         mathvista.load(options(folder, "testmini"))
 
 
@@ -189,7 +222,12 @@ def test_wrong_data_is_said_in_a_line(case, monkeypatch):
             patch.chdir(folder)
             Path("folder").mkdir()
             Path("twice.jsonl").write_text('{}\n{"a": 1, "a": 2}')
-            for name, content in (("bad.json", "{"), ("list.json", "[1]"), ("empty.json", "[]"), ("bad.parquet", "x")):
+            for name, content in (
+                ("bad.json", "{"),
+                ("list.json", "[1]"),
+                ("empty.json", "[]"),
+                ("bad.parquet", "x"),
+            ):
                 Path(name).write_text(content)
             with pytest.raises(UserError, match=message) as error:
                 mathvista.load(options(data, "testmini"))

@@ -50,11 +50,19 @@ class Recorder:
         if self._dies_after is not None and len(self.requests) >= self._dies_after:
             raise RuntimeError("killed")
         self.requests += requests
-        return [Reply(request.messages[-1]["content"][-1]["text"], 3, "stop", 9) for request in requests]
+        return [
+            Reply(request.messages[-1]["content"][-1]["text"], 3, "stop", 9) for request in requests
+        ]
 
 
 def problem(index: int) -> Problem:
-    fields: Prediction = {"pid": f"p/{index}", "question": f"q{index}", "answer": "5", "choices": None, "metadata": {}}
+    fields: Prediction = {
+        "pid": f"p/{index}",
+        "question": f"q{index}",
+        "answer": "5",
+        "choices": None,
+        "metadata": {},
+    }
     return Problem(fields, f"q{index}", 1, lambda: [Image.new("RGB", (8, 8))])
 
 
@@ -62,9 +70,19 @@ PROBLEMS = [problem(index) for index in range(5)]
 
 
 def ask(
-    output: Path, engine: Recorder, problems: Sequence[Problem] = PROBLEMS, fingerprint: Fields | None = None
+    output: Path,
+    engine: Recorder,
+    problems: Sequence[Problem] = PROBLEMS,
+    fingerprint: Fields | None = None,
 ) -> Summary:
-    return infer(problems, output, SETTINGS, fingerprint or {"model": "m"}, system_prompt="Think.", build=engine.build)
+    return infer(
+        problems,
+        output,
+        SETTINGS,
+        fingerprint or {"model": "m"},
+        system_prompt="Think.",
+        build=engine.build,
+    )
 
 
 def pids(output: Path) -> list[str]:
@@ -74,12 +92,19 @@ def pids(output: Path) -> list[str]:
 def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd):
     engine = Recorder()
     assert ask(tmp_path, engine).asked == 5
-    assert "library" not in capfd.readouterr().out and "library" in (tmp_path / STARTUP_LOG).read_text()
+    assert (
+        "library" not in capfd.readouterr().out
+        and "library" in (tmp_path / STARTUP_LOG).read_text()
+    )
     rows = read_predictions(tmp_path / "predictions.jsonl")
     assert [row["response"] for row in rows] == ["q0", "q1", "q2", "q3", "q4"]
     assert rows[0] == PROBLEMS[0].fields | {
-        "response": "q0", "finish_reason": "stop", "n_tokens": 3, "n_prompt_tokens": 9, "image_size": [8, 8],
-    }  # fmt: skip
+        "response": "q0",
+        "finish_reason": "stop",
+        "n_tokens": 3,
+        "n_prompt_tokens": 9,
+        "image_size": [8, 8],
+    }
     system, user = engine.requests[0].messages
     assert system == {"role": "system", "content": "Think."}
     assert [part["type"] for part in user["content"]] == ["image", "text"]
@@ -105,23 +130,39 @@ def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
 
 def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     def ask_for(output: Path, samples: int) -> Summary:
-        fields, engine = {"model": "m", "samples": samples}, Recorder()
-        return infer(PROBLEMS, output, SETTINGS, fields, system_prompt=None, build=engine.build, samples=samples)
+        fields = {"model": "m", "samples": samples}
+        engine = Recorder()
+        return infer(
+            PROBLEMS,
+            output,
+            SETTINGS,
+            fields,
+            system_prompt=None,
+            build=engine.build,
+            samples=samples,
+        )
 
     ask_for(tmp_path / "whole", 3)
     assert ask_for(tmp_path / "grown", 1).asked == 5
     assert ask_for(tmp_path / "grown", 3).resumed == 5
-    whole, grown = (read_predictions(tmp_path / name / "predictions.jsonl") for name in ("whole", "grown"))
+    whole, grown = (
+        read_predictions(tmp_path / name / "predictions.jsonl") for name in ("whole", "grown")
+    )
     assert [key(row) for row in grown] == [key(row) for row in whole]
     before = (tmp_path / "grown" / "fingerprint.json").read_bytes()
-    with pytest.raises(UserError, match="samples: the predictions in .* were made with 3, this run has 2"):
+    with pytest.raises(
+        UserError, match="samples: the predictions in .* were made with 3, this run has 2"
+    ):
         ask_for(tmp_path / "grown", 2)
     assert (tmp_path / "grown" / "fingerprint.json").read_bytes() == before
     assert ask_for(tmp_path / "grown", 3).asked == 0
 
 
 def test_a_torn_last_line_is_asked_again(case):
-    for torn in ['{"pid": "p/4", "answer": "5", "resp', '{"pid": "p/4", "answer": "5", "response": "x"}']:
+    for torn in [
+        '{"pid": "p/4", "answer": "5", "resp',
+        '{"pid": "p/4", "answer": "5", "response": "x"}',
+    ]:
         with case(torn) as folder:
             ask(folder, Recorder(), PROBLEMS[:2])
             with (folder / "predictions.jsonl").open("a") as file:
@@ -138,7 +179,10 @@ def test_another_setting_is_refused_and_named(case):
             ask(folder, Recorder(), PROBLEMS[:2], fields)
             before = (folder / "predictions.jsonl").read_bytes()
             engine = Recorder()
-            with pytest.raises(UserError, match=f"^{name}: .* were made with {fields[name]!r}, this run has 'other'"):
+            with pytest.raises(
+                UserError,
+                match=f"^{name}: .* were made with {fields[name]!r}, this run has 'other'",
+            ):
                 ask(folder, engine, fingerprint=fields | {name: "other"})
             assert not engine.built
             assert (folder / "predictions.jsonl").read_bytes() == before
@@ -153,11 +197,15 @@ def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_pa
 
 def test_what_would_mix_or_lose_answers_is_refused(tmp_path):
     ask(tmp_path, Recorder())
-    with pytest.raises(UserError, match=r"limit: .* already has 5 predictions and this run asks for 2"):
+    with pytest.raises(
+        UserError, match=r"limit: .* already has 5 predictions and this run asks for 2"
+    ):
         ask(tmp_path, Recorder(), PROBLEMS[:2])
     with (
         PredictionLog(tmp_path / "predictions.jsonl"),
-        pytest.raises(UserError, match=f"process {os.getpid()} .* is writing|another process is writing"),
+        pytest.raises(
+            UserError, match=f"process {os.getpid()} .* is writing|another process is writing"
+        ),
     ):
         ask(tmp_path, Recorder())
     (tmp_path / "fingerprint.json").unlink()
@@ -211,7 +259,9 @@ class Echo:
         self.asked: list[str] = []
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-        texts = [f"{request.messages[-1]['content'][-1]['text']} {request.seed}" for request in requests]
+        texts = [
+            f"{request.messages[-1]['content'][-1]['text']} {request.seed}" for request in requests
+        ]
         self.asked += texts
         return [Reply(text, 3, "stop", 9) for text in texts]
 
@@ -228,13 +278,20 @@ SEVEN = [problem(index) for index in range(7)]
 
 def ask_as(output: Path, engine: Echo, ranks: Ranks, count: int = 7, samples: int = 2) -> Summary:
     return infer(
-        SEVEN[:count], output, SETTINGS, {"model": "m"}, system_prompt=None, build=lambda _: engine, samples=samples,
+        SEVEN[:count],
+        output,
+        SETTINGS,
+        {"model": "m"},
+        system_prompt=None,
+        build=lambda _: engine,
+        samples=samples,
         ranks=ranks,
-    )  # fmt: skip
+    )
 
 
 def together(output: Path, world: int) -> tuple[Summary, list[Echo]]:
-    barrier, engines = threading.Barrier(world), [Echo() for _ in range(world)]
+    barrier = threading.Barrier(world)
+    engines = [Echo() for _ in range(world)]
     summaries: list[Summary | None] = [None] * world
 
     def run(rank: int) -> None:
@@ -255,7 +312,9 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
         with case(world) as folder:
             ask_as(folder / "one", Echo(), ALONE)
             summary, engines = together(folder / "many", world)
-            one, many = ((folder / name / "predictions.jsonl").read_bytes() for name in ("one", "many"))
+            one, many = (
+                (folder / name / "predictions.jsonl").read_bytes() for name in ("one", "many")
+            )
             assert one == many
             asked = [text for engine in engines for text in engine.asked]
             assert len(asked) == len(set(asked)) == 14
@@ -278,7 +337,10 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
     rows = read_predictions(tmp_path / "whole" / "predictions.jsonl")
     output = tmp_path / "parts"
     ask_as(output, Echo(), ALONE, count=1)
-    for rank, kept in ((0, rows[4:6]), (1, [rows[0], *rows[9:11]])):  # the one row that is in the file already, too
+    for rank, kept in (
+        (0, rows[4:6]),
+        (1, [rows[0], *rows[9:11]]),
+    ):  # the one row that is in the file already, too
         with PredictionLog(part_path(output, rank)) as log:
             log.append(kept)
     with part_path(output, 1).open("a") as file:
@@ -286,12 +348,19 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
     engine = Echo()
     assert ask_as(output, engine, ALONE).resumed == 6
     assert len(engine.asked) == 8
-    assert (output / "predictions.jsonl").read_bytes() == (tmp_path / "whole" / "predictions.jsonl").read_bytes()
+    assert (output / "predictions.jsonl").read_bytes() == (
+        tmp_path / "whole" / "predictions.jsonl"
+    ).read_bytes()
     assert not list(output.glob("*rank*"))
 
 
 def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
-    for visible, local_rank, taken in [("4,5", 1, "5"), ("4,5", 0, "4"), ("GPU-a,GPU-b", 1, "GPU-b"), ("4", 1, "4")]:
+    for visible, local_rank, taken in [
+        ("4,5", 1, "5"),
+        ("4,5", 0, "4"),
+        ("GPU-a,GPU-b", 1, "GPU-b"),
+        ("4", 1, "4"),
+    ]:
         with subtests.test(f"{visible} {local_rank} {taken}"), monkeypatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", visible)
             take_gpu(local_rank)
@@ -305,7 +374,13 @@ SECONDS_A_BATCH = 0.05
 
 
 def start(output: Path, seconds_a_batch: float) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tests.unit.eval.killed_infer", str(output), str(seconds_a_batch)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.unit.eval.killed_infer",
+        str(output),
+        str(seconds_a_batch),
+    ]
     return subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
 
 
@@ -334,7 +409,8 @@ def test_three_kills_leave_the_file_of_an_uninterrupted_run(tmp_path):
     seen = 0
     for _ in range(3):
         assert killed_beyond(parts, seen, draw.uniform(0, 2 * SECONDS_A_BATCH))
-        before, seen = seen, rows_there(parts / "predictions.jsonl")
+        before = seen
+        seen = rows_there(parts / "predictions.jsonl")
         assert before < seen < ANSWERS
         assert whole.startswith((parts / "predictions.jsonl").read_bytes().rpartition(b"\n")[0])
     assert start(parts, 0.0).wait() == 0

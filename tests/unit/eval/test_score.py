@@ -28,11 +28,22 @@ from eval.scoring.score import aggregate, grade_row, verdict
 from eval.scoring.statistics import bootstrap, mcnemar, pass_at, wilson
 from eval.scoring.table import table
 from tests.conftest import Case
-from tests.support.benchmark_data import mathvista_rows, write_geometry3k, write_lines, write_mathvista
+from tests.support.benchmark_data import (
+    mathvista_rows,
+    write_geometry3k,
+    write_lines,
+    write_mathvista,
+)
 
 
 def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dict[str, Any]:
-    row = {"pid": pid, "question": "Find x.", "answer": answer, "choices": None, "metadata": {"goal": "Length"}}
+    row = {
+        "pid": pid,
+        "question": "Find x.",
+        "answer": answer,
+        "choices": None,
+        "metadata": {"goal": "Length"},
+    }
     return row | {"response": response, "finish_reason": "stop", "n_tokens": 10} | fields
 
 
@@ -72,17 +83,27 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
 
 def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     right = {"a": "1100", "b": "0000", "c": "1111"}
-    answers = [(pid, hit == "1", sample) for pid, hits in right.items() for sample, hit in enumerate(hits)]
-    score = aggregate([Graded(pid, RowGrade(verdict(hit), None, "r"), sample=at) for pid, hit, at in answers])
+    answers = [
+        (pid, hit == "1", sample) for pid, hits in right.items() for sample, hit in enumerate(hits)
+    ]
+    score = aggregate(
+        [Graded(pid, RowGrade(verdict(hit), None, "r"), sample=at) for pid, hit, at in answers]
+    )
     assert (score["correct"], score["total"]) == (6, 12)
     samples = score["samples"]
     assert (samples["k"], samples["problems"], samples["incomplete"]) == (4, 3, 0)
     assert samples["avg@4"]["value"] == samples["pass@1"]["value"] == pytest.approx(0.5)
     assert samples["pass@2"]["value"] == pytest.approx((1 - 1 / 6 + 0 + 1) / 3)
     assert samples["pass@4"]["value"] == pytest.approx(2 / 3)
-    assert (samples["avg@4"]["interval"], samples["avg@4"]["interval_95"]) == ("bootstrap", [0.0, 1.0])
+    assert (samples["avg@4"]["interval"], samples["avg@4"]["interval_95"]) == (
+        "bootstrap",
+        [0.0, 1.0],
+    )
     # Solved or not: 2 of 3 problems, for which a bootstrap of three values has nothing to say.
-    assert (samples["pass@4"]["interval"], samples["pass@4"]["interval_95"]) == ("wilson", list(wilson(2, 3)))
+    assert (samples["pass@4"]["interval"], samples["pass@4"]["interval_95"]) == (
+        "wilson",
+        list(wilson(2, 3)),
+    )
     # Twelve answers to three problems are as sure as three answers, not as twelve.
     low, high = score["wilson_95"]
     assert high - low > 0.7
@@ -92,11 +113,17 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
     for where in ["system_prompt", "prompt"]:
         with case(where) as folder:
             file = write_lines(
-                folder / "predictions.jsonl", [prediction("1", "<answer>5</answer>"), prediction("2", r"\boxed{5}")]
+                folder / "predictions.jsonl",
+                [prediction("1", "<answer>5</answer>"), prediction("2", r"\boxed{5}")],
             )
             score, _ = score_file(BENCHMARK, file, Namespace(rounding=False))
             assert score["correct"] == 1 and score["rules"] == {"rounding": False}
-            fields = {"split": "test", "model": "m", "engine": "vllm", where: "{problem} Put it in <answer> </answer>."}
+            fields = {
+                "split": "test",
+                "model": "m",
+                "engine": "vllm",
+                where: "{problem} Put it in <answer> </answer>.",
+            }
             (folder / "fingerprint.json").write_text(json.dumps({"fields": fields}))
             scored = score_file(BENCHMARK, file, Namespace(rounding=False))
             assert scored.score["correct"] == 2 and scored.score["rules"]["answer_tags"]
@@ -105,7 +132,11 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
 
 def test_aggregation_counted_by_hand() -> None:
     graded = [
-        Graded("a", RowGrade("correct", "5", "same_number", {"goal": ["Angle"], "family": ["circle"]}), 10),
+        Graded(
+            "a",
+            RowGrade("correct", "5", "same_number", {"goal": ["Angle"], "family": ["circle"]}),
+            10,
+        ),
         Graded("b", RowGrade("correct", "6", "same_number", {"goal": ["Length"]}), 20),
         Graded("c", RowGrade("wrong", "7", "different_number", {"goal": ["Angle"]}), 40),
         Graded("d", RowGrade("unparseable", None, "no_box", {"goal": ["Angle"]}), 50),
@@ -115,7 +146,9 @@ def test_aggregation_counted_by_hand() -> None:
     score = aggregate(graded)
     assert (score["correct"], score["total"], score["accuracy"]) == (2, 6, pytest.approx(1 / 3))
     assert score["wilson_95"] == list(wilson(2, 6))
-    assert {value: (cell["correct"], cell["total"]) for value, cell in score["groups"]["goal"].items()} == {
+    assert {
+        value: (cell["correct"], cell["total"]) for value, cell in score["groups"]["goal"].items()
+    } == {
         "Angle": (1, 4),
         "Length": (1, 1),
     }
@@ -128,9 +161,13 @@ def test_aggregation_counted_by_hand() -> None:
 def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> None:
     rows = [
         prediction("1", r"so \boxed{5}", metadata={"goal": "Angle", "family": "circle"}),
-        prediction("2", r"\boxed{C}", choices=["3", "4", "5", "6"], finish_reason="length", n_tokens=30),
+        prediction(
+            "2", r"\boxed{C}", choices=["3", "4", "5", "6"], finish_reason="length", n_tokens=30
+        ),
         prediction("3", r"\boxed{8.7}", answer=r"5 \sqrt { 3 }"),
-        prediction("4", "", finish_reason=IMAGE_FAILED, n_tokens=0, error="UnidentifiedImageError: x"),
+        prediction(
+            "4", "", finish_reason=IMAGE_FAILED, n_tokens=0, error="UnidentifiedImageError: x"
+        ),
     ]
     path = write_lines(tmp_path / "p.jsonl", rows)
     scored = score_file(BENCHMARK, path, Namespace(rounding=False))
@@ -143,7 +180,9 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert score["fingerprint"] is None
     assert score["image_failed"] == 1
     assert score["tokens"]["correct"] == {"mean": 20.0, "median": 20.0, "p90": 30, "max": 30}
-    assert score["tokens"]["wrong"]["mean"] == 10.0  # the problem that was never asked has no length
+    assert (
+        score["tokens"]["wrong"]["mean"] == 10.0
+    )  # the problem that was never asked has no length
     assert (score["truncated"]["count"], score["truncated"]["total"]) == (1, 3)
     assert score_file(BENCHMARK, path, Namespace(rounding=True)).score["correct"] == 3
     shown = table(scored)
@@ -155,7 +194,10 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert table(score_file(BENCHMARK, own, Namespace(rounding=False))).startswith("photos: ")
     # A failed image is never graded, even if something that looks right stands in the response.
     failed = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
-    assert grade_row(BENCHMARK, failed, Namespace(rounding=False, answer_tags=False)).grade.verdict == "failed"
+    assert (
+        grade_row(BENCHMARK, failed, Namespace(rounding=False, answer_tags=False)).grade.verdict
+        == "failed"
+    )
 
 
 def test_answer_form(subtests: pytest.Subtests) -> None:
@@ -182,7 +224,10 @@ def test_a_wrong_row_is_named(case: Case) -> None:
         ({"pid": "2", "answer": "5"}, "row 2 lacks the field 'response'; it has pid, answer"),
         ({"pid": "2", "answer": 5, "response": ""}, "row 2 has answer = 5, expected a string"),
         ({"pid": "2", "answer": "5", "response": "", "choices": "AB"}, "row 2 has choices = 'AB'"),
-        ({"pid": "2", "answer": "5", "response": "", "metadata": [1]}, r"row 2 has metadata = \[1\]"),
+        (
+            {"pid": "2", "answer": "5", "response": "", "metadata": [1]},
+            r"row 2 has metadata = \[1\]",
+        ),
         ({"pid": "1", "answer": "5", "response": ""}, "row 2 has the pid '1' of row 1"),
         ([1], "row 2 is a JSON list, expected an object"),
     ]
@@ -202,12 +247,16 @@ def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) ->
     (tmp_path / "p.jsonl").write_text(json.dumps(prediction("1", "")) + '\n{"pid": "2", "ans\n')
     with pytest.raises(UserError, match="row 2 is not JSON"):
         read_predictions(tmp_path / "p.jsonl")
-    (tmp_path / "p.jsonl").write_text(json.dumps(prediction("1", "")) + '\n{"pid": "2", "pid": "3"}\n')
+    (tmp_path / "p.jsonl").write_text(
+        json.dumps(prediction("1", "")) + '\n{"pid": "2", "pid": "3"}\n'
+    )
     with pytest.raises(UserError, match=r"row 2 is not JSON \('pid' is given twice"):
         read_predictions(tmp_path / "p.jsonl")
 
 
-def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_answer(tmp_path: Path) -> None:
+def test_a_row_of_another_runner_may_have_a_number_for_its_id_and_null_for_no_answer(
+    tmp_path: Path,
+) -> None:
     path = write_lines(tmp_path / "p.jsonl", [{"question_id": 7, "answer": "5", "response": None}])
     (row,) = read_predictions(path, id_column="question_id")
     assert (row["pid"], row["response"]) == ("7", "")
@@ -226,7 +275,9 @@ class Guess:
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
         def said(seed: int) -> Reply:
-            return Reply(rf"wait, \boxed{{{seed % 90}}}", 7 + seed % 5, "length" if seed % 3 else "stop", 9)
+            return Reply(
+                rf"wait, \boxed{{{seed % 90}}}", 7 + seed % 5, "length" if seed % 3 else "stop", 9
+            )
 
         return [said(request.seed) for request in requests]
 
@@ -235,7 +286,9 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
     class Looks(Guess):
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
             colours = [request.images[0].getcolors() for request in requests]
-            return [Reply(r"\boxed{1}" if c and len(c) == 1 else "seen", 1, "stop", 9) for c in colours]
+            return [
+                Reply(r"\boxed{1}" if c and len(c) == 1 else "seen", 1, "stop", 9) for c in colours
+            ]
 
     data = write_geometry3k(tmp_path / "data", 3)
     monkeypatch.setattr(command, "build_engine", lambda _: Looks())
@@ -243,52 +296,99 @@ def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypa
     assert command.main(GEOMETRY3K, [*words, str(tmp_path / "seen")]) == 0
     assert command.main(GEOMETRY3K, [*words, str(tmp_path / "grey"), "--view", "blank"]) == 0
     assert "a grey picture of the same size" in capsys.readouterr().out
-    answers = {name: read_predictions(tmp_path / name / "predictions.jsonl") for name in ("seen", "grey")}
+    answers = {
+        name: read_predictions(tmp_path / name / "predictions.jsonl") for name in ("seen", "grey")
+    }
     assert {row["response"] for row in answers["seen"]} == {"seen"}
     assert {row["response"] for row in answers["grey"]} == {r"\boxed{1}"}
-    assert [row["image_size"] for row in answers["seen"]] == [row["image_size"] for row in answers["grey"]]
+    assert [row["image_size"] for row in answers["seen"]] == [
+        row["image_size"] for row in answers["grey"]
+    ]
     for folder, more in (("seen", ["--view", "blank"]), ("grey", [])):
         assert command.main(GEOMETRY3K, [*words, str(tmp_path / folder), *more]) == 2
         assert "view: the predictions in" in capsys.readouterr().err
 
 
-def test_facts_in_words_stand_for_the_picture_where_they_suffice(tmp_path, monkeypatch, capsys, geometry3k_raw):
+def test_facts_in_words_stand_for_the_picture_where_they_suffice(
+    tmp_path, monkeypatch, capsys, geometry3k_raw
+):
     asked: dict[str, list[tuple[int, str]]] = {}
 
     class Reads(Guess):
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
             texts = [str(request.messages[-1]["content"]) for request in requests]
             pairs = zip(requests, texts, strict=True)
-            asked.setdefault(view, []).extend((len(request.images), text) for request, text in pairs)
+            asked.setdefault(view, []).extend(
+                (len(request.images), text) for request, text in pairs
+            )
             return [Reply("12", 1, "stop", 9) for _ in requests]
 
     raw = shutil.copytree(geometry3k_raw, tmp_path / "raw")
     (raw / "train").rename(raw / "test")
     (raw / "test" / "12" / "logic_form.json").unlink()
-    assert data_prep(["geometry3k", "--source", "intergps", "--input", str(raw), "--output", str(tmp_path / "d")]) == 0
-    assert "noted: 1 of the rows have no facts in words, such as geometry3k/test/12" in capsys.readouterr().out
+    assert (
+        data_prep(
+            [
+                "geometry3k",
+                "--source",
+                "intergps",
+                "--input",
+                str(raw),
+                "--output",
+                str(tmp_path / "d"),
+            ]
+        )
+        == 0
+    )
+    assert (
+        "noted: 1 of the rows have no facts in words, such as geometry3k/test/12"
+        in capsys.readouterr().out
+    )
     monkeypatch.setattr(command, "build_engine", lambda _: Reads())
     words = ["run", "--model", "a/b", "--data", str(tmp_path / "d")]
     for view in ("image", "text", "both", "blank"):
-        assert command.main(GEOMETRY3K, [*words, "--view", view, "--output", str(tmp_path / view)]) == 0
-        assert ("without 1 problem whose facts do not suffice" in capsys.readouterr().out) is (view in ("text", "both"))
+        assert (
+            command.main(GEOMETRY3K, [*words, "--view", view, "--output", str(tmp_path / view)])
+            == 0
+        )
+        assert ("without 1 problem whose facts do not suffice" in capsys.readouterr().out) is (
+            view in ("text", "both")
+        )
     assert {view: {images for images, _ in found} for view, found in asked.items()} == {
-        "image": {1}, "text": {0}, "both": {1}, "blank": {1}
-    }  # fmt: skip
+        "image": {1},
+        "text": {0},
+        "both": {1},
+        "blank": {1},
+    }
     assert [len(found) for found in asked.values()] == [6, 5, 5, 6]
     fact = "Angle ABC = 60 degrees. BC = x. AC is perpendicular to BC."
     assert [sum(fact in text for _, text in found) for found in asked.values()] == [0, 1, 1, 0]
     config: Any = Namespace(
-        eval_strategy="steps", adora_eval=[f"geometry3k={tmp_path / 'd'}:views"], adora_eval_limit=3, eval_steps=1,
+        eval_strategy="steps",
+        adora_eval=[f"geometry3k={tmp_path / 'd'}:views"],
+        adora_eval_limit=3,
+        eval_steps=1,
         eval_on_start=False,
-    )  # fmt: skip
+    )
     tasks = evaluation.take_evaluations(config, []).tasks
     assert [task.benchmark.name for task in tasks] == [f"geometry3k_{view}" for view in asked]
     pids = [[problem.pid for problem in task.problems] for task in tasks]
-    assert pids == [[f"geometry3k/test/{number}" for number in (11, 13, 14)]] * 4, "the same problems in all views"
+    assert pids == [[f"geometry3k/test/{number}" for number in (11, 13, 14)]] * 4, (
+        "the same problems in all views"
+    )
     assert [task.problems[0].n_images for task in tasks] == [1, 0, 1, 1]
     plain = write_geometry3k(tmp_path / "plain", 3)
-    without = ["run", "--model", "a/b", "--data", str(plain), "--view", "both", "--output", str(tmp_path / "none")]
+    without = [
+        "run",
+        "--model",
+        "a/b",
+        "--data",
+        str(plain),
+        "--view",
+        "both",
+        "--output",
+        str(tmp_path / "none"),
+    ]
     assert command.main(GEOMETRY3K, without) == 2
     assert "view: both, and no row of the data has facts in words" in capsys.readouterr().err
 
@@ -297,7 +397,17 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     data = write_geometry3k(tmp_path / "data", 9)
     monkeypatch.setattr(command, "build_engine", lambda _: Guess())
     output = tmp_path / "out"
-    words = ["run", "--model", "a/b", "--data", str(data), "--output", str(output), "--temperature", "1"]
+    words = [
+        "run",
+        "--model",
+        "a/b",
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+        "--temperature",
+        "1",
+    ]
     assert command.main(GEOMETRY3K, [*words, "--samples", "2"]) == 0
     score = json.loads((output / "score.json").read_text())
 
@@ -312,9 +422,15 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert logged["geometry3k_reflective"] == 1.0
     assert all(isinstance(value, float | int) for value in logged.values())
     tagged = [{**row, "response": f"<answer>{row['answer']}</answer>"} for row in rows]
-    both = [figures(GEOMETRY3K, tagged, answer_tags=asked)["geometry3k_accuracy"] for asked in (True, False)]
+    both = [
+        figures(GEOMETRY3K, tagged, answer_tags=asked)["geometry3k_accuracy"]
+        for asked in (True, False)
+    ]
     assert both == [1.0, 0.0]
-    drawn = [{**row, "metadata": {**row["metadata"], "family": "crossing", "kind": "vertical"}} for row in rows]
+    drawn = [
+        {**row, "metadata": {**row["metadata"], "family": "crossing", "kind": "vertical"}}
+        for row in rows
+    ]
     assert figures(GEOMETRY3K, drawn)["geometry3k_crossing_vertical_accuracy"] == score["accuracy"]
 
 
@@ -322,7 +438,11 @@ def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
     data = write_mathvista(tmp_path, mathvista_rows(7))
     problems, _ = MATHVISTA.load(Namespace(data=str(data), split="testmini", data_revision=None))
     asks = [Ask(problem, 0) for problem in problems]
-    slices = [row for rank in range(2) for row in answer(Guess(), asks[rank::2], seed=0, system_prompt=None)]
+    slices = [
+        row
+        for rank in range(2)
+        for row in answer(Guess(), asks[rank::2], seed=0, system_prompt=None)
+    ]
     whole = answer(Guess(), asks, seed=0, system_prompt=None)
     assert figures(MATHVISTA, slices) == figures(MATHVISTA, whole)
     assert "mathvista_accuracy_ID" in figures(MATHVISTA, slices)

@@ -57,11 +57,15 @@ def test_the_dependency_of_a_token_by_hand():
     found = visual_dependency(seen_BC, blind_BC, torch.tensor([[1, 1, 1, 1]]))
     by_hand = [math.exp(-1) + 1 - 1, 0.0, math.exp(-8.9) + 8.9 - 1, 10.0]
     assert found[0].tolist() == pytest.approx(by_hand, abs=1e-6)
-    assert visual_dependency(seen_BC, blind_BC, torch.tensor([[0, 1, 0, 0]])).tolist() == [[0, 0, 0, 0]]
+    assert visual_dependency(seen_BC, blind_BC, torch.tensor([[0, 1, 0, 0]])).tolist() == [
+        [0, 0, 0, 0]
+    ]
 
 
 def test_the_most_dependent_tokens_by_hand():
-    dependency_BC = torch.tensor([[0.1, 0.4, 0.2, 0.3, 9.0], [0.5, 0.5, 0.5, 0.5, 0.5], [1.0, 2.0, 3.0, 4.0, 5.0]])
+    dependency_BC = torch.tensor(
+        [[0.1, 0.4, 0.2, 0.3, 9.0], [0.5, 0.5, 0.5, 0.5, 0.5], [1.0, 2.0, 3.0, 4.0, 5.0]]
+    )
     mask_BC = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 0]])
     chosen = most_dependent(dependency_BC, mask_BC, 0.5)
     assert chosen.int().tolist() == [[0, 1, 0, 1, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]]
@@ -86,8 +90,14 @@ def test_the_scale_of_rollouts_by_hand():
     assert rollout_scale(alike, alike, 0.5).tolist() == [1, 1, 1]
 
 
-@given(st.lists(st.floats(0, 10, width=32), min_size=1, max_size=12), st.floats(0, 1, width=32), st.integers(0, 11))
-def test_the_mean_factor_is_one_and_no_rank_sees_another(values: list[float], smallest: float, cut: int):
+@given(
+    st.lists(st.floats(0, 10, width=32), min_size=1, max_size=12),
+    st.floats(0, 1, width=32),
+    st.integers(0, 11),
+)
+def test_the_mean_factor_is_one_and_no_rank_sees_another(
+    values: list[float], smallest: float, cut: int
+):
     all_N = torch.tensor(values, dtype=torch.float64)
     whole = rollout_scale(all_N, all_N, smallest)
     assert whole.mean().item() == pytest.approx(1.0)
@@ -103,7 +113,9 @@ def test_one_rollout_that_stands_out_does_not_take_everything(subtests):
             all_N = torch.full((count,), 0.02)
             all_N[3] = 2.0
             found = rollout_scale(all_N, all_N, 0.9)
-            assert found.max().item() == pytest.approx(2.5) and found.min().item() == pytest.approx(0.9)
+            assert found.max().item() == pytest.approx(2.5) and found.min().item() == pytest.approx(
+                0.9
+            )
 
 
 # ------------------------------------------------------------------------------------------------- half black images
@@ -119,7 +131,9 @@ def processed(image: Image.Image) -> tuple[Tensor, Tensor]:
 
 
 def drawing(seed: int = 0) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(1, 256, (56, 84, 3), dtype=np.uint8))
+    return Image.fromarray(
+        np.random.default_rng(seed).integers(1, 256, (56, 84, 3), dtype=np.uint8)
+    )
 
 
 def test_a_black_patch_is_what_the_processor_makes_of_black_pixels():
@@ -132,30 +146,44 @@ def test_about_half_of_the_patches_are_black_and_the_others_are_untouched():
     black_D = black_patch(processor(), pixels.size(1))
     many = pixels.repeat(50, 1)
     found = blackened(many, black_D, "42/1/0")
-    hidden_R, same_R = (found == black_D).all(dim=1), (found == many).all(dim=1)
+    hidden_R = (found == black_D).all(dim=1)
+    same_R = (found == many).all(dim=1)
     assert torch.equal(hidden_R, ~same_R)
-    assert hidden_R.float().mean().item() == pytest.approx(0.5, abs=0.05)  # 3.5 standard deviations of 1,200 draws
+    assert hidden_R.float().mean().item() == pytest.approx(
+        0.5, abs=0.05
+    )  # 3.5 standard deviations of 1,200 draws
     assert torch.equal(found, blackened(many, black_D, "42/1/0"))
     assert not torch.equal(found, blackened(many, black_D, "42/2/0"))
 
 
 def test_references_to_a_bank_become_references_to_half_black_images():
     banks = ImageBanks()
-    bank, images = banks.new("train"), [processed(drawing(seed)) for seed in (0, 1)]
-    held = [bank.hold(f"image{seed}", pixels, grid[0]) for seed, (pixels, grid) in enumerate(images)]
+    bank = banks.new("train")
+    images = [processed(drawing(seed)) for seed in (0, 1)]
+    held = [
+        bank.hold(f"image{seed}", pixels, grid[0]) for seed, (pixels, grid) in enumerate(images)
+    ]
     order = [0, 0, 1, 0]  # two rollouts of one image, one of another, and the first again
-    batch = cast("Batch", {
-        "pixel_values": torch.cat([held[one] for one in order]),
-        "image_grid_thw": torch.cat([images[one][1] for one in order]),
-    })  # fmt: skip
+    batch = cast(
+        "Batch",
+        {
+            "pixel_values": torch.cat([held[one] for one in order]),
+            "image_grid_thw": torch.cat([images[one][1] for one in order]),
+        },
+    )
     with half_black(banks, processor(), batch, "42/1/0") as references:
         assert references is not None and references.shape == batch["pixel_values"].shape
         other = banks.of_training()
         assert other is banks.of(int(references[0])) is not bank and len(other) == 2
         starts = references.view(4, -1)[:, 0].tolist()
-        assert starts[0] == starts[1] == starts[3] != starts[2], "the rollouts of an image share one pass"
+        assert starts[0] == starts[1] == starts[3] != starts[2], (
+            "the rollouts of an image share one pass"
+        )
         pixels, grids = other.pixels(starts[:1])
-        assert torch.equal(pixels, blackened(images[0][0], black_patch(processor(), pixels.size(1)), "42/1/0/image0"))
+        assert torch.equal(
+            pixels,
+            blackened(images[0][0], black_patch(processor(), pixels.size(1)), "42/1/0/image0"),
+        )
         assert torch.equal(grids, images[0][1])
     assert banks.of_training() is bank
     with pytest.raises(AssertionError, match="no bank"):
@@ -165,7 +193,9 @@ def test_references_to_a_bank_become_references_to_half_black_images():
 
 def test_pixels_without_a_bank_are_blackened_alike_for_copies_of_an_image():
     pixels, grid = processed(drawing())
-    batch = cast("Batch", {"pixel_values": pixels.repeat(2, 1), "image_grid_thw": grid.repeat(2, 1)})
+    batch = cast(
+        "Batch", {"pixel_values": pixels.repeat(2, 1), "image_grid_thw": grid.repeat(2, 1)}
+    )
     with half_black(ImageBanks(), processor(), batch, "x") as found:
         assert found is not None
         first, second = found.split(len(pixels))
@@ -175,12 +205,17 @@ def test_pixels_without_a_bank_are_blackened_alike_for_copies_of_an_image():
 def test_a_rank_without_images_passes_what_it_has(subtests):
     empty: Batch = {"pixel_values": torch.zeros(0, 1), "image_grid_thw": torch.zeros(0, 3)}
     for columns in (Batch(), empty):
-        with subtests.test(f"{list(columns)}"), half_black(ImageBanks(), processor(), columns, "x") as found:
+        with (
+            subtests.test(f"{list(columns)}"),
+            half_black(ImageBanks(), processor(), columns, "x") as found,
+        ):
             assert found is columns.get("pixel_values")
 
 
 def test_a_processor_of_another_kind_is_refused_in_one_line():
-    with pytest.raises(UserError, match="adora_extensions.visual_tokens: SimpleNamespace does not cut"):
+    with pytest.raises(
+        UserError, match="adora_extensions.visual_tokens: SimpleNamespace does not cut"
+    ):
         black_patch(SimpleNamespace(), 10)
 
 
@@ -188,21 +223,36 @@ def test_a_processor_of_another_kind_is_refused_in_one_line():
 
 
 def weigher(
-    log: dict[str, float], policy_logps: Any, gather: Any = lambda tensor: tensor, *, share: float, smallest: float,
+    log: dict[str, float],
+    policy_logps: Any,
+    gather: Any = lambda tensor: tensor,
+    *,
+    share: float,
+    smallest: float,
     has_dropout: bool = False,
-) -> VisualDependency:  # fmt: skip
-    images: Any = SimpleNamespace(banks=ImageBanks(), image_processor=processor(), shown=True, knows_patches=True)
+) -> VisualDependency:
+    images: Any = SimpleNamespace(
+        banks=ImageBanks(), image_processor=processor(), shown=True, knows_patches=True
+    )
     context = step_context(
-        log, accelerator=SimpleNamespace(gather=gather), policy_logps=policy_logps,
+        log,
+        accelerator=SimpleNamespace(gather=gather),
+        policy_logps=policy_logps,
         adora_extensions=ExtensionOptions(visual_tokens=VisualOptions(share, smallest)),
-    )  # fmt: skip
+    )
     return VisualDependency(context, images, has_dropout=has_dropout)
 
 
 def batch_of(images: list[int], **more: Any) -> Batch:
     ones = torch.ones(len(images), 4, dtype=torch.long)
-    own = {"prompt_ids": ones, "prompt_mask": ones, "completion_ids": ones, "completion_mask": ones,
-           "advantages": torch.tensor([1.0, -2.0, 3.0]), "num_images": images}  # fmt: skip
+    own = {
+        "prompt_ids": ones,
+        "prompt_mask": ones,
+        "completion_ids": ones,
+        "completion_mask": ones,
+        "advantages": torch.tensor([1.0, -2.0, 3.0]),
+        "num_images": images,
+    }
     return cast("Batch", {**own, **more})
 
 
@@ -222,13 +272,20 @@ def test_what_a_batch_learns_from_by_hand():
     log: dict[str, float] = {}
     batch = batch_of([1, 1, 0])
     weigher(log, passes(SEEN, BLIND), share=0.5, smallest=0.9).weigh(batch, ALL, "x")
-    one, two = math.exp(-1), math.exp(-2) + 1
-    assert batch["visual_dependency"].tolist() == pytest.approx([(one + two) / 4, one / 4, NAN], nan_ok=True)
+    one = math.exp(-1)
+    two = math.exp(-2) + 1
+    assert batch["visual_dependency"].tolist() == pytest.approx(
+        [(one + two) / 4, one / 4, NAN], nan_ok=True
+    )
     # two rollouts, at 0 and 1 of the range: 0.9 and 0.9 + 0.1 / 0.5
     assert batch["visual_scale"].tolist() == pytest.approx([1.1, 0.9, 1.0])
     advantages = [[1.1, 0, 1.1, 0], [-1.8, 0, 0, -1.8], [3, 3, 3, 3]]  # of 1, -2 and 3
-    assert [row.tolist() for row in batch["advantages"]] == [pytest.approx(row) for row in advantages]
-    assert log == pytest.approx({"adora/visual_dependency": (2 * one + two) / 8, "adora/visual_tokens": 8 / 12})
+    assert [row.tolist() for row in batch["advantages"]] == [
+        pytest.approx(row) for row in advantages
+    ]
+    assert log == pytest.approx(
+        {"adora/visual_dependency": (2 * one + two) / 8, "adora/visual_tokens": 8 / 12}
+    )
 
 
 def test_the_pass_for_the_old_log_probabilities_is_not_made_twice():
@@ -250,7 +307,9 @@ def test_smallest_and_largest_are_those_of_all_ranks():
 def test_only_groups_with_signal_are_compared():
     """The first rollout depends on its image most, but nothing is learned from it."""
     batch = batch_of([1, 1, 1])
-    weigher({}, passes(SEEN, BLIND), share=1.0, smallest=0.5).weigh(batch, torch.tensor([False, True, True]), "x")
+    weigher({}, passes(SEEN, BLIND), share=1.0, smallest=0.5).weigh(
+        batch, torch.tensor([False, True, True]), "x"
+    )
     assert batch["visual_scale"].tolist() == pytest.approx([1.0, 0.5, 1.5])
     assert batch["visual_dependency"].gt(0).all(), "of all of them it is recorded"
 
@@ -258,7 +317,9 @@ def test_only_groups_with_signal_are_compared():
 def test_a_generation_is_weighed_by_the_live_rollouts_of_its_rank():
     every = torch.tensor([True, True, True, False, True, True])  # of two ranks
     advantages: Any = SimpleNamespace(live_B=every)
-    generation = Generation([{}, {}, {}], "train", 0, "0/0", 0, 3, batch=batch_of([1, 1, 1]), advantages=advantages)
+    generation = Generation(
+        [{}, {}, {}], "train", 0, "0/0", 0, 3, batch=batch_of([1, 1, 1]), advantages=advantages
+    )
     one = weigher({}, passes(SEEN, BLIND), share=1.0, smallest=0.5)
     one.accelerator.process_index = 1
     one.after_weighing(generation)
@@ -268,7 +329,9 @@ def test_a_generation_is_weighed_by_the_live_rollouts_of_its_rank():
 
 def test_a_pass_with_dropout_is_not_compared_with_one_without():
     batch = batch_of([1, 1, 1], old_per_token_logps=torch.full((3, 4), -7.0))
-    weigher({}, passes(SEEN, BLIND), share=0.5, smallest=1.0, has_dropout=True).weigh(batch, ALL, "x")
+    weigher({}, passes(SEEN, BLIND), share=0.5, smallest=1.0, has_dropout=True).weigh(
+        batch, ALL, "x"
+    )
     assert batch["advantages"][0].tolist() == [1, 0, 1, 0]
 
 
@@ -293,14 +356,17 @@ def test_tokens_of_tools_and_padding_are_neither_weighed_nor_counted():
     tools = torch.tensor([[0, 1, 1, 1]] * 3)
     batch = batch_of([1, 1, 1], tool_mask=tools)
     weigher({}, passes(SEEN, BLIND), share=0.3, smallest=1.0).weigh(batch, ALL, "x")
-    assert batch["advantages"][0].tolist() == [0, 0, 1, 0], "one of three, and not the tool's, which depends most"
+    assert batch["advantages"][0].tolist() == [0, 0, 1, 0], (
+        "one of three, and not the tool's, which depends most"
+    )
 
 
 # ------------------------------------------------------------------------------------------------- keys, and a real run
 
 
 def test_losses_that_take_one_advantage_per_rollout_are_refused(subtests):
-    tokens, scale = [f"{VISUAL}.share", "0.4"], [f"{VISUAL}.scale_min", "0.9"]
+    tokens = [f"{VISUAL}.share", "0.4"]
+    scale = [f"{VISUAL}.scale_min", "0.9"]
     cases = [
         ([*tokens, "--loss_type", "vespo"], "visual_tokens.share: 0.4 .* loss_type: vespo"),
         (
@@ -326,21 +392,29 @@ def test_a_family_whose_patches_are_not_known_is_refused():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[pd.DataFrame, dict[tuple[int, int], Tensor], Path]]:
+def run(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[pd.DataFrame, dict[tuple[int, int], Tensor], Path]]:
     """The real training command; of each row the advantages that stock TRL's loss gets, for each of its tokens."""
     of_the_loss: dict[tuple[int, int], Tensor] = {}
     stock = GRPOTrainer._compute_loss
 
     def noted(self: Any, model: Any, inputs: Any) -> Any:
         for number, row_C, mask_C in zip(
-            inputs["rollout_number"].tolist(), inputs["advantages"], inputs["completion_mask"], strict=True
+            inputs["rollout_number"].tolist(),
+            inputs["advantages"],
+            inputs["completion_mask"],
+            strict=True,
         ):
             of_the_loss[self.state.global_step + 1, number] = row_C[mask_C.bool()]
         return stock(self, model, inputs)
 
     with pytest.MonkeyPatch.context() as patches:
         patches.setattr(GRPOTrainer, "_compute_loss", noted)
-        settings = {"adora_extensions": "{visual_tokens: {share: 0.4, scale_min: 0.8}}", "save_strategy": "no"}
+        settings = {
+            "adora_extensions": "{visual_tokens: {share: 0.4, scale_min: 0.8}}",
+            "save_strategy": "no",
+        }
         folder = train(tmp_path_factory.mktemp("visual") / "run", **settings)
     rollouts = pd.read_parquet(folder / "rollouts").sort_values(["step", "group", "rollout"])
     yield rollouts.reset_index(drop=True), of_the_loss, folder
@@ -351,7 +425,8 @@ def test_the_loss_gets_the_recorded_advantage_on_two_fifths_of_the_tokens(run):
     rollouts, of_the_loss, _ = run
     numbers = rollouts.groupby("step").cumcount()
     recorded = {
-        (step, n): row for step, n, (_, row) in zip(rollouts["step"], numbers, rollouts.iterrows(), strict=True)
+        (step, n): row
+        for step, n, (_, row) in zip(rollouts["step"], numbers, rollouts.iterrows(), strict=True)
     }
     assert len(of_the_loss) >= 8
     for place, tokens_C in of_the_loss.items():
@@ -359,16 +434,26 @@ def test_the_loss_gets_the_recorded_advantage_on_two_fifths_of_the_tokens(run):
         applied = torch.tensor(row["advantage"]) * torch.tensor(row["visual_scale"])
         learned = tokens_C != 0
         assert len(tokens_C) == row["length"]
-        assert int(learned.sum()) == (math.ceil(0.4 * row["length"] - 1e-9) if row["advantage"] else 0)
-        torch.testing.assert_close(tokens_C[learned].double(), applied.double().expand(int(learned.sum())))
+        assert int(learned.sum()) == (
+            math.ceil(0.4 * row["length"] - 1e-9) if row["advantage"] else 0
+        )
+        torch.testing.assert_close(
+            tokens_C[learned].double(), applied.double().expand(int(learned.sum()))
+        )
 
 
 @pytest.mark.slow
 def test_a_run_says_how_much_its_rollouts_depend_on_their_images(run):
     rollouts, _, folder = run
-    assert rollouts["visual_dependency"].gt(0).all() and rollouts["visual_scale"].min() == pytest.approx(0.8)
-    live = rollouts.groupby(["step", "group"])["advantage"].transform(lambda group: group.ne(0).any())
-    assert rollouts[live].groupby("step")["visual_scale"].mean().tolist() == pytest.approx([1.0] * STEPS, abs=1e-5)
+    assert rollouts["visual_dependency"].gt(0).all() and rollouts[
+        "visual_scale"
+    ].min() == pytest.approx(0.8)
+    live = rollouts.groupby(["step", "group"])["advantage"].transform(
+        lambda group: group.ne(0).any()
+    )
+    assert rollouts[live].groupby("step")["visual_scale"].mean().tolist() == pytest.approx(
+        [1.0] * STEPS, abs=1e-5
+    )
     assert rollouts[~live]["visual_scale"].eq(1).all()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "adora/visual_tokens" in line]
@@ -382,6 +467,13 @@ def test_a_run_says_how_much_its_rollouts_depend_on_their_images(run):
 def test_without_the_black_patches_nothing_depends_on_the_image(tmp_path, monkeypatch):
     """What is measured is the image, not a difference between two passes."""
     monkeypatch.setattr(module, "BLACK_SHARE", 0.0)
-    folder = train(tmp_path / "run", max_steps=1, save_strategy="no", adora_extensions="{visual_tokens: {share: 0.4}}")
+    folder = train(
+        tmp_path / "run",
+        max_steps=1,
+        save_strategy="no",
+        adora_extensions="{visual_tokens: {share: 0.4}}",
+    )
     rollouts = pd.read_parquet(folder / "rollouts")
-    assert rollouts["visual_dependency"].abs().max() < 1e-9  # (1e-5)^2 / 2, for log-probabilities in float32
+    assert (
+        rollouts["visual_dependency"].abs().max() < 1e-9
+    )  # (1e-5)^2 / 2, for log-probabilities in float32

@@ -40,7 +40,10 @@ def killed_while_it_compiles(setting: Setting) -> Iterator[Line]:
 
 
 def finds_compiled(setting: Setting) -> Iterator[Line]:
-    yield skipped("compiled", " ".join(sorted(one.name for one in Path(os.environ["TORCH_EXTENSIONS_DIR"]).iterdir())))
+    yield skipped(
+        "compiled",
+        " ".join(sorted(one.name for one in Path(os.environ["TORCH_EXTENSIONS_DIR"]).iterdir())),
+    )
 
 
 def hangs(setting: Setting) -> Iterator[Line]:

@@ -18,7 +18,10 @@ OURS = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks|setup|tests"
 def _anchors(page: Path) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)]
+    titles = [
+        re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title)
+        for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    ]
     return {re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-") for title in titles}
 
 
@@ -29,7 +32,9 @@ def _broken_links(page: Path, text: str) -> list[str]:
             continue
         name, _, anchor = link.partition("#")
         target = page.parent / name if name else page
-        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in _anchors(target)):
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in _anchors(target)
+        ):
             broken.append(link)
     return broken
 
@@ -39,7 +44,9 @@ def _missing_names(text: str) -> list[str]:
     paths = re.findall(rf"(?<![\w./-])((?:{OURS})/[\w./-]*\.(?:py|yaml|md|ipynb|sh|json))\b", text)
     modules = re.findall(rf"-m ((?:{OURS})(?:\.\w+)*)", text)
     places = {module: ROOT / module.replace(".", "/") for module in modules}
-    return [path for path in paths if not (ROOT / path).exists() and not Path(path).stem.isupper()] + [
+    return [
+        path for path in paths if not (ROOT / path).exists() and not Path(path).stem.isupper()
+    ] + [
         module
         for module, place in places.items()
         if not (place.with_suffix(".py").exists() or (place / "__main__.py").exists())

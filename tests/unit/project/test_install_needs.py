@@ -40,9 +40,16 @@ def install(
         (own / program).chmod(0o755)
     (own / "asked").write_text(python.format(python=sys.executable))
     (own / "asked").chmod(0o755)
-    given = {"PATH": str(own), "PYTHON": str(own / "asked"), "ADORA_DEVICE": device, "HOME": os.environ["HOME"]}
+    given = {
+        "PATH": str(own),
+        "PYTHON": str(own / "asked"),
+        "ADORA_DEVICE": device,
+        "HOME": os.environ["HOME"],
+    }
     command = [str(own / "bash"), "setup/install.sh"]
-    return subprocess.run(command, cwd=folder, env=given | environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=given | environment, capture_output=True, text=True, check=False
+    )
 
 
 def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
@@ -65,7 +72,9 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
             assert not (folder / ".venv").exists()
 
 
-@pytest.mark.parametrize(("device", "programs"), [("gpu", ["gcc"]), ("gpu", ["clang"]), ("cpu", [])])
+@pytest.mark.parametrize(
+    ("device", "programs"), [("gpu", ["gcc"]), ("gpu", ["clang"]), ("cpu", [])]
+)
 def test_with_what_it_needs_it_goes_on(device, programs, tmp_path):
     """As far as the environment, which a stand-in refuses to make."""
     done = install(tmp_path, device, STOPS, *programs)

@@ -40,8 +40,17 @@ def _numbers() -> st.SearchStrategy[str]:
 
 NUMBERS = _numbers()
 _WRAPPINGS = [
-    "{}", "${}$", " {} ", "{}.", r"\displaystyle {}", "x = {}", "AB = {}", r"{}^\circ", r"{}\text{{ cm}}", "{} units",
-]  # fmt: skip
+    "{}",
+    "${}$",
+    " {} ",
+    "{}.",
+    r"\displaystyle {}",
+    "x = {}",
+    "AB = {}",
+    r"{}^\circ",
+    r"{}\text{{ cm}}",
+    "{} units",
+]
 _REWRITINGS = [
     lambda text: text,
     lambda text: text.replace(" ", ""),
@@ -63,7 +72,9 @@ def boxed(answer: str) -> str:
 
 @QUICK
 @given(NUMBERS, st.sampled_from(_WRAPPINGS), st.sampled_from(_REWRITINGS))
-def test_a_gold_is_correct_against_itself_in_every_spelling(gold: str, wrapping: str, rewriting: object) -> None:
+def test_a_gold_is_correct_against_itself_in_every_spelling(
+    gold: str, wrapping: str, rewriting: object
+) -> None:
     spelled = wrapping.format(rewriting(gold))  # type: ignore[operator]
     assert verify_gold(gold) is None
     for against in (gold, canonical_gold(gold)):
@@ -78,7 +89,10 @@ def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
             for wrapping in _WRAPPINGS:
                 for rewriting in _REWRITINGS:
                     spelled = wrapping.format(rewriting(gold))
-                    assert grade(boxed(spelled), canonical_gold(gold)).verdict == "correct", (spelled, gold)
+                    assert grade(boxed(spelled), canonical_gold(gold)).verdict == "correct", (
+                        spelled,
+                        gold,
+                    )
 
 
 @QUICK
@@ -92,7 +106,17 @@ def test_equality_of_numbers_is_symmetric(left: str, right: str) -> None:
 @given(
     NUMBERS,
     st.sampled_from(
-        [r"{} + 1", r"2 ( {} )", r"{} \pm 1", r"{} , {}", r"{} \%", r"{} or 7", r"[ {} , {} ]", "x > {}", "{} x"]
+        [
+            r"{} + 1",
+            r"2 ( {} )",
+            r"{} \pm 1",
+            r"{} , {}",
+            r"{} \%",
+            r"{} or 7",
+            r"[ {} , {} ]",
+            "x > {}",
+            "{} x",
+        ]
     ),
 )
 def test_a_gold_with_something_added_is_not_correct(gold: str, addition: str) -> None:
@@ -104,19 +128,51 @@ _PIECES = st.sampled_from(
     [
         *"0123456789xyABC.,;:+-*/^_=<>(){}[]|!%$& \t\n'\"#~`",
         *(
-            r"\boxed{", r"\fbox{", r"\frac{", r"\frac", r"\sqrt{", r"\sqrt[3]{", r"\sqrt", r"\pi", r"\text{", r"\left(",
-            "}{", "}}",
+            r"\boxed{",
+            r"\fbox{",
+            r"\frac{",
+            r"\frac",
+            r"\sqrt{",
+            r"\sqrt[3]{",
+            r"\sqrt",
+            r"\pi",
+            r"\text{",
+            r"\left(",
+            "}{",
+            "}}",
         ),
         *(
-            r"^\circ", r"^{", r"\sin", r"\tan^{-1}", r"\log_", r"\ln", r"\cdot", r"\div", r"\pm", r"\infty", "or", "π",
-            "√", "²",
+            r"^\circ",
+            r"^{",
+            r"\sin",
+            r"\tan^{-1}",
+            r"\log_",
+            r"\ln",
+            r"\cdot",
+            r"\div",
+            r"\pm",
+            r"\infty",
+            "or",
+            "π",
+            "√",
+            "²",
         ),
         *(
-            "\u2212", "\u200b", "\u202e", "\x00", "\ud800", "９", "nan", "inf", "10^{10}", "9^{9^{9}}", r"\overline",
+            "\u2212",
+            "\u200b",
+            "\u202e",
+            "\x00",
+            "\ud800",
+            "９",
+            "nan",
+            "inf",
+            "10^{10}",
+            "9^{9^{9}}",
+            r"\overline",
             r"\angle",
         ),
     ]
-)  # fmt: skip
+)
 GARBAGE = st.one_of(
     st.text(max_size=300),
     st.binary(max_size=300).map(lambda raw: raw.decode("latin-1")),
@@ -127,7 +183,9 @@ GARBAGE = st.one_of(
 @settings(QUICK, max_examples=300)
 @given(GARBAGE, st.sampled_from(["12", r"5 \sqrt { 3 }", "x + 3", "C", "rhombus"]), st.booleans())
 def test_garbage_raises_nothing_and_has_a_verdict(garbage: str, gold: str, in_a_box: bool) -> None:
-    found = grade(boxed(garbage) if in_a_box else garbage, gold, choices=["1", "2", "3"], rounding=True)
+    found = grade(
+        boxed(garbage) if in_a_box else garbage, gold, choices=["1", "2", "3"], rounding=True
+    )
     assert found.verdict in VERDICTS
 
 
@@ -142,5 +200,6 @@ def test_a_garbage_gold_raises_nothing(garbage: str) -> None:
 @given(NUMBERS, st.data())
 def test_a_mutated_gold_is_graded_without_harm(gold: str, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(gold)))
-    piece, cut = data.draw(_PIECES), data.draw(st.integers(0, 3))
+    piece = data.draw(_PIECES)
+    cut = data.draw(st.integers(0, 3))
     assert grade(boxed(gold[:at] + piece + gold[at + cut :]), gold).verdict in VERDICTS

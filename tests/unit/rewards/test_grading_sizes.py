@@ -63,7 +63,10 @@ LARGE = {
     "a large power of nearly 1": r"0.7^{10^{60}x}+(1+10^{-60}\pi)^{10^{60}x}",
     "nested brackets": "(" * 16 + "x" + ")" * 16,
     "percent signs": "5" + "%" * 490,
-    **{name: filled(name) for name in (r"\sin x", r"\tan^{-1}x", r"\log x", r"\sqrt[9]{x}", "x^x", "x^{64}")},
+    **{
+        name: filled(name)
+        for name in (r"\sin x", r"\tan^{-1}x", r"\log x", r"\sqrt[9]{x}", "x^x", "x^{64}")
+    },
 }
 
 
@@ -81,7 +84,8 @@ class Work:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     seen = Work()
-    fraction, computed = numeric._fraction, numeric._computed
+    fraction = numeric._fraction
+    computed = numeric._computed
 
     def watched_fraction(value: Fraction) -> Any:
         seen.digits.append(max(value.numerator.bit_length(), value.denominator.bit_length()))
@@ -144,10 +148,19 @@ def test_functions_are_capped() -> None:
 
 
 SAME = [
-    "({})", "0+{}", r"\frac{{2({})}}{{2}}", r"\frac{{({})\sqrt{{2}}}}{{\sqrt{{2}}}}", "-(-({}))", r"(\sqrt{{{}}})^2",
-    r"\sqrt[3]{{{}}}\sqrt[3]{{{}}}\sqrt[3]{{{}}}", r"({})+\pi-\pi", r"({})+10^{{40}}\pi-10^{{40}}\pi",
-    r"({})+" + ZERO.replace("{", "{{").replace("}", "}}"), r"({})(\sin^2(17)+\cos^2(17))", r"({})\cdot1.0000001",
-]  # fmt: skip
+    "({})",
+    "0+{}",
+    r"\frac{{2({})}}{{2}}",
+    r"\frac{{({})\sqrt{{2}}}}{{\sqrt{{2}}}}",
+    "-(-({}))",
+    r"(\sqrt{{{}}})^2",
+    r"\sqrt[3]{{{}}}\sqrt[3]{{{}}}\sqrt[3]{{{}}}",
+    r"({})+\pi-\pi",
+    r"({})+10^{{40}}\pi-10^{{40}}\pi",
+    r"({})+" + ZERO.replace("{", "{{").replace("}", "}}"),
+    r"({})(\sin^2(17)+\cos^2(17))",
+    r"({})\cdot1.0000001",
+]
 OTHER = ["2({})+7", "-1-({})", r"\frac{{{}}}{{2}}-2", r"1.00001({})+\frac{{1}}{{3}}"]
 
 
@@ -155,11 +168,24 @@ def drawn(rng: random.Random, depth: int) -> str:
     """An expression with the unknown x, or without one."""
     if not depth:
         return rng.choice(["x", "x", r"\pi", "0.5", "2", "3", "7", "12", "45", str(10**20 + 1)])
-    one, other = drawn(rng, depth - 1), drawn(rng, rng.randrange(depth))
+    one = drawn(rng, depth - 1)
+    other = drawn(rng, rng.randrange(depth))
     forms = [
         *(f"{one}+{other}", f"{one}-({other})", f"({one})({other})", rf"\frac{{{one}}}{{{other}}}"),
-        *(rf"\sqrt{{{one}}}", rf"\sqrt[3]{{{one}}}", f"({one})^2", f"({one})^{{-1}}", f"2^{{{one}}}"),
-        *(rf"\sin({one})", rf"\tan({one})", rf"\ln({one})", rf"\arcsin({one})", rf"\log_{{2}}({one})"),
+        *(
+            rf"\sqrt{{{one}}}",
+            rf"\sqrt[3]{{{one}}}",
+            f"({one})^2",
+            f"({one})^{{-1}}",
+            f"2^{{{one}}}",
+        ),
+        *(
+            rf"\sin({one})",
+            rf"\tan({one})",
+            rf"\ln({one})",
+            rf"\arcsin({one})",
+            rf"\log_{{2}}({one})",
+        ),
     ]
     return rng.choice(forms)
 
@@ -172,18 +198,24 @@ def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_rig
         if verify_gold(gold):
             continue
         template = rng.choice(SAME)
-        same = grade(boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold)
+        same = grade(
+            boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
+        )
         right += same.verdict == "correct"
         assert same.verdict != "wrong" or same.reason == "unevaluated", (template, gold, same)
         template = rng.choice(OTHER)
-        other = grade(boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold)
+        other = grade(
+            boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
+        )
         wrong += other.verdict == "wrong"
         assert other.verdict != "correct", (template, gold)
     assert right > 300 and wrong > 300
 
 
 def test_threads_find_what_one_finds_alone() -> None:
-    drawn_cases = [case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}] * 2
+    drawn_cases = [
+        case for case in cases() if case.kind in {"functions", "expressions", "radicals", "pi"}
+    ] * 2
     numeric._made.clear()
 
     def one(case: Any) -> Any:

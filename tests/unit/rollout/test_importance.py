@@ -11,8 +11,12 @@ from tests.support.step_context import step_context
 
 
 def test_the_mean_is_over_tokens_and_not_over_ranks():
-    one = importance.drift_sums(torch.tensor([[1.0, 1.0, 1.0]]), torch.zeros(1, 3), torch.ones(1, 3))
-    other = importance.drift_sums(torch.tensor([[5.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[1, 0]]))
+    one = importance.drift_sums(
+        torch.tensor([[1.0, 1.0, 1.0]]), torch.zeros(1, 3), torch.ones(1, 3)
+    )
+    other = importance.drift_sums(
+        torch.tensor([[5.0, 9.0]]), torch.zeros(1, 2), torch.tensor([[1, 0]])
+    )
     drift = importance.merge_drift(torch.stack([one, other]))
     assert drift.mean == pytest.approx((1 + 1 + 1 + 5) / 4)
     assert drift.largest == 5  # the masked 9 does not count
@@ -20,14 +24,21 @@ def test_the_mean_is_over_tokens_and_not_over_ranks():
 
 def test_what_one_of_the_two_has_no_score_for(subtests):
     cases: dict[str, tuple[list[float], list[float], int, float]] = {
-        "a token that the engine could not score is left out": ([1.0, 2.0], [math.nan, 1.5], 1, 0.5),
+        "a token that the engine could not score is left out": (
+            [1.0, 2.0],
+            [math.nan, 1.5],
+            1,
+            0.5,
+        ),
         "a policy that is NaN is no agreement": ([math.nan, 1.0], [1.0, 1.0], 1, math.inf),
         "an engine that scores nothing is none": ([1.0, 1.0], [math.nan, math.nan], 1, math.inf),
         "nothing sampled is no drift": ([1.0, 1.0], [0.0, 0.0], 0, 0.0),
     }
     for name, (trainer, engine, counts, mean) in cases.items():
         with subtests.test(name):
-            sums = importance.drift_sums(torch.tensor([trainer]), torch.tensor([engine]), torch.full((1, 2), counts))
+            sums = importance.drift_sums(
+                torch.tensor([trainer]), torch.tensor([engine]), torch.full((1, 2), counts)
+            )
             assert importance.merge_drift(sums[None]).mean == mean
 
 
@@ -54,18 +65,28 @@ def test_the_importance_ratio_by_hand(subtests):
             log = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))
             sampling = torch.tensor([[0.0, 0, 0], [math.nan, 0, 0]])
             mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-            ratio = importance.importance_ratio(log, sampling, mask, mode=mode, clip_min=None, clip_max=2.0)
+            ratio = importance.importance_ratio(
+                log, sampling, mask, mode=mode, clip_min=None, clip_max=2.0
+            )
             assert torch.allclose(ratio, torch.tensor(expected))
 
 
 def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
     """Row 1 was sampled on a distorted image: its tokens have no score, and it is in no figure."""
-    bounds: dict[str, Any] = {"vllm_importance_sampling_clip_min": 0.3, "vllm_importance_sampling_clip_max": 2.0}
-    ratio = importance.ImportanceRatio(step_context(vllm_importance_sampling_mode="token_mask", **bounds))
+    bounds: dict[str, Any] = {
+        "vllm_importance_sampling_clip_min": 0.3,
+        "vllm_importance_sampling_clip_max": 2.0,
+    }
+    ratio = importance.ImportanceRatio(
+        step_context(vllm_importance_sampling_mode="token_mask", **bounds)
+    )
     logps = torch.log(torch.tensor([[8.0, 0.5, 0.25, 9.0], [1.0, 1.0, 1.0, 1.0]]))
     sampling = torch.zeros(2, 4)
     sampling[1] = math.nan
-    micro: Any = {"sampling_per_token_logps": sampling, "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])}
+    micro: Any = {
+        "sampling_per_token_logps": sampling,
+        "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
+    }
     micro["distorted"] = torch.tensor([False, True])
     assert ratio.is_due(micro)
     log = ratio.complete(micro, logps)

@@ -31,7 +31,8 @@ from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED))
 TOKENIZER = PROCESSOR.tokenizer
-END, IMAGE = TOKENIZER.eos_token_id, PROCESSOR.image_token_id
+END = TOKENIZER.eos_token_id
+IMAGE = PROCESSOR.image_token_id
 CALLED = f"{CALL} 7"
 
 
@@ -48,16 +49,30 @@ class Says:
     """Tools that say these parts to whatever has a call in it."""
 
     def __init__(self, *parts: Any) -> None:
-        self.parts, self.asked = parts, list[Any]()
+        self.parts = parts
+        self.asked = list[Any]()
 
-    def answer(self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, **_: Any) -> Any:
+    def answer(
+        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, **_: Any
+    ) -> Any:
         self.asked.append((text, len(images), seed, last))
         return SimpleNamespace(parts=self.parts, calls=(Call("zoom", "{}", "", 0.1, failed=False),))
 
 
-def answered(tools: Says, rollout: Rollout, *, most: int = 2, room: int | None = None, longest: int = 200) -> Rollout:
-    turns = Turns(tools, PROCESSOR, {}, lambda image: image.width // 28, most, TOKENIZER.decode, room=room)
-    return turns(rollout, [Image.new("RGB", (28, 28))], prompt=100, longest=longest, step=4, seed="7/train/3/0/1/0")
+def answered(
+    tools: Says, rollout: Rollout, *, most: int = 2, room: int | None = None, longest: int = 200
+) -> Rollout:
+    turns = Turns(
+        tools, PROCESSOR, {}, lambda image: image.width // 28, most, TOKENIZER.decode, room=room
+    )
+    return turns(
+        rollout,
+        [Image.new("RGB", (28, 28))],
+        prompt=100,
+        longest=longest,
+        step=4,
+        seed="7/train/3/0/1/0",
+    )
 
 
 @pytest.mark.parametrize("end", [(END,), ()], ids=["ended", "stopped at a string"])
@@ -71,9 +86,19 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
     shown = f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>"
     said = f"Picture 2: {shown} of < |image_pad|> and< |im_end|>"
     expected = ids_of(f"{own}\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n")
-    assert list(after.spans[1].tokens) == expected and after.spans[1].logps is None and after.spans[1].step == 4
-    (shown_now,), (call,) = after.pictures, after.calls
-    assert (shown_now.span, call.span, shown_now.image.mode, shown_now.image.size) == (1, 1, "RGB", (84, 28))
+    assert (
+        list(after.spans[1].tokens) == expected
+        and after.spans[1].logps is None
+        and after.spans[1].step == 4
+    )
+    (shown_now,) = after.pictures
+    (call,) = after.calls
+    assert (shown_now.span, call.span, shown_now.image.mode, shown_now.image.size) == (
+        1,
+        1,
+        "RGB",
+        (84, 28),
+    )
 
 
 def test_a_model_that_reads_text_alone_gets_the_same_turn():
@@ -96,7 +121,8 @@ def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its
 
 def test_what_ends_a_rollout_and_whether_it_has_an_end():
     """By its own words, with a call that nobody answers, and where the answer has no room; whatever its last token."""
-    tools, ends = Says("x" * 20), Ends.of({END}, {}, TOKENIZER.decode)
+    tools = Says("x" * 20)
+    ends = Ends.of({END}, {}, TOKENIZER.decode)
     once = answered(tools, sampled(CALLED), most=1)
     for rollout, ended, has_end in (
         (answered(tools, sampled("so 7")), "stop", True),
@@ -124,34 +150,56 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
         sampled("so it is " * 4 + "\\boxed{7}"),
         answered(tools, sampled(CALLED), longest=50),
     )
-    images, guard = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config), RewardGuard(context)
+    images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
+    guard = RewardGuard(context)
     ends = Ends.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
     watched: Any = SimpleNamespace(check_batch=lambda *_: None, graded=lambda *_: None)
-    functions = RewardFunctions([reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop)
+    functions = RewardFunctions(
+        [reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop
+    )
     judge = Judge(
-        context, images, PROCESSOR, ends, functions,
-        Grader(context, guard, weights, ["accuracy"]), lambda batch: batch, lambda *_: None,
-        AdvantageComputer(context, AdvantagePipeline({"adora": Adora()}), weights, tools=True), watched, watched,
-        lambda _: nullcontext(), scored=True, tools=True,
-    )  # fmt: skip
+        context,
+        images,
+        PROCESSOR,
+        ends,
+        functions,
+        Grader(context, guard, weights, ["accuracy"]),
+        lambda batch: batch,
+        lambda *_: None,
+        AdvantageComputer(context, AdvantagePipeline({"adora": Adora()}), weights, tools=True),
+        watched,
+        watched,
+        lambda _: nullcontext(),
+        scored=True,
+        tools=True,
+    )
     prompt = [{"role": "user", "content": "Which?"}]
     asked: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
     group = RolloutGroup(DrawnProblem(0, "train/0/0", 0), asked, 0, rollouts)
     generation = Generation([], "train", 0, "0/0", 0, 3)
     judge(generation, [group], None, aged=False)
-    judged, batch = generation.advantages, generation.batch
+    judged = generation.advantages
+    batch = generation.batch
     assert judged is not None and judged.groups.rewards_PG.tolist() == [[0, 1, 0]]
     own, right, _ = judged.groups.lengths_PG[0].tolist()
-    assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1 and own < right < len(rollouts[0].tokens)
-    assert judged.groups.truncated_PG.tolist() == [[False, False, True]] and judged.weighting.weights_P.tolist() == [1]
+    assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1 and own < right < len(
+        rollouts[0].tokens
+    )
+    assert judged.groups.truncated_PG.tolist() == [
+        [False, False, True]
+    ] and judged.weighting.weights_P.tolist() == [1]
     shown = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) == IMAGE
     grids = batch["image_grid_thw"].prod(dim=1) // 4
-    assert shown.sum(dim=1).tolist() == [one.sum() for one in grids.split(batch["num_images"])] and len(grids) == 4
+    assert (
+        shown.sum(dim=1).tolist() == [one.sum() for one in grids.split(batch["num_images"])]
+        and len(grids) == 4
+    )
 
 
 def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
     """And a rank whose own rollouts have ended takes part until all have."""
-    wanted, asked = {"a": 1, "b": 3, "c": 2}, list[list[str]]()
+    wanted = {"a": 1, "b": 3, "c": 2}
+    asked = list[list[str]]()
 
     def ask(going: dict[str, Rollout]) -> dict[str, Rollout]:
         asked.append([*going])
@@ -162,6 +210,8 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
         return Rollout((*rollout.spans, Span((9,), None, 3))) if more else rollout
 
     others = iter([True, True, True, True, False])
-    done = play(dict.fromkeys(wanted, Rollout()), ask, answer, lambda *_: True, lambda _: next(others))
+    done = play(
+        dict.fromkeys(wanted, Rollout()), ask, answer, lambda *_: True, lambda _: next(others)
+    )
     assert asked == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
     assert {key: len(rollout.spans) for key, rollout in done.items()} == {"a": 1, "b": 5, "c": 3}

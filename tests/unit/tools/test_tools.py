@@ -15,7 +15,8 @@ from adora_vl.tools.ours import OURS, View
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.utils.errors import UserError
 
-SMALL, THOUSANDTHS = View(56 * 56, 56 * 56, 28), View(256**2, 4096**2, 32, relative=True)
+SMALL = View(56 * 56, 56 * 56, 28)
+THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)
 
 
 def picture():
@@ -66,14 +67,30 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
         ("calculate", {"expression": "sin(30) + 2**10"}, "1024.5"),
         ("calculate", {"expression": "7/4"}, "1.75"),
         ("calculate", {"expression": "1/0"}, "Error: the expression has no value here (undefined)"),
-        ("calculate", {"expression": "__import__('os')"}, "Error: the expression has no value here"),
+        (
+            "calculate",
+            {"expression": "__import__('os')"},
+            "Error: the expression has no value here",
+        ),
         ("measure", {"x1": 0, "y1": 0, "x2": 3, "y2": 4}, "5.0 pixels of the picture"),
-        ("measure", {"x1": 9, "y1": 0, "x2": 0, "y2": 0, "x3": 0, "y3": 7}, "90.0 degrees in the picture"),
+        (
+            "measure",
+            {"x1": 9, "y1": 0, "x2": 0, "y2": 0, "x3": 0, "y3": 7},
+            "90.0 degrees in the picture",
+        ),
         ("zoom", {"x1": 5, "y1": 0, "x2": 5, "y2": 9}, "Error: the region is empty"),
-        ("zoom", {"x1": 0, "y1": 0, "x2": 99, "y2": 9}, "Error: (99, 9) is not in the picture, which ends at (56, 56)"),
+        (
+            "zoom",
+            {"x1": 0, "y1": 0, "x2": 99, "y2": 9},
+            "Error: (99, 9) is not in the picture, which ends at (56, 56)",
+        ),
         ("zoom", {"x1": "0", "y1": 0, "x2": 9, "y2": 9}, "Error: x1 is no number"),
         ("zoom", {"x1": 0, "y1": 0, "x2": 9}, "Error: the argument 'y2' is missing"),
-        ("zoom", {"x1": 0, "y1": 0, "x2": 9, "y2": 9, "picture": 3}, "Error: picture: 3 is not there (0 to 0)"),
+        (
+            "zoom",
+            {"x1": 0, "y1": 0, "x2": 9, "y2": 9, "picture": 3},
+            "Error: picture: 3 is not there (0 to 0)",
+        ),
         ("look", {}, "Error: no tool 'look'; there are zoom, mark"),
     ],
 )
@@ -82,26 +99,35 @@ def test_what_our_tools_say(name, arguments, answer):
 
 
 def test_ten_thousand_broken_calls_are_one_line_each():
-    draw, toolbox = random.Random(0), box()
+    draw = random.Random(0)
+    toolbox = box()
     whole = [
-        written("zoom", x1=0, y1=0, x2=7, y2=7), written("calculate", expression="1+1"),
+        written("zoom", x1=0, y1=0, x2=7, y2=7),
+        written("calculate", expression="1+1"),
         '<tool_call>{"name": "zoom", "name": "mark", "arguments": {"x1": NaN, "y1": 1e999}}</tool_call>',
-        f'<tool_call>{{"name": "calculate", "arguments": {"[" * 90}}}</tool_call>', f"<tool_call>{'[' * 3000}",
+        f'<tool_call>{{"name": "calculate", "arguments": {"[" * 90}}}</tool_call>',
+        f"<tool_call>{'[' * 3000}",
         '<tool_call>{"name": "mark", "arguments": {"x": 1, "y": 1, "label": "\\ud800"}}</tool_call>',
-    ]  # fmt: skip
+    ]
     letters = '{}[]",:0123456789.eE-+\\u\x00\n ABCzé😀<>/'
     slowest = 0.0
     for _ in range(10_000):
         text = draw.choice(whole)
         for _ in range(draw.randrange(1, 6)):
             at = draw.randrange(len("<tool_call>"), len(text) + 1)
-            change = draw.choice([draw.choice(letters), "", draw.choice(letters) * draw.randrange(1, 300)])
+            change = draw.choice(
+                [draw.choice(letters), "", draw.choice(letters) * draw.randrange(1, 300)]
+            )
             text = text[:at] + change + text[at + draw.randrange(0, 4) :]
         began = time.process_time()
         answer = toolbox.answer(text, [picture()] if "zoom" in text else [], seed="0", last=False)
         slowest = max(slowest, time.process_time() - began)
         for call in answer.calls:
-            assert call.failed == call.text.startswith("Error: ") and "\n" not in call.text and len(call.text) <= 400
+            assert (
+                call.failed == call.text.startswith("Error: ")
+                and "\n" not in call.text
+                and len(call.text) <= 400
+            )
             assert len(call.text) <= 200 or not call.failed
             call.text.encode()
     print(f"the slowest took {1000 * slowest:.0f} ms")
@@ -166,7 +192,8 @@ def misbehave(how: str, images: list):
 def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(HOSTILE)
-    images, toolbox = [picture()], box("own.py:misbehave", seconds=1)
+    images = [picture()]
+    toolbox = box("own.py:misbehave", seconds=1)
     assert "images" not in json.dumps(toolbox.schemas)
     text, pictures = said(toolbox, written("misbehave", how=how), images)
     assert text.startswith(answer) and text.count("\n") == answer.count("\n")
@@ -175,10 +202,13 @@ def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
     assert "own.py" in toolbox.chosen.hashes
 
 
-def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not(tmp_path, monkeypatch):
+def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(HOSTILE)
-    toolbox, call = box("own.py:misbehave"), written("misbehave", how="draw")
+    toolbox = box("own.py:misbehave")
+    call = written("misbehave", how="draw")
     states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
     first = [toolbox.answer(call * 2, [], seed=seed, last=False) for seed in ("a", "a", "b")]
     texts = [[one.text for one in answer.calls] for answer in first]
@@ -187,19 +217,33 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
 
 
 def test_calls_that_are_too_many_and_the_last_turn_are_said():
-    toolbox, call = box(calls_per_turn=2), written("calculate", expression="1+1")
+    toolbox = box(calls_per_turn=2)
+    call = written("calculate", expression="1+1")
     answer = toolbox.answer(call * 9, [], seed="0", last=True)
-    assert [one.text for one in answer.calls] == ["2", "2", "Error: too many calls in a turn, at most 2"]
+    assert [one.text for one in answer.calls] == [
+        "2",
+        "2",
+        "Error: too many calls in a turn, at most 2",
+    ]
     assert answer.parts[-1] == "\nNo calls are left."
 
 
 @pytest.mark.parametrize(
     ("source", "why"),
     [
-        ("def f(x):\n    '''Text.\n\n    Args:\n        x: A.\n    '''", "needs type hints and a docstring"),
+        (
+            "def f(x):\n    '''Text.\n\n    Args:\n        x: A.\n    '''",
+            "needs type hints and a docstring",
+        ),
         ("def f(x: int):\n    pass", "needs type hints and a docstring"),
-        ("async def f(x: int):\n    '''T.\n\n    Args:\n        x: A.\n    '''", "is async; write a plain function"),
-        ("def f(*x: int):\n    '''T.\n\n    Args:\n        x: A.\n    '''", "has to name each of its parameters"),
+        (
+            "async def f(x: int):\n    '''T.\n\n    Args:\n        x: A.\n    '''",
+            "is async; write a plain function",
+        ),
+        (
+            "def f(*x: int):\n    '''T.\n\n    Args:\n        x: A.\n    '''",
+            "has to name each of its parameters",
+        ),
         ("def g():\n    '''T.'''", "no function 'f' there; it has g"),
     ],
 )
@@ -214,8 +258,12 @@ def test_a_tool_that_no_model_can_be_told_of_is_refused(tmp_path, monkeypatch, s
 
 def test_the_system_prompt_has_the_schemas_in_the_words_of_qwen():
     told = with_tools("Think.", box("calculate").schemas)
-    assert told.startswith("Think.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n")
+    assert told.startswith(
+        "Think.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    )
     line = told.split("<tools>\n")[1].split("\n</tools>")[0]
     assert json.loads(line) == box("calculate").schemas[0]
-    assert told.endswith('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>')
+    assert told.endswith(
+        '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    )
     assert with_tools("Think.", []) == "Think." and with_tools(None, []) is None

@@ -36,37 +36,63 @@ class Run:
     """Generations of two groups with images, of which those with advantages have signal; the weighing is left out."""
 
     def __init__(self, capacity: int = 3) -> None:
-        accelerator = SimpleNamespace(gather=lambda tensor: tensor, device=torch.device("cpu"), process_index=0)
-        keys: dict[str, Any] = {"adora_rollouts": RolloutOptions(replay=capacity), "num_generations": SIZE}
-        self.banks, self.log, self.kept = ImageBanks(), dict[str, float](), tuple[KeptGroup, ...]()
+        accelerator = SimpleNamespace(
+            gather=lambda tensor: tensor, device=torch.device("cpu"), process_index=0
+        )
+        keys: dict[str, Any] = {
+            "adora_rollouts": RolloutOptions(replay=capacity),
+            "num_generations": SIZE,
+        }
+        self.banks = ImageBanks()
+        self.log = dict[str, float]()
+        self.kept = tuple[KeptGroup, ...]()
         context = step_context(self.log, accelerator=accelerator, **keys)
         self.replay = Replay(context, self.again, self.banks.more)
 
     def again(self, groups: Any) -> Batch:
         """Their columns: the number of the row is its letter, and its tokens are of the prompt too."""
-        (group,), bank = groups, self.banks.more()
+        (group,) = groups
+        bank = self.banks.more()
         assert bank is not None
         numbers = torch.tensor([[rollout.tokens[0]] for rollout in groups[0].rollouts])
         widest = max(len(rollout.tokens) for rollout in group.rollouts)
-        letters = [bank.references(image(group.row["id"]), torch.Tensor.float, torch.device("cpu"))] * SIZE
+        letters = [
+            bank.references(image(group.row["id"]), torch.Tensor.float, torch.device("cpu"))
+        ] * SIZE
         return {
-            "prompt_ids": numbers.expand(-1, 2), "prompt_mask": torch.ones(SIZE, 2, dtype=torch.long),
+            "prompt_ids": numbers.expand(-1, 2),
+            "prompt_mask": torch.ones(SIZE, 2, dtype=torch.long),
             "completion_ids": numbers.expand(-1, widest + 3).clone(),
             "completion_mask": torch.tensor([[1] * widest + [0] * 3] * SIZE),
             "sampling_per_token_logps": -numbers.expand(-1, widest + 3).float(),
-            "pixel_values": torch.cat(letters), "image_grid_thw": torch.tensor([[1, 2, 2]] * SIZE),
+            "pixel_values": torch.cat(letters),
+            "image_grid_thw": torch.tensor([[1, 2, 2]] * SIZE),
             "num_images": [1] * SIZE,
-        }  # fmt: skip
+        }
 
-    def learned(self, images: str, advantages: list[float], step: int, completion: int = 2, first: int = 0) -> Batch:
+    def learned(
+        self, images: str, advantages: list[float], step: int, completion: int = 2, first: int = 0
+    ) -> Batch:
         batch = rank_batch(self.banks, images, completion, first)
-        batch |= {"advantages": torch.tensor(advantages), "old_per_token_logps": -batch["completion_ids"].float() / 10}
+        batch |= {
+            "advantages": torch.tensor(advantages),
+            "old_per_token_logps": -batch["completion_ids"].float() / 10,
+        }
         batch["signal"] = batch["advantages"] != 0
         groups = []
         for row in range(0, len(images), SIZE):
-            tokens = [(int(batch["completion_ids"][row + member, 0]),) * completion for member in range(SIZE)]
-            rollouts = tuple(Rollout((Span(own, (-1.0,) * completion, step),), "stop") for own in tokens)
-            groups.append(RolloutGroup(DrawnProblem(ord(images[row]), f"train/{step}/0", 0), Row(), step, rollouts))
+            tokens = [
+                (int(batch["completion_ids"][row + member, 0]),) * completion
+                for member in range(SIZE)
+            ]
+            rollouts = tuple(
+                Rollout((Span(own, (-1.0,) * completion, step),), "stop") for own in tokens
+            )
+            groups.append(
+                RolloutGroup(
+                    DrawnProblem(ord(images[row]), f"train/{step}/0", 0), Row(), step, rollouts
+                )
+            )
         fresh = self.replay.fresh(batch, groups, step)
         rows = lambda numbers: [{"id": chr(number)} for number in numbers]  # noqa: E731
         batch = self.replay.again(batch, self.kept, rows, step, str(step))
@@ -83,14 +109,18 @@ def patches(banks: ImageBanks, batch: Batch) -> list[int]:
 def test_a_group_is_drawn_as_often_as_its_advantages_say():
     """Sums of 1 and 3: with alpha 1 three times as often, with alpha 0 as often, with alpha 2 nine times."""
     for alpha, share in ((0.0, 1 / 2), (1.0, 3 / 4), (2.0, 9 / 10)):
-        counts = collections.Counter(replayed([1.0, 3.0], alpha, 1, f"{alpha}/{number}")[0] for number in range(2000))
+        counts = collections.Counter(
+            replayed([1.0, 3.0], alpha, 1, f"{alpha}/{number}")[0] for number in range(2000)
+        )
         assert counts[1] / 2000 == pytest.approx(share, abs=0.04)  # 3.5 standard deviations
 
 
 @given(st.lists(st.floats(1e-3, 1e30), max_size=9), st.floats(0, 8), st.integers(0, 12))
 def test_no_group_is_drawn_twice_and_a_place_draws_the_same_again(sizes, alpha, count):
     found = replayed(sizes, alpha, count, "42/7/0")
-    assert len(found) == len(set(found)) == min(count, len(sizes)) and set(found) <= set(range(len(sizes)))
+    assert len(found) == len(set(found)) == min(count, len(sizes)) and set(found) <= set(
+        range(len(sizes))
+    )
     assert found == replayed(sizes, alpha, count, "42/7/0")
 
 
@@ -100,13 +130,17 @@ def test_earlier_groups_take_the_places_of_groups_without_signal():
     assert first["advantages"].tolist() == [1, -1, 0, 0] and one.log["adora/replayed_groups"] == 0
     found = one.learned("ccdd", [0.0, 0.0, 2.0, -2.0], 4, completion=3, first=10)
     assert found["advantages"].tolist() == [1, -1, 2, -2]
-    assert found["prompt_ids"][:, 0].tolist() == [0, 1, 12, 13], "the rows of the first group came back"
+    assert found["prompt_ids"][:, 0].tolist() == [0, 1, 12, 13], (
+        "the rows of the first group came back"
+    )
     assert found["completion_ids"].tolist() == [[0, 0, 99], [1, 1, 99], [12] * 3, [13] * 3]
     assert found["completion_mask"].sum(dim=1).tolist() == [2, 2, 3, 3]
     old = found["old_per_token_logps"]
     assert old[1].tolist() == pytest.approx([-0.1, -0.1, 0]), "as the policy of then saw them"
     assert patches(one.banks, found) == [ord(letter) for letter in "aadd"], "with their images"
-    assert found["rollout_number"].tolist() == [-1, -1, 12, 13], "the record of this step has other rollouts"
+    assert found["rollout_number"].tolist() == [-1, -1, 12, 13], (
+        "the record of this step has other rollouts"
+    )
     assert one.log == {"adora/replayed_groups": 0.5, "adora/replay_age": 4.0}
 
 
@@ -143,14 +177,21 @@ def test_after_a_resume_the_same_groups_are_there(tmp_path):
     other.kept = PoolState.load(tmp_path, 0, 1).kept
     whole, resumed = (run.learned("ccdd", [0.0] * 4, 5) for run in (one, other))
     assert torch.equal(whole["prompt_ids"], resumed["prompt_ids"]) and resumed["advantages"].all()
-    assert patches(other.banks, resumed) == patches(one.banks, whole) and {*patches(one.banks, whole)} == {97, 98}
+    assert patches(other.banks, resumed) == patches(one.banks, whole) and {
+        *patches(one.banks, whole)
+    } == {97, 98}
 
 
 def test_a_checkpoint_has_few_bytes_of_a_token_that_is_kept(tmp_path):
     """A token, and its log-probabilities by the engine, the policy and the ratio of the two, of 4 bytes each."""
     spans = (Span((7,) * 20_000, (-0.5,) * 20_000, 3),)
-    group = RolloutGroup(DrawnProblem(2, "train/3/0", 1), Row(), 3, (Rollout(spans, "stop"),) * SIZE)
-    columns = {name: torch.zeros(SIZE, 20_000) for name in ("old_per_token_logps", "importance_sampling_ratio")}
+    group = RolloutGroup(
+        DrawnProblem(2, "train/3/0", 1), Row(), 3, (Rollout(spans, "stop"),) * SIZE
+    )
+    columns = {
+        name: torch.zeros(SIZE, 20_000)
+        for name in ("old_per_token_logps", "importance_sampling_ratio")
+    }
     PoolState(kept=(KeptGroup(group, columns, 1.0, 3),)).save(tmp_path, 0)
     (file,) = tmp_path.iterdir()
     assert file.stat().st_size < 16.5 * SIZE * 20_000
@@ -164,7 +205,10 @@ def test_two_processes_draw_differently():
 def test_what_it_costs_is_said():
     config = parse([*CPU, "--adora_rollouts.replay", "4"])[1]
     memory, clip = costs_of(config)
-    assert "up to 4 groups per process, in memory and every checkpoint" in memory and "without TRL's delta" in clip
+    assert (
+        "up to 4 groups per process, in memory and every checkpoint" in memory
+        and "without TRL's delta" in clip
+    )
     config.delta = 10.0
     assert costs_of(config) == [memory]
     config.adora_rollouts = RolloutOptions()
@@ -175,13 +219,19 @@ def test_what_it_does_not_go_with_is_said_in_one_line(subtests):
     cases = [
         (["--per_device_train_batch_size", "4"], "adora_rollouts.replay: 4 needs whole groups"),
         (["--loss_type", "bnpo"], "adora_rollouts.replay: 4 does not go with loss_type: bnpo"),
-        (["--top_entropy_quantile", "0.2"], "adora_rollouts.replay: 4 does not go with top_entropy_quantile: 0.2"),
+        (
+            ["--top_entropy_quantile", "0.2"],
+            "adora_rollouts.replay: 4 does not go with top_entropy_quantile: 0.2",
+        ),
         (["--sync_ref_model", "true"], "adora_rollouts.replay: 4 does not go with sync_ref_model"),
     ]
     for arguments, said in cases:
         with subtests.test(said):
-            config = parse([*CPU, "--adora_rollouts.replay", "4", "--num_generations", "4", *arguments])[1]
-            config.num_generations, config.steps_per_generation = 8, 1
+            config = parse(
+                [*CPU, "--adora_rollouts.replay", "4", "--num_generations", "4", *arguments]
+            )[1]
+            config.num_generations = 8
+            config.steps_per_generation = 1
             with pytest.raises(UserError, match=said):
                 check_filling(config)
             config.adora_rollouts = RolloutOptions()
@@ -197,17 +247,30 @@ SETTINGS = {"adora_rollouts.replay": 6, "lr_scheduler_type": "constant"}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, dict[tuple[int, ...], Tensor]]]:
+def whole(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, dict[int, dict[tuple[int, ...], Tensor]]]:
     """The real training command. Of each step, by its tokens, what the loss got as a row's old log-probabilities."""
     of_the_loss: dict[int, dict[tuple[int, ...], Tensor]] = collections.defaultdict(dict)
     stock = GRPOTrainer._compute_loss
 
     def noted(self: Any, model: Any, inputs: Any) -> Any:
         for prompt, completion, mask, old in zip(
-            *(inputs[name] for name in ("prompt_ids", "completion_ids", "completion_mask", "old_per_token_logps")),
+            *(
+                inputs[name]
+                for name in (
+                    "prompt_ids",
+                    "completion_ids",
+                    "completion_mask",
+                    "old_per_token_logps",
+                )
+            ),
             strict=True,
         ):
-            text = (*prompt[prompt != self._tokenizer.pad_token_id].tolist(), *completion[mask.bool()].tolist())
+            text = (
+                *prompt[prompt != self._tokenizer.pad_token_id].tolist(),
+                *completion[mask.bool()].tolist(),
+            )
             of_the_loss[self.state.global_step + 1][text] = old[mask.bool()]
         return stock(self, model, inputs)
 
@@ -227,7 +290,11 @@ def test_a_run_learns_again_from_earlier_groups_with_the_log_probabilities_of_th
         earlier: dict[tuple[int, ...], Tensor] = {}
         for before in range(1, step):
             earlier |= of_the_loss[before]
-        same = [text for text, old in of_the_loss[step].items() if text in earlier and torch.equal(old, earlier[text])]
+        same = [
+            text
+            for text, old in of_the_loss[step].items()
+            if text in earlier and torch.equal(old, earlier[text])
+        ]
         assert bool(same) is (steps[step - 1]["adora/replayed_groups"] > 0)
         again += len(same)
     assert again >= 8, "the tiny model has groups without signal in most steps"
@@ -249,7 +316,14 @@ def test_a_resumed_run_replays_the_same_groups(whole, tmp_path):
 @pytest.mark.slow
 def test_a_ratio_that_exploded_ends_the_replay_of_what_was_kept(tmp_path):
     """Step 2 learns again from step 1's groups and is skipped; step 3 has none left and is not."""
-    folder = train(tmp_path / "run", **SETTINGS, adora_max_ratio=1.0001, max_steps=3, save_strategy="no")
+    folder = train(
+        tmp_path / "run", **SETTINGS, adora_max_ratio=1.0001, max_steps=3, save_strategy="no"
+    )
     first, second, third = lines(folder)
-    assert second["adora/replayed_groups"] > 0 == first["adora/replayed_groups"] == third["adora/replayed_groups"]
+    assert (
+        second["adora/replayed_groups"]
+        > 0
+        == first["adora/replayed_groups"]
+        == third["adora/replayed_groups"]
+    )
     assert [entry["adora/skipped_steps"] for entry in (first, second, third)] == [0, 1, 0]

@@ -40,7 +40,8 @@ SHOW = """
 """
 
 
-OURS, THEIRS = "expandable_segments:True", "max_split_size_mb:64"
+OURS = "expandable_segments:True"
+THEIRS = "max_split_size_mb:64"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,9 @@ OURS, THEIRS = "expandable_segments:True", "max_split_size_mb:64"
 def test_torch_reads_it_unless_the_user_has_set_another(way, given, wanted):
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | given
     script = textwrap.dedent(way) + textwrap.dedent(SHOW)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1] == f"torch has {wanted}"
 
@@ -59,4 +62,6 @@ def test_torch_reads_it_unless_the_user_has_set_another(way, given, wanted):
 def test_what_the_environment_says_of_it():
     assert segments_expand({NAMES[1]: "max_split_size_mb:64, expandable_segments: True"})
     assert not segments_expand({}) and not segments_expand({NAMES[0]: "expandable_segments:False"})
-    assert not segments_expand({NAMES[0]: "max_split_size_mb:64", NAMES[1]: "expandable_segments:True"}), "its order"
+    assert not segments_expand(
+        {NAMES[0]: "max_split_size_mb:64", NAMES[1]: "expandable_segments:True"}
+    ), "its order"

@@ -41,7 +41,9 @@ def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
     monkeypatch.chdir(tmp_path)
-    assert interpreter() == ".venv/bin/python" and view_command(Path("r")).startswith(".venv/bin/python -m ")
+    assert interpreter() == ".venv/bin/python" and view_command(Path("r")).startswith(
+        ".venv/bin/python -m "
+    )
     monkeypatch.chdir("/")
     assert as_called("/elsewhere/bin/accelerate") in ("accelerate", "elsewhere/bin/accelerate")
     monkeypatch.chdir(tmp_path / ".venv")
@@ -53,7 +55,9 @@ def test_a_lora_run_is_resolved_to_its_merged_model(tmp_path, capsys):
     (run / "merged").mkdir(parents=True)
     (run / "adapter_config.json").write_text("{}")
     for ask in (resolve_model, check_model):
-        with pytest.raises(UserError, match=r"^model: .* LoRA adapter alone; .*adora_vl.export '.*a run' OUT`"):
+        with pytest.raises(
+            UserError, match=r"^model: .* LoRA adapter alone; .*adora_vl.export '.*a run' OUT`"
+        ):
             ask(str(run))
     (run / "merged" / "config.json").write_text("{}")
     assert resolve_model(str(run)) == check_model(str(run)) == str(run / "merged")
@@ -66,7 +70,9 @@ def test_tiny_is_the_same_model_in_training_and_evaluation():
 
 def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts.keys() == {f"adora-vl-{name}" for name in ("train", "eval", "report", "doctor", "data")}
+    assert scripts.keys() == {
+        f"adora-vl-{name}" for name in ("train", "eval", "report", "doctor", "data")
+    }
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(import_module(module), function))
@@ -81,7 +87,9 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
     nap = time.sleep  # also of threads that other tests have left behind
 
     def sleep(seconds: float) -> None:
-        waited.append(seconds) if threading.current_thread() is threading.main_thread() else nap(seconds)
+        waited.append(seconds) if threading.current_thread() is threading.main_thread() else nap(
+            seconds
+        )
 
     monkeypatch.setattr("adora_vl.train.time.sleep", sleep)
     for rank, place in (("0", ""), ("1", " (rank 1 of 2)")):
@@ -96,10 +104,14 @@ def no_room(*args: object, **kwargs: object) -> None:
     raise NO_ROOM
 
 
-def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(monkeypatch, tmp_path, capsys):
+def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(
+    monkeypatch, tmp_path, capsys
+):
     monkeypatch.setattr(Path, "replace", no_room)
     manifest = {"status": "running", "starts": [{"checkpoint": None}]}
-    with pytest.raises(RunError, match="^output_dir: .*manifest.json' cannot be written .No space left on device"):
+    with pytest.raises(
+        RunError, match="^output_dir: .*manifest.json' cannot be written .No space left on device"
+    ):
         write_manifest(manifest, tmp_path)
     with pytest.raises(UserError, match="^--output: .* cannot be written .No space left on device"):
         write_page("<html>", tmp_path / "r.html")
@@ -123,7 +135,9 @@ def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
     for lines in (1, 100_000):
         code = f"import sys; from adora_vl.utils.cli import exit_code_of; say = lambda: print('a line\\n' * {lines})"
         command = [sys.executable, "-c", f"{code}; sys.exit(exit_code_of(say, 'nothing'))"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
         assert (process.wait(60), process.stderr.read()) == (141, "")

@@ -42,7 +42,9 @@ KEY = "sk-a-secret-of-somebody"
 
 def client(server: Server, **options: Any) -> ChatClient:
     more = {name: options.pop(name) for name in ("cache", "budget") if name in options}
-    return ChatClient(Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **more)
+    return ChatClient(
+        Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **more
+    )
 
 
 def in_turn(*replies: Reply) -> Answer:
@@ -55,7 +57,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def test_waits_grow_and_what_the_server_asks_for_is_waited(serve, monkeypatch):
     waits: list[float] = []
-    clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)  # the servers of other tests sleep, too
+    clock = SimpleNamespace(
+        sleep=waits.append, monotonic=time.monotonic
+    )  # the servers of other tests sleep, too
     monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
     server = serve(lambda body, call: (503, b"") if call < 4 else completion("hi"))
     assert client(server, wait_s=1.0).chat(HELLO).text == "hi"
@@ -78,7 +82,11 @@ def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve, monkeypatch
         with pytest.raises(EndpointError) as error:
             client(server).chat(HELLO)
         assert [request["key"] for request in server.requests] == [f"Bearer {KEY}"]
-        assert KEY not in str(error.value) and f"HTTP {status}" in str(error.value) and "\n" not in str(error.value)
+        assert (
+            KEY not in str(error.value)
+            and f"HTTP {status}" in str(error.value)
+            and "\n" not in str(error.value)
+        )
     with pytest.raises(UserError) as refused:
         check_url("base_url", f"http://me:{KEY}@localhost:8000/v1")
     assert KEY not in str(refused.value)
@@ -97,7 +105,10 @@ def _spellings(key: str) -> dict[str, str]:
         "hexadecimal": key.encode().hex(),
         "Base64": in_base64(key),
         "Base64 for an address": urlsafe_b64encode(f"Bearer {key}".encode()).decode(),
-        **{f"Base64 behind {count} letters": in_base64("x" * count + key + ":of me") for count in range(4)},
+        **{
+            f"Base64 behind {count} letters": in_base64("x" * count + key + ":of me")
+            for count in range(4)
+        },
     }
 
 
@@ -110,28 +121,43 @@ def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, m
             client(server).chat(HELLO)
         said = str(error.value)
         assert "no model for" in said and " here" in said and "..." in said, name
-        assert not any(part.lower() in said.lower() for part in (spelling[9:20], key[:9], key[-9:])), f"{name}: {said}"
+        assert not any(
+            part.lower() in said.lower() for part in (spelling[9:20], key[:9], key[-9:])
+        ), f"{name}: {said}"
 
 
 def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
     """Not even the key. What is for others it gets, as before."""
-    proxy, judge = serve(lambda body, call: completion("of the proxy")), serve(lambda body, call: completion("hi"))
+    proxy = serve(lambda body, call: completion("of the proxy"))
+    judge = serve(lambda body, call: completion("hi"))
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
     for url in (judge.url, judge.url.replace("127.0.0.1", "localhost")):
         assert ChatClient(Endpoint(url, "m", attempts=1)).chat(HELLO).text == "hi"
     assert proxy.requests == []
-    assert ChatClient(Endpoint("http://judge.invalid/v1", "m", attempts=1)).chat(HELLO).text == "of the proxy"
-    here = ("http://[::1]:8000", "http://127.9.9.9/v1", "http://0.0.0.0:8000", "http://judge.localhost")
-    assert [is_here(url) for url in (*here, "http://10.0.0.1", "http://localhost.org")] == [True] * 4 + [False] * 2
+    assert (
+        ChatClient(Endpoint("http://judge.invalid/v1", "m", attempts=1)).chat(HELLO).text
+        == "of the proxy"
+    )
+    here = (
+        "http://[::1]:8000",
+        "http://127.9.9.9/v1",
+        "http://0.0.0.0:8000",
+        "http://judge.localhost",
+    )
+    assert [is_here(url) for url in (*here, "http://10.0.0.1", "http://localhost.org")] == [
+        True
+    ] * 4 + [False] * 2
 
 
 def test_an_address_that_the_server_does_not_know_is_shown(serve):
     server = serve(lambda body, call: (404, b"Not Found"))
     with pytest.raises(EndpointError) as error:
         ChatClient(Endpoint(f"{server.url}/chat/completions", "m", attempts=1)).chat(HELLO)
-    assert f"HTTP 404 at {server.url}/chat/completions/chat/completions: Not Found" in str(error.value)
+    assert f"HTTP 404 at {server.url}/chat/completions/chat/completions: Not Found" in str(
+        error.value
+    )
 
 
 def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeypatch):
@@ -139,7 +165,9 @@ def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeyp
     server = serve(lambda body, call: completion("hi"))
     for key in (f"{KEY}\nmore", f"{KEY}\rmore", "ключ"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
-        with pytest.raises(EndpointError, match=r"the key in OPENAI_API_KEY has a character .* \(attempt 1\)") as error:
+        with pytest.raises(
+            EndpointError, match=r"the key in OPENAI_API_KEY has a character .* \(attempt 1\)"
+        ) as error:
             client(server).chat(HELLO)
         assert key not in str(error.value) and error.value.refused and server.requests == []
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\n")
@@ -193,9 +221,13 @@ def test_the_time_out_bounds_the_whole_call(dribble):
     for at_once, slowly in ((HEAD, body), (b"", HEAD + body), (b"HTTP/1.0 400 no\r\n\r\n", body)):
         began = time.monotonic()
         with pytest.raises(EndpointError, match=r"TimeoutError|HTTP 400 \("):
-            ChatClient(Endpoint(dribble(at_once, slowly), "m", timeout_s=0.4, attempts=1)).chat(HELLO)
+            ChatClient(Endpoint(dribble(at_once, slowly), "m", timeout_s=0.4, attempts=1)).chat(
+                HELLO
+            )
         assert 0.3 < time.monotonic() - began < 2
-    slow_but_in_time = ChatClient(Endpoint(dribble(HEAD + body[:-4], body[-4:]), "m", timeout_s=20, attempts=1))
+    slow_but_in_time = ChatClient(
+        Endpoint(dribble(HEAD + body[:-4], body[-4:]), "m", timeout_s=20, attempts=1)
+    )
     assert slow_but_in_time.chat(HELLO).text.strip() == "hi"
 
 
@@ -210,15 +242,26 @@ def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, dribble, monkey
 
 
 def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve):
-    nothing = json.dumps({"choices": [{"message": {"content": None}, "finish_reason": "length"}]}).encode()
+    nothing = json.dumps(
+        {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
+    ).encode()
     server = serve(lambda body, call: (200, nothing) if call < 3 else completion(""))
-    with pytest.raises(EndpointError, match=r"the reply has no text \(its finish_reason is 'length'\) \(attempt 2\)"):
+    with pytest.raises(
+        EndpointError,
+        match=r"the reply has no text \(its finish_reason is 'length'\) \(attempt 2\)",
+    ):
         client(server, attempts=2).chat(HELLO)
     assert client(server).chat(HELLO).text == "", "a model may say nothing, and that is an answer"
 
 
 def test_what_is_no_http_address_is_refused():
-    broken = ("http://[::1", "http://x:port/v1", "http://x y/v1", "http://./v1", f"http://{'x' * 70}/v1")
+    broken = (
+        "http://[::1",
+        "http://x:port/v1",
+        "http://x y/v1",
+        "http://./v1",
+        f"http://{'x' * 70}/v1",
+    )
     for url in ("file:///etc/passwd", "localhost:8000", "http://", "ftp://x/y", *broken):
         with pytest.raises(UserError, match="is no http address"):
             check_url("base_url", url)
@@ -237,7 +280,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def infer(data: Path, output: Path, url: str, *words: str, verb: str = "run") -> int:
-    options = ["--data", str(data), "--output", str(output), "--engine", "openai", "--base-url", url, "--model", "m"]
+    options = [
+        "--data",
+        str(data),
+        "--output",
+        str(output),
+        "--engine",
+        "openai",
+        "--base-url",
+        url,
+        "--model",
+        "m",
+    ]
     return main(BENCHMARK, [verb, *options, *words])
 
 
@@ -247,7 +301,9 @@ def picture(body: dict[str, Any]) -> Image.Image:
     return Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
 
 
-def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(data, tmp_path, serve, capsys):
+def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
+    data, tmp_path, serve, capsys
+):
     refused: list[str] = []
 
     def answer(body: dict[str, Any], call: int) -> Reply:
@@ -255,7 +311,9 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(dat
         if not refused or (text in refused[:1] and len(refused) < 2):
             refused.append(text)
             return 400, b"this one I cannot"
-        return completion(r"\boxed{5}", finish_reason="length", usage={"completion_tokens": 7, "prompt_tokens": 9})
+        return completion(
+            r"\boxed{5}", finish_reason="length", usage={"completion_tokens": 7, "prompt_tokens": 9}
+        )
 
     server = serve(answer)
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 2
@@ -263,35 +321,57 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(dat
     assert error[-1] == (
         "error: base_url: 1 answer of 6 could not be had; start the same command again, which asks for those alone"
     )
-    assert any(line == "warning: 1 call failed, the first: HTTP 400: this one I cannot (attempt 1)" for line in error)
-    rows = [json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()]
-    assert len(rows) == 5 and {(row["n_tokens"], row["finish_reason"]) for row in rows} == {(7, "length")}
+    assert any(
+        line == "warning: 1 call failed, the first: HTTP 400: this one I cannot (attempt 1)"
+        for line in error
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
+    ]
+    assert len(rows) == 5 and {(row["n_tokens"], row["finish_reason"]) for row in rows} == {
+        (7, "length")
+    }
     assert picture(server.requests[0]).size == tuple(rows[0]["image_size"])
-    assert server.requests[0]["messages"][0]["role"] == "system" and server.requests[0]["temperature"] == 0
+    assert (
+        server.requests[0]["messages"][0]["role"] == "system"
+        and server.requests[0]["temperature"] == 0
+    )
     before = len(server.requests)
     refused += ["", ""]
     assert infer(data, tmp_path / "a", server.url) == 0
     assert len(server.requests) == before + 1
     score = json.loads((tmp_path / "a" / "score.json").read_text())
     assert score["coverage"] == {"answers": 6, "asked": 6, "in_data": 6}
-    pids = [json.loads(line)["pid"] for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()]
+    pids = [
+        json.loads(line)["pid"]
+        for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
+    ]
     other = serve(lambda body, call: completion(r"\boxed{6}"))
     assert infer(data, tmp_path / "b", other.url) == 0
-    assert pids == [json.loads(line)["pid"] for line in (tmp_path / "b" / "predictions.jsonl").read_text().splitlines()]
+    assert pids == [
+        json.loads(line)["pid"]
+        for line in (tmp_path / "b" / "predictions.jsonl").read_text().splitlines()
+    ]
     capsys.readouterr()
     assert compare([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert "common problems" in capsys.readouterr().out
 
 
-def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(data, tmp_path, serve, capsys):
+def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(
+    data, tmp_path, serve, capsys
+):
     """But a limit that leaves no room for the answer is the command's, and ends the run."""
     long = b'{"message": "This model\'s maximum context length is 512 tokens. Your request has 600 input tokens"}'
     wide = b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 tokens"}'
     server = serve(lambda body, call: (400, long) if call == 1 else completion(r"\boxed{5}"))
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
     said = capsys.readouterr().err
-    assert "is not asked: HTTP 400: " in said and "6 answered" in said and "1 prompt too long" in said
-    rows = [json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()]
+    assert (
+        "is not asked: HTTP 400: " in said and "6 answered" in said and "1 prompt too long" in said
+    )
+    rows = [
+        json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
+    ]
     assert [row["finish_reason"] for row in rows] == ["prompt_too_long", *["stop"] * 5]
     assert infer(data, tmp_path / "b", serve(lambda body, call: (400, wide)).url) == 2
     assert "gave none of 6 answers: HTTP 400: " in capsys.readouterr().err
@@ -301,13 +381,24 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(data, t
     """Each call may take its time-out four times, and `--timeout` is 600 s by default."""
     asked = threading.Event()
     server = serve(lambda body, call: asked.set())
-    options = ["--data", data, "--output", tmp_path / "a", "--engine", "openai", "--base-url", server.url]
+    options = [
+        "--data",
+        data,
+        "--output",
+        tmp_path / "a",
+        "--engine",
+        "openai",
+        "--base-url",
+        server.url,
+    ]
     command = [sys.executable, "-m", "eval.geometry3k", "infer", *map(str, options), "--model", "m"]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         assert asked.wait(60)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=40)
-    assert process.returncode == 130 and said.splitlines()[-1].startswith("interrupted; what was answered is kept")
+    assert process.returncode == 130 and said.splitlines()[-1].startswith(
+        "interrupted; what was answered is kept"
+    )
 
 
 def test_a_server_that_gives_nothing_ends_the_run_at_once(data, tmp_path, serve, capsys):
@@ -345,14 +436,18 @@ def judge(tmp_path: Path, url: str, **options: Any) -> Any:
     return choose_rewards([{"judge": given}], output_dir=tmp_path).functions[0]
 
 
-def rewards(function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None) -> list[float | None]:
+def rewards(
+    function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None
+) -> list[float | None]:
     """As the trainer calls it."""
     completions = [[{"role": "assistant", "content": f"It is {word}."}] for word in ASKED]
     failures: list[RewardFailure] = []
     found: list[float | None] = safe_call(function, "judge", None, failures, unscored)(
-        prompts=[[{"role": "user", "content": "?"}]] * 3, completions=completions, answer=["5"] * 3,
+        prompts=[[{"role": "user", "content": "?"}]] * 3,
+        completions=completions,
+        answer=["5"] * 3,
         log_metric=metrics.__setitem__,
-    )  # fmt: skip
+    )
     for failure in failures:
         assert failure.mistake
         raise UserError(failure.reason)
@@ -368,7 +463,8 @@ def reads(body: dict[str, Any], _: int) -> Reply:
 
 def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, monkeypatch, capsys):
     monkeypatch.setenv(KEY_VARIABLE, KEY)
-    server, metrics = serve(reads), dict[str, float]()
+    server = serve(reads)
+    metrics = dict[str, float]()
     function = judge(tmp_path, server.url)
     unscored: dict[int, str] = {}
     assert rewards(function, metrics, unscored) == [1.0, 0.25, None]
@@ -377,7 +473,12 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, m
     assert len(server.requests) == 4  # the failed one twice
     rewards(function, metrics)
     assert len(server.requests) == 6 and metrics["judge/cached"] == pytest.approx(2 / 3)
-    assert capsys.readouterr().err.count("warning: the judge failed, the first time: HTTP 500 (attempt 2)") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "warning: the judge failed, the first time: HTTP 500 (attempt 2)"
+        )
+        == 1
+    )
     cache = (tmp_path / "judge_cache.jsonl").read_text()
     assert len(cache.splitlines()) == 2 and KEY not in cache
     again = judge(tmp_path, server.url)  # as a resumed run has it
@@ -400,8 +501,11 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
     server, other = (serve(lambda body, call: completion("<score>1</score>")) for _ in range(2))
     calls = 0
     others: list[dict[str, Any]] = [
-        {"model": "k"}, {"max_tokens": 9}, {"instruction": "Judge."}, {"base_url": other.url},
-    ]  # fmt: skip
+        {"model": "k"},
+        {"max_tokens": 9},
+        {"instruction": "Judge."},
+        {"base_url": other.url},
+    ]
     for options in ({}, *others):
         for again in (False, True):
             rewards(judge(tmp_path, **{"url": server.url, **options}), {})
