@@ -1,4 +1,6 @@
-"""The evaluators during training: every `eval_steps`, by whoever samples for the trainer, figures into the log."""
+"""The evaluators during training: every `eval_steps`, by whoever samples for the trainer, figures
+into the log.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ class Task:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """What to evaluate, every how many optimizer steps, and whether before the first too. `prompt`: the template."""
+    """What to evaluate, every how many optimizer steps, and whether before the first too.
+
+    `prompt`: the template.
+    """
 
     tasks: list[Task]
     every: int
@@ -50,10 +55,12 @@ class EvaluationPlan:
 def take_evaluations(
     config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None
 ) -> EvaluationPlan | None:
-    """The evaluations that `config` asks for, None for none; where it names none, on the training data's held-out
-    splits. `folders`: of the training data. `prompt`: the template of the training (`adora_prompt`).
+    """The evaluations that `config` asks for, None for none; where it names none, on the training
+    data's held-out splits. `folders`: of the training data. `prompt`: the template of the training
+    (`adora_prompt`).
 
-    They are then taken out of `config`, for which Transformers would want a second dataset. Raises `UserError`.
+    They are then taken out of `config`, for which Transformers would want a second dataset. Raises
+    `UserError`.
     """
     if config.eval_strategy == IntervalStrategy.NO:
         return None
@@ -95,7 +102,8 @@ def _image_sizes(problem: Problem) -> Sequence[Size | None]:
 
 
 def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
-    """The tasks with different names for the log: a benchmark on several data has their folders' names behind its own.
+    """The tasks with different names for the log: a benchmark on several data has their folders'
+    names behind its own.
 
     Raises `UserError` where two have the same name even so.
     """
@@ -109,7 +117,8 @@ def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
             refuse(
                 (
                     taken,
-                    f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its folder",
+                    f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its "
+                    "folder",
                 )
             )
             task = replace(task, benchmark=replace(task.benchmark, name=longer))
@@ -130,7 +139,8 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     refuse(
         (
             not path,
-            f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, geometry3k=DIR",
+            f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, "
+            "geometry3k=DIR",
         )
     )
     benchmark = named(name, "adora_eval")
@@ -154,7 +164,10 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
 
 
 class SamplerEngine(Conversations):
-    """Answers as the evaluators' engines do, greedily, by whoever samples. All ranks ask together, also for nothing."""
+    """Answers as the evaluators' engines do, greedily, by whoever samples.
+
+    All ranks ask together, also for nothing.
+    """
 
     def __init__(self, trainer: HasEngine, chat: ChatProcessor) -> None:
         sample = partial(trainer.sampler.sample, settings=trainer.vllm_generation.greedy)
@@ -173,7 +186,8 @@ class SamplerEngine(Conversations):
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Each rank asks for its share; rank 0 scores and logs with the step's other figures.
 
-    Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one without.
+    Greedy decoding draws no random numbers, so a run with evaluations takes the same steps as one
+    without.
     """
 
     def __init__(
@@ -229,7 +243,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         return rows
 
     def _log(self, name: str, step: int, values: dict[str, float], total: int) -> None:
-        # an entry of its own, as Transformers' evaluations have; TRL's log would average the training's figures so far
+        # an entry of its own, as Transformers' evaluations have; TRL's log would average the
+        # training's figures so far
         due = self.trainer.control.should_log
         Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
         self.trainer.control.should_log = (

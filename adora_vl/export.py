@@ -1,8 +1,10 @@
-"""`python -m adora_vl.export RUN OUT`: plain Hugging Face weights from a run or one of its checkpoints.
+"""`python -m adora_vl.export RUN OUT`: plain Hugging Face weights from a run or one of its
+checkpoints.
 
-RUN is a checkpoint folder, or an output_dir: of that the newest whole checkpoint, or the final model where none is.
-OUT loads offline with `from_pretrained` and with vLLM. A LoRA adapter is merged into its base model, unless --adapter.
-With --universal OUT is a checkpoint instead, from which DeepSpeed goes on with another number of processes.
+RUN is a checkpoint folder, or an output_dir: of that the newest whole checkpoint, or the final
+model where none is. OUT loads offline with `from_pretrained` and with vLLM. A LoRA adapter is
+merged into its base model, unless --adapter. With --universal OUT is a checkpoint instead, from
+which DeepSpeed goes on with another number of processes.
 """
 
 from __future__ import annotations
@@ -55,7 +57,10 @@ _PROCESSOR = (
 
 
 def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = False) -> Path:
-    """Write `output`, whole or not at all. Returns what was exported. Raises `UserError` where that cannot be."""
+    """Write `output`, whole or not at all.
+
+    Returns what was exported. Raises `UserError` where that cannot be.
+    """
     source = find_weights(run)
     if list(source.glob("*.safetensors")):  # else they are still in every rank's part
         check_weights("RUN", str(source))
@@ -83,9 +88,10 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
 
 
 def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Accelerator) -> bool:
-    """Write a PEFT model with its adapter merged in, and the processor, into `folder`, whole or not at all. Returns
-    whether anything was: a model without LoRA is whole already; under ZeRO-3, FSDP and over a base in 4 bits merging is
-    left to the user (`python -m adora_vl.export`). The model's adapter is gone then. All ranks call this together.
+    """Write a PEFT model with its adapter merged in, and the processor, into `folder`, whole or not
+    at all. Returns whether anything was: a model without LoRA is whole already; under ZeRO-3, FSDP
+    and over a base in 4 bits merging is left to the user (`python -m adora_vl.export`). The model's
+    adapter is gone then. All ranks call this together.
     """
     from accelerate.utils import is_peft_model
     from trl.distributed import DistributedBackend
@@ -103,12 +109,16 @@ def save_merged(model: Any, processing_class: Any, folder: Path, accelerator: Ac
 
 
 def copy_model(checkpoint: Path, output: Path) -> None:
-    """The weights (or the adapter) and the processor of a checkpoint, without what only a resume needs."""
+    """The weights (or the adapter) and the processor of a checkpoint, without what only a resume
+    needs.
+    """
     _copy(checkpoint, output, ("adapter_*.json", *_MODEL, *_PROCESSOR))
 
 
 def find_weights(run: Path) -> Path:
-    """The folder to export: `run` itself where it is a checkpoint, else its newest whole one, else its final model."""
+    """The folder to export: `run` itself where it is a checkpoint, else its newest whole one, else
+    its final model.
+    """
     if not run.is_dir():
         raise UserError(f"RUN: no folder {str(run)!r}")
     if (run / MARK).is_file() or run.name.startswith("checkpoint-"):
@@ -188,7 +198,9 @@ def serve_command(output: Path) -> str:
 
 
 def _gather(source: Path, target: Path) -> None:
-    """ZeRO-3 without `zero3_save_16bit_model`: the float32 weights out of every rank's part, in the model's dtype."""
+    """ZeRO-3 without `zero3_save_16bit_model`: the float32 weights out of every rank's part, in the
+    model's dtype.
+    """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     from adora_vl.checkpoint.universal import without_code

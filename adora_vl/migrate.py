@@ -1,7 +1,9 @@
-"""A config of another trainer as one of ours: `python -m adora_vl.migrate easyr1|verl|swift|trl CONFIG`.
+"""A config of another trainer as one of ours: `python -m adora_vl.migrate easyr1|verl|swift|trl
+CONFIG`.
 
-Every value names where it came from, also defaults of theirs that stand in no file, and what has no counterpart is
-listed with what that means. The result is a beginning to look through, not a promise of equal runs.
+Every value names where it came from, also defaults of theirs that stand in no file, and what has no
+counterpart is listed with what that means. The result is a beginning to look through, not a promise
+of equal runs.
 """
 
 import argparse
@@ -27,7 +29,8 @@ _O = "worker.rollout."
 _P = "actor_rollout_ref.model."
 _A = "actor_rollout_ref.actor."
 _R = "actor_rollout_ref.rollout."
-# Of EasyR1 names of `examples/config.yaml` and defaults of its code, of verl both of `ppo_trainer.yaml`.
+# Of EasyR1 names of `examples/config.yaml` and defaults of its code, of verl both of
+# `ppo_trainer.yaml`.
 _RAY: Mapping[str, tuple[str, Any, str, Any]] = {
     "model_name_or_path": (f"{_M}model_path", None, f"{_P}path", None),
     "PROMPTS": ("data.rollout_batch_size", 512, "data.train_batch_size", 1024),
@@ -116,7 +119,10 @@ _MEANS = {
 
 @dataclass
 class Migration:
-    """A config on its way. `keys`: our key -> value and where it came from. `left`: of theirs, and what that means."""
+    """A config on its way.
+
+    `keys`: our key -> value and where it came from. `left`: of theirs, and what that means.
+    """
 
     theirs: Mapping[str, Any]  # by dotted names
     keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
@@ -151,7 +157,10 @@ class Migration:
 
 
 def _ray(names: Names, move: Migration, folder: Path) -> None:
-    """EasyR1 and verl, whose batches count prompts, and their micro-batches answers. Their steps are generations."""
+    """EasyR1 and verl, whose batches count prompts, and their micro-batches answers.
+
+    Their steps are generations.
+    """
     lora = names["LORA"][0]
     rank = move.get(*names["LORA"])
     for key, (name, default) in names.items():
@@ -326,7 +335,8 @@ def _swift(move: Migration, folder: Path) -> None:
     """ms-swift: the file that `swift rlhf` takes."""
     if move.get("rlhf_type", "grpo") != "grpo":
         raise UserError(
-            f"CONFIG: rlhf_type: {move.theirs['rlhf_type']} is not grpo, and nothing else is trained here"
+            f"CONFIG: rlhf_type: {move.theirs['rlhf_type']} is not grpo, and nothing else is "
+            "trained here"
         )
     for name, key in _SWIFT.items():
         move.take(key, name)
@@ -385,7 +395,8 @@ def moved(trainer: str, config: Path, reward: str | None = None) -> Migration:
 
 def written(move: Migration, trainer: str, config: Path) -> str:
     lines = [
-        f"# From {config.name} of {trainer}, by `python -m adora_vl.migrate {trainer}`. Look it through."
+        f"# From {config.name} of {trainer}, by `python -m adora_vl.migrate {trainer}`. Look it "
+        "through."
     ]
     entries = [(f"{key}: {yaml_line(value)}", source) for key, (value, source) in move.keys.items()]
     lines += [f"{entry:<50} # {source}" for entry, source in entries]

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def prepare(given: Given, *, to_train: bool = True) -> Checked:
-    """A run of this command. Raises `UserError`. With `to_train` false `output_dir` is only looked at."""
+    """A run of this command.
+
+    Raises `UserError`. With `to_train` false `output_dir` is only looked at.
+    """
     prepare_engine_environment()
     use_expandable_segments()
     from adora_vl.config.schema import build
@@ -45,7 +48,9 @@ def _asked(given: Given, parsed: Any, most: int | None = None) -> Any:
 
 
 def _build_for_any_machine(given: Given) -> tuple[Any, bool]:
-    """The three dataclasses, and whether this machine could run them: a GPU's config is read on a laptop too."""
+    """The three dataclasses, and whether this machine could run them: a GPU's config is read on a
+    laptop too.
+    """
     from adora_vl.config.schema import NoGPUError, build
 
     try:

@@ -1,6 +1,7 @@
 """The entry point: read the config, build, train, report.
 
-accelerate launch --config_file configs/accelerate/cpu.yaml -m adora_vl.train --config configs/train/smoke_cpu.yaml
+accelerate launch --config_file configs/accelerate/cpu.yaml -m adora_vl.train --config
+configs/train/smoke_cpu.yaml
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from adora_vl.start.checked import Checked
     from adora_vl.trainer import AdoraGRPOTrainer
 
-# Seconds before a rank other than the first reports its own mistake. Where torch is imported Python takes seconds to
-# end, and longer on a busy machine.
+# Seconds before a rank other than the first reports its own mistake. Where torch is imported Python
+# takes seconds to end, and longer on a busy machine.
 _ALONE_S = 20.0
 
 
@@ -57,7 +58,10 @@ def build_trainer(run: Checked) -> AdoraGRPOTrainer:
 
 
 def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
-    """As `build_trainer`, what is said goes into `log`. Raises `UserError` for `model_init_kwargs`, else `RunError`."""
+    """As `build_trainer`, what is said goes into `log`.
+
+    Raises `UserError` for `model_init_kwargs`, else `RunError`.
+    """
     given = dict(run.config.model_init_kwargs or {})
     if run.first:
         print(f"Loading model and engine; what the libraries say is in {log}", flush=True)
@@ -80,7 +84,9 @@ def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
 
 
 def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
-    """Give the screen back where the training begins, before any other callback has something to say."""
+    """Give the screen back where the training begins, before any other callback has something to
+    say.
+    """
     from transformers import TrainerCallback
     from transformers.utils.logging import disable_progress_bar
 
@@ -93,8 +99,10 @@ def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) ->
 
 
 def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
-    """Save model and state into `output_dir`. Returns the folder of the whole model: with LoRA `output_dir/merged`, as
-    neither vLLM nor the evaluators load an adapter alone. Raises `RunError` where they cannot be written.
+    """Save model and state into `output_dir`.
+
+    Returns the folder of the whole model: with LoRA `output_dir/merged`, as neither vLLM nor the
+    evaluators load an adapter alone. Raises `RunError` where they cannot be written.
     """
     from adora_vl.checkpoint.writer import noted
     from adora_vl.export import save_merged
@@ -127,7 +135,10 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
 
 
 def copy_finished(checkpoint: Path, output_dir: Path) -> None:
-    """Copy the model of a run's last checkpoint into `output_dir`. Raises `UserError` where it cannot be written."""
+    """Copy the model of a run's last checkpoint into `output_dir`.
+
+    Raises `UserError` where it cannot be written.
+    """
     from adora_vl.checkpoint.writer import noted
     from adora_vl.export import copy_model
 
@@ -151,7 +162,9 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
 
 
 def train(given: Given) -> int:
-    """Train, save the model with its processor into `output_dir`, and print what happened and where to look."""
+    """Train, save the model with its processor into `output_dir`, and print what happened and where
+    to look.
+    """
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
     from adora_vl.checkpoint.writer import delete_aside
     from adora_vl.record.manifest import end_manifest, failure_noted
@@ -198,8 +211,10 @@ def train(given: Given) -> int:
 
 
 def report_stop(error: Exception, cause: BaseException | None = None) -> None:
-    """Print one line, after the traceback of the error's cause if it has one. `cause`: by default the error that
-    `error` was raised from. Without a cause all ranks stop together, and the first reports it.
+    """Print one line, after the traceback of the error's cause if it has one.
+
+    `cause`: by default the error that `error` was raised from. Without a cause all ranks stop
+    together, and the first reports it.
     """
     rank = os.environ.get("RANK", "0")
     ranks = os.environ.get("WORLD_SIZE", "1")
@@ -214,8 +229,11 @@ def report_stop(error: Exception, cause: BaseException | None = None) -> None:
 
 
 def report_mistake(error: UserError) -> None:
-    """Print one line. Most mistakes are found by every rank: the first rank of each machine reports them, and the
-    launcher ends the others. One that nobody has ended after some seconds has found its mistake alone, and reports it.
+    """Print one line.
+
+    Most mistakes are found by every rank: the first rank of each machine reports them, and the
+    launcher ends the others. One that nobody has ended after some seconds has found its mistake
+    alone, and reports it.
     """
     place = ""
     if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":
@@ -227,9 +245,9 @@ def report_mistake(error: UserError) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a checkpoint, 130
-    interrupted outside the training, 1 anything else (one line, after its cause's traceback), or a dry run that does
-    not fit.
+    """Exit codes: 0 done, 2 the user's input is wrong (one line), 75 stopped by a signal with a
+    checkpoint, 130 interrupted outside the training, 1 anything else (one line, after its cause's
+    traceback), or a dry run that does not fit.
     """
     words = sys.argv[1:] if arguments is None else arguments
     watch_launcher()

@@ -1,11 +1,13 @@
-"""One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that can be trusted.
+"""One training step, from top to bottom: TRL's `GRPOTrainer` with ADORA's weights and rollouts that
+can be trusted.
 
     1. a generation   sample, grade, record; resample, weigh; then rebalance, cut into micro-batches
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
     3. a checkpoint   written beside its place, sealed, renamed
 
-The parts of a step are objects that `parts.py` makes; this file has the order in which they work. Where a
-method of stock TRL is overridden, the docstring says what TRL does there and why that is not enough.
+The parts of a step are objects that `parts.py` makes; this file has the order in which they work.
+Where a method of stock TRL is overridden, the docstring says what TRL does there and why that is
+not enough.
 """
 
 import time
@@ -81,8 +83,9 @@ class AdoraGRPOTrainer(TrainerParts):
         *,
         run: Checked | None = None,
     ) -> None:
-        """The parameters of stock TRL 1.16, which loads the weights first and builds its own generation class. Ours
-        makes every stop of `adora_vl/start/road.py` before, unless `run` has made them, and puts its class in place.
+        """The parameters of stock TRL 1.16, which loads the weights first and builds its own
+        generation class. Ours makes every stop of `adora_vl/start/road.py` before, unless `run` has
+        made them, and puts its class in place.
 
         Raises `UserError` for what cannot work, in one line.
         """
@@ -149,12 +152,14 @@ class AdoraGRPOTrainer(TrainerParts):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> Any:
-        """Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from the newest
-        checkpoint in it, of whatever run. Ours holds `output_dir` for this run alone, goes on from its own checkpoints
-        with all that they have, and notes in `manifest.json` how it ends.
+        """Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on
+        from the newest checkpoint in it, of whatever run. Ours holds `output_dir` for this run
+        alone, goes on from its own checkpoints with all that they have, and notes in
+        `manifest.json` how it ends.
 
-        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin anew. A command's run
-        has its folder already. Raises `UserError` for a folder of another run, and `RunError` where a step fails.
+        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin
+        anew. A command's run has its folder already. Raises `UserError` for a folder of another
+        run, and `RunError` where a step fails.
         """
         run = self.run
         output_dir = Path(self.args.output_dir)
@@ -183,7 +188,9 @@ class AdoraGRPOTrainer(TrainerParts):
                 run.folder.release()
 
     def _begin_run(self, output_dir: Path) -> None:
-        """The manifest, the folder without an older run, and what the checkpoint has besides weights and optimizer."""
+        """The manifest, the folder without an older run, and what the checkpoint has besides
+        weights and optimizer.
+        """
         run = self.run
         self.run_facts = {"fingerprint": run.fingerprint}
         self.manifest = run.manifest()
@@ -207,18 +214,20 @@ class AdoraGRPOTrainer(TrainerParts):
         """The end of a run of Python's whose last step has been made: its weights and state."""
         if self.is_deepspeed_enabled:
             raise UserError(
-                f"{checkpoint} is the last step: nothing left to train; `python -m adora_vl.export` loads it"
+                f"{checkpoint} is the last step: nothing left to train; `python -m "
+                "adora_vl.export` loads it"
             )
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
         print(f"{checkpoint} is the last step: nothing left to train")
         return TrainOutput(self.state.global_step, 0.0, {})
 
-    # ------------------------------------------------------------------------------------------- 1. a generation
+    # ------------------------------------------------------------------------------ 1. a generation
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
-        """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded to its longest row.
-        Ours keeps groups together, leaves out those without signal, and cuts padding. A second call returns the same.
+        """Stock TRL shuffles the rows of a generation and divides them into micro-batches, padded
+        to its longest row. Ours keeps groups together, leaves out those without signal, and cuts
+        padding. A second call returns the same.
         """
         if not self.model.training or not self._cuts:
             found = super()._prepare_inputs(generation_batch)
@@ -233,7 +242,10 @@ class AdoraGRPOTrainer(TrainerParts):
 
     @property
     def _cuts(self) -> bool:
-        """Whether a generation is divided here. Otherwise TRL divides it, into `_buffered_inputs`."""
+        """Whether a generation is divided here.
+
+        Otherwise TRL divides it, into `_buffered_inputs`.
+        """
         return regroups(self.args) and not regroup_obstacle(self.args)
 
     def _sample(self, rows: list[Row]) -> Generation:
@@ -251,16 +263,19 @@ class AdoraGRPOTrainer(TrainerParts):
         return generation
 
     def _engine_awake(self) -> AbstractContextManager[None]:
-        """Inside, the engine stays awake through dynamic sampling, unless passes of the policy need its memory."""
+        """Inside, the engine stays awake through dynamic sampling, unless passes of the policy need
+        its memory.
+        """
         passes = self.beta != 0.0 or not self._skips_old_pass
         return (
             nullcontext() if passes or not self.args.adora_rollouts.refill else self.sampler.awake()
         )
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        """Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the old
-        log-probabilities whenever vLLM samples, grades, and returns group-normalised advantages. Ours processes each
-        image once, makes that pass only if it is needed, replaces groups without signal, and then weighs all together.
+        """Stock TRL processes the image of every copy of a row twice, samples, makes a pass for the
+        old log-probabilities whenever vLLM samples, grades, and returns group-normalised
+        advantages. Ours processes each image once, makes that pass only if it is needed, replaces
+        groups without signal, and then weighs all together.
         """
         self.prefetch.finish()
         training = self.model.training
@@ -280,19 +295,23 @@ class AdoraGRPOTrainer(TrainerParts):
         self.pool.fill(generation)
         if training:
             self.prefetch.start()
-        # Where nothing more is made of it, its rows and images are not held while the policy learns.
+        # Where nothing more is made of it, its rows and images are not held while the policy
+        # learns.
         self._collecting = generation if training and self._cuts else None
         return generation.batch
 
     def _turn(self, prompts: PromptBatch) -> list[list[int]]:
-        """The policy's own rollouts. Stock TRL takes settings of the model's folder where no key says another."""
+        """The policy's own rollouts.
+
+        Stock TRL takes settings of the model's folder where no key says another.
+        """
         with folder_settings_left_out(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
     def _score(self, batch: Batch, mode: str) -> None:
-        """Put the log-probabilities into a batch that the loss compares its own with: of the policy that has sampled,
-        unless the policy's own pass gives them, and of the reference model.
+        """Put the log-probabilities into a batch that the loss compares its own with: of the policy
+        that has sampled, unless the policy's own pass gives them, and of the reference model.
         """
         args = self.args
         training = mode == "train"
@@ -332,12 +351,13 @@ class AdoraGRPOTrainer(TrainerParts):
         """Where the run stands: the optimizer step and the micro-batch in it."""
         return f"{self.state.global_step}/{self._step % self.args.gradient_accumulation_steps}"
 
-    # ------------------------------------------------------------------------------------------ 2. a micro-batch
+    # ----------------------------------------------------------------------------- 2. a micro-batch
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Tensor:
-        """Stock TRL runs every micro-batch forward and backward, and counts them through all epochs. Ours skips those
-        that are empty, which they are on all ranks alike. Where several generations make a step and an epoch's last one
-        has fewer, the next begins at its own first micro-batch, as in a run that goes on from there.
+        """Stock TRL runs every micro-batch forward and backward, and counts them through all
+        epochs. Ours skips those that are empty, which they are on all ranks alike. Where several
+        generations make a step and an epoch's last one has fewer, the next begins at its own first
+        micro-batch, as in a run that goes on from there.
         """
         started = time.perf_counter()
         model.train()
@@ -352,9 +372,10 @@ class AdoraGRPOTrainer(TrainerParts):
         return loss
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a micro-batch,
-        however many, and clips the ratio of new to old policy on one side only. Ours computes the former in the
-        policy's own pass, weighs a micro-batch by its rows, and skips a step in which the latter explodes.
+        """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a
+        micro-batch, however many, and clips the ratio of new to old policy on one side only. Ours
+        computes the former in the policy's own pass, weighs a micro-batch by its rows, and skips a
+        step in which the latter explodes.
         """
         micro = cast("Batch", {**inputs})
         logps: list[Tensor] = []
@@ -377,20 +398,26 @@ class AdoraGRPOTrainer(TrainerParts):
         return self.batcher.scaled(loss, micro)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
-        """Stock TRL computes the prompt again with every rollout, and pads rows to one length. Ours computes it once
-        per group and without padding where that is less work and the model's attention allows it.
+        """Stock TRL computes the prompt again with every rollout, and pads rows to one length.
+
+        Ours computes it once per group and without padding where that is less work and the model's
+        attention allows it.
         """
         return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
-        """The log-probabilities of a generation's completions by the policy without dropout, (B, C)."""
+        """The log-probabilities of a generation's completions by the policy without dropout, (B,
+        C).
+        """
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         with evaluating(self.model):
             return generation_logps(batch, policy, self.args.per_device_train_batch_size, pixels)
 
     @property
     def _skips_old_pass(self) -> bool:
-        """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks for them before."""
+        """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks
+        for them before.
+        """
         asks = self.args.adora_rollouts.replay or any(
             extension.needs_old_logps for extension in self.extensions
         )
@@ -401,11 +428,12 @@ class AdoraGRPOTrainer(TrainerParts):
             and not asks
         )
 
-    # ------------------------------------------------------------------------------------------ 3. a checkpoint
+    # ------------------------------------------------------------------------------ 3. a checkpoint
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash can leave an
-        incomplete checkpoint, or none. Ours writes into another folder, seals it, renames it, then deletes older ones.
+        """Stock TRL writes into `checkpoint-N` itself and deletes older ones on the way, so a crash
+        can leave an incomplete checkpoint, or none. Ours writes into another folder, seals it,
+        renames it, then deletes older ones.
         """
         stock = super()._save_checkpoint
         facts = self.unfinished.facts(self._step_began, self._facts())
@@ -424,14 +452,17 @@ class AdoraGRPOTrainer(TrainerParts):
         self.checkpoints.write(self.state.global_step, save)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Stock TRL returns `output_dir`; ours returns the checkpoint's staging folder while one is being written."""
+        """Stock TRL returns `output_dir`; ours returns the checkpoint's staging folder while one is
+        being written.
+        """
         staging = self.checkpoints.staging
         return str(staging) if staging is not None else str(super()._get_output_dir(trial))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the file. Qwen2.5-VL's
-        modules have other names, so a resumed run would only print a warning and start from the untrained weights. Of
-        several adapters it reads those in folders alone, and not the one that is trained.
+        """Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
+        file. Qwen2.5-VL's modules have other names, so a resumed run would only print a warning and
+        start from the untrained weights. Of several adapters it reads those in folders alone, and
+        not the one that is trained.
         """
         model = self.model if model is None else model
         folder = Path(resume_from_checkpoint)
@@ -441,15 +472,18 @@ class AdoraGRPOTrainer(TrainerParts):
             restore_weights(model, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
-        """Stock TRL restores these and the coefficient of the entropy; ours also what no library saves."""
+        """Stock TRL restores these and the coefficient of the entropy; ours also what no library
+        saves.
+        """
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self.reference.load(Path(checkpoint))
             self.loss_sums.load(Path(checkpoint))
 
     def restore(self, checkpoint: str) -> None:
-        """Restore what a checkpoint holds besides weights and optimizer, which `train` restores: what the methods
-        remember, the rollouts that are still to be learned from, and the figures since the last log.
+        """Restore what a checkpoint holds besides weights and optimizer, which `train` restores:
+        what the methods remember, the rollouts that are still to be learned from, and the figures
+        since the last log.
         """
         facts = facts_of(Path(checkpoint))
         self.checkpoints.began_at = checkpoint
@@ -466,7 +500,10 @@ class AdoraGRPOTrainer(TrainerParts):
             self._metrics["train"][name] = list(values)
 
     def save_here(self) -> Path:
-        """The checkpoint of the present step, written unless it is there already. All ranks call this together."""
+        """The checkpoint of the present step, written unless it is there already.
+
+        All ranks call this together.
+        """
         return self.checkpoints.at(
             self.state.global_step, lambda: self._save_checkpoint(self.model, None)
         )
@@ -483,11 +520,16 @@ class AdoraGRPOTrainer(TrainerParts):
 
     @property
     def _step_began(self) -> int:
-        """TRL's `_step` where the present optimizer step began. A run that goes on from a checkpoint makes it whole."""
+        """TRL's `_step` where the present optimizer step began.
+
+        A run that goes on from a checkpoint makes it whole.
+        """
         return int(self._step - self._step % self.args.gradient_accumulation_steps)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Stock TRL saves weights and processor; ours also the model card, readable by others as the umask says."""
+        """Stock TRL saves weights and processor; ours also the model card, readable by others as
+        the umask says.
+        """
         folder = Path(output_dir or self.args.output_dir)
         final = folder == Path(self.args.output_dir)
         lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
@@ -499,16 +541,20 @@ class AdoraGRPOTrainer(TrainerParts):
                 write_card(self.manifest, folder, self.state)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Stock TRL copies the model into output_dir, to push it; ours also notes that a run wrote it."""
+        """Stock TRL copies the model into output_dir, to push it; ours also notes that a run wrote
+        it.
+        """
         with noted(Path(self.args.output_dir), self.accelerator.is_main_process):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_model_card(
         self, model_name: Any = None, dataset_name: Any = None, tags: Any = None
     ) -> None:
-        """Stock TRL writes a card of its own into output_dir at every save, which would replace ours."""
+        """Stock TRL writes a card of its own into output_dir at every save, which would replace
+        ours.
+        """
 
-    # -------------------------------------------------------------------------------- data, log, and the engine's end
+    # -------------------------------------------------------------- data, log, and the engine's end
 
     def _get_dataloader(
         self,
@@ -519,7 +565,9 @@ class AdoraGRPOTrainer(TrainerParts):
         is_training: bool = False,
         dataloader_key: str | None = None,
     ) -> Any:
-        """Stock TRL reads every copy of a row; ours reads each once, if possible while the policy learns."""
+        """Stock TRL reads every copy of a row; ours reads each once, if possible while the policy
+        learns.
+        """
         asked = self.args.adora_rollouts
         share = self.args.own("cache_images")
         numbered = asked.budget is not None or asked.ahead > 0 or asked.replay > 0
@@ -535,16 +583,24 @@ class AdoraGRPOTrainer(TrainerParts):
         return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the epoch's number."""
+        """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the
+        epoch's number.
+        """
         self._row_order = EpochRepeatSampler.like(super()._get_train_sampler(dataset))
         return self._row_order
 
     def log_figure(self, name: str, value: float) -> None:
-        """Add a value of this step to the next log, which averages them. It is the same on every rank."""
+        """Add a value of this step to the next log, which averages them.
+
+        It is the same on every rank.
+        """
         self._metrics["train"][name].append(value)
 
     def close(self) -> None:
-        """Shut a colocated engine down while its process groups still exist. Nothing can be sampled after this."""
+        """Shut a colocated engine down while its process groups still exist.
+
+        Nothing can be sampled after this.
+        """
         self.prefetch.finish()
         self.run.folder.release()
         if isinstance(self.sampler, ServersAhead):

@@ -1,4 +1,6 @@
-"""What passes between the parts of a training step: a row, a batch, and the context that the parts are built from."""
+"""What passes between the parts of a training step: a row, a batch, and the context that the parts
+are built from.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,10 @@ from adora_vl.config import AdoraGRPOConfig
 
 
 class Row(TypedDict, total=False):
-    """One example of the data set, as TRL's data loader gives it. Reward functions get every column, also others."""
+    """One example of the data set, as TRL's data loader gives it.
+
+    Reward functions get every column, also others.
+    """
 
     id: str
     prompt: list[dict[str, Any]]  # messages
@@ -29,7 +34,10 @@ class Row(TypedDict, total=False):
 
 
 class Batch(TypedDict, total=False):
-    """One rank's rollouts: a whole generation, or a micro-batch of it. B rollouts, P prompt and C completion tokens."""
+    """One rank's rollouts: a whole generation, or a micro-batch of it.
+
+    B rollouts, P prompt and C completion tokens.
+    """
 
     prompt_ids: Tensor  # (B, P), padded on the left
     prompt_mask: Tensor
@@ -58,15 +66,20 @@ class Batch(TypedDict, total=False):
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
     rollout_number: Tensor  # (B,), adora_vl.record.recorder; -1 for one of an earlier generation
-    signal: Tensor  # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
-    grades: Tensor  # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
+    # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
+    signal: Tensor
+    # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
+    grades: Tensor
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
     host: HostRows  # of a micro-batch; left out of checkpoints
 
 
 @dataclass(frozen=True)
 class HostRows:
-    """What the host knows of B rows, so that a pass does not wait for the device to ask it. Tensors are on the CPU."""
+    """What the host knows of B rows, so that a pass does not wait for the device to ask it.
+
+    Tensors are on the CPU.
+    """
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P)
@@ -88,7 +101,10 @@ class HostRows:
         completion_mask: Tensor,
         columns: Mapping[str, Any],
     ) -> HostRows:
-        """Copied from rows and from their `columns` of images and tools. Pixels that are no references stay there."""
+        """Copied from rows and from their `columns` of images and tools.
+
+        Pixels that are no references stay there.
+        """
         types, grids, counts = (
             columns.get(name) for name in ("mm_token_type_ids", "image_grid_thw", "num_images")
         )
@@ -159,7 +175,10 @@ class PolicyLogps(Protocol):
     """The policy without dropout, on a whole generation."""
 
     def __call__(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
-        """Log-probabilities of the completions, (B, C), without gradients. `pixels`: in place of the batch's own."""
+        """Log-probabilities of the completions, (B, C), without gradients.
+
+        `pixels`: in place of the batch's own.
+        """
 
 
 @dataclass(frozen=True)
@@ -182,8 +201,8 @@ def loss_mask(batch: Batch) -> Tensor:
 
 
 def compared_mask(batch: Batch) -> Tensor:
-    """The tokens of the loss on which the engine can be compared with the policy, (B, C): both have seen the same
-    prompt, and the present weights have sampled them.
+    """The tokens of the loss on which the engine can be compared with the policy, (B, C): both have
+    seen the same prompt, and the present weights have sampled them.
     """
     mask_BC = loss_mask(batch)
     if "distorted" in batch:

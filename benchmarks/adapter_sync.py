@@ -1,10 +1,11 @@
-"""A weight sync with LoRA, the adapter alone (as for a base in 4 bits) against merged tensors, into a real engine.
+"""A weight sync with LoRA, the adapter alone (as for a base in 4 bits) against merged tensors, into
+a real engine.
 
     python -m benchmarks.adapter_sync [--server]
 
-A random Qwen2.5-VL of --width and --layers in bfloat16 on this machine's CPU; medians of --turns. Both syncs are by the
-code of a run: `push_adapter`, and `push_weights` of `merged_parameters`, with the caches emptied after each; with
---server by files, which a vLLM server on loopback reads.
+A random Qwen2.5-VL of --width and --layers in bfloat16 on this machine's CPU; medians of --turns.
+Both syncs are by the code of a run: `push_adapter`, and `push_weights` of `merged_parameters`, with
+the caches emptied after each; with --server by files, which a vLLM server on loopback reads.
 """
 
 import argparse
@@ -164,7 +165,8 @@ def compare(policy: Any, push: Push, turns: int) -> None:
     (small, quick) = found["adapter"]
     (large, slow) = found["merged"]
     print(
-        f"merged / adapter: {large / small:.0f} times the bytes, {slow / quick:.0f} times the seconds"
+        f"merged / adapter: {large / small:.0f} times the bytes, {slow / quick:.0f} times the "
+        "seconds"
     )
 
 

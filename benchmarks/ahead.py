@@ -1,14 +1,15 @@
-"""Seconds of a step with rollouts one and two generations ahead, and one after the other, with a server that only
-waits: what two machines give.
+"""Seconds of a step with rollouts one and two generations ahead, and one after the other, with a
+server that only waits: what two machines give.
 
     python -m benchmarks.ahead [--seconds 3] [--steps 12]
 
-One after the other, the seconds of sampling and of the weight sync are the server's part, and the rest is the
-trainer's. A step ahead should take little more than the longer of the two. At last every second generation takes the
-server three times as long as the others, as long on average, and the policy's part is made as long, by a reward that
-waits: then a second generation ahead helps most. If nothing else took time, it would take 0.8 of one ahead, and no
-other order of short and long generations would take less than 0.79. The figures are means without the first two steps
-and the last two.
+One after the other, the seconds of sampling and of the weight sync are the server's part, and the
+rest is the trainer's. A step ahead should take little more than the longer of the two. At last
+every second generation takes the server three times as long as the others, as long on average, and
+the policy's part is made as long, by a reward that waits: then a second generation ahead helps
+most. If nothing else took time, it would take 0.8 of one ahead, and no other order of short and
+long generations would take less than 0.79. The figures are means without the first two steps and
+the last two.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from pathlib import Path
 from adora_vl.record.metrics import METRICS, read_metrics
 from benchmarks.stand_in_server import StandIn
 
-# Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take it a 64th of that.
+# Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take
+# it a 64th of that.
 TOKENS = 32
 LIMIT = 512
 WAITS = "BENCHMARK_AHEAD_WAITS"  # of the environment, in seconds
@@ -45,8 +47,8 @@ def parts_of_a_step(
     uneven: bool = False,
     learning: float = 0.0,
 ) -> tuple[float, float]:
-    """Train the tiny model in a process of its own; the mean seconds of its steps for sampling, and for the rest.
-    `learning`: seconds that the trainer waits in addition.
+    """Train the tiny model in a process of its own; the mean seconds of its steps for sampling, and
+    for the rest. `learning`: seconds that the trainer waits in addition.
     """
     server = StandIn(vocabulary=200, tokens=TOKENS, seconds_per_token=waiting / LIMIT)
     if uneven:
@@ -97,13 +99,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         even = asked.seconds, asked.steps
         server, trainer = parts_of_a_step(Path(name, "after"), 0, *even)
         print(
-            f"one after the other {server + trainer:.2f} s: server {server:.2f}, trainer {trainer:.2f}",
+            f"one after the other {server + trainer:.2f} s: server {server:.2f}, trainer "
+            f"{trainer:.2f}",
             flush=True,
         )
         one, two = (sum(parts_of_a_step(Path(name, f"{k}"), k, *even)) for k in (1, 2))
         longer = max(server, trainer)
         print(
-            f"one step ahead {one:.2f} s, two {two:.2f} s: {one / longer:.2f} and {two / longer:.2f} of the longer part"
+            f"one step ahead {one:.2f} s, two {two:.2f} s: {one / longer:.2f} and "
+            f"{two / longer:.2f} of the longer part"
         )
         as_long = max(0.0, server - trainer)
         one, two = (

@@ -1,8 +1,11 @@
-"""What `data_prep convert` takes: `python -m benchmarks.convert`. Under a minute.
+"""What `data_prep convert` takes: `python -m benchmarks.convert`.
 
-Prints the processor's milliseconds for a row with a picture of a megapixel in a table of one split, by what its file
-is, beside those of decoding that file alone, and for each number of `--rows` of text the most memory and the rows a
-second of the processor, each in a process of its own. `--rows 100000 1000000` takes five minutes.
+Under a minute.
+
+Prints the processor's milliseconds for a row with a picture of a megapixel in a table of one split,
+by what its file is, beside those of decoding that file alone, and for each number of `--rows` of
+text the most memory and the rows a second of the processor, each in a process of its own. `--rows
+100000 1000000` takes five minutes.
 """
 
 import argparse
@@ -116,7 +119,9 @@ def text_table(rows: int, form: str, folder: Path) -> None:
 
 
 def converted(rows: int, form: str, folder: Path) -> None:
-    """Convert so many rows of text; prints the most memory that it took, in MiB, and the processor's seconds."""
+    """Convert so many rows of text; prints the most memory that it took, in MiB, and the
+    processor's seconds.
+    """
     # Written by a process of its own, whose memory does not count here.
     words = [
         sys.executable,
@@ -173,7 +178,8 @@ def main() -> None:
         ]
         out = subprocess.run(words, capture_output=True, check=True, text=True).stdout.split()
         print(
-            f"{rows:>9,} rows of text: {float(out[-2]):.0f} MiB at most, {rows / float(out[-1]):,.0f} rows a second"
+            f"{rows:>9,} rows of text: {float(out[-2]):.0f} MiB at most, "
+            f"{rows / float(out[-1]):,.0f} rows a second"
         )
 
 

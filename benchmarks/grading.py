@@ -1,14 +1,17 @@
-"""Graders on the labelled corpus, and how fast ours is: `python -m benchmarks.grading`. Needs the `dev` extra.
+"""Graders on the labelled corpus, and how fast ours is: `python -m benchmarks.grading`.
 
-By itself it prints a Markdown table of three graders: ours, math-verify as its README has it (`verify(parse(gold),
-parse(response))`, the reference answer as it is and between dollar signs) and TRL's `accuracy_reward`. They run in a
-child process that is killed after `--limit` seconds on one case, since the others do not come back from every attack.
-About six minutes.
+Needs the `dev` extra.
 
-`--speed` grades `--responses` mixed responses instead, 1 % of them attacks, and prints throughput, the slowest percent,
-the verdicts and the memory over time; its times are the processor's, whatever else the machine does. Then it compares
-with math-verify on honest answers alone, on one thread, in alternation, as completions per second and their ratio.
-`--generations N` measures what the grades of a generation of 128 rollouts take, N times.
+By itself it prints a Markdown table of three graders: ours, math-verify as its README has it
+(`verify(parse(gold), parse(response))`, the reference answer as it is and between dollar signs) and
+TRL's `accuracy_reward`. They run in a child process that is killed after `--limit` seconds on one
+case, since the others do not come back from every attack. About six minutes.
+
+`--speed` grades `--responses` mixed responses instead, 1 % of them attacks, and prints throughput,
+the slowest percent, the verdicts and the memory over time; its times are the processor's, whatever
+else the machine does. Then it compares with math-verify on honest answers alone, on one thread, in
+alternation, as completions per second and their ratio. `--generations N` measures what the grades
+of a generation of 128 rollouts take, N times.
 """
 
 import argparse
@@ -57,7 +60,9 @@ def trl(case: Case) -> bool:
 
 
 def trl_in_a_thread(case: Case) -> bool:
-    """TRL's grader in a thread, where math-verify's time-outs do not work, because they are signals."""
+    """TRL's grader in a thread, where math-verify's time-outs do not work, because they are
+    signals.
+    """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(trl, case).result()
 
@@ -171,7 +176,9 @@ def resident_mb() -> float:
 
 
 def mixed(count: int, seed: int) -> list[Case]:
-    """`count` cases: 1 % attacks, the others drawn from the rest of the corpus, inside a chain of thought."""
+    """`count` cases: 1 % attacks, the others drawn from the rest of the corpus, inside a chain of
+    thought.
+    """
     rng = random.Random(seed)
     corpus = cases()
     attacks = [case for case in corpus if case.kind == "attacks" and case.label != "correct"]
@@ -207,7 +214,8 @@ def soak(count: int, seed: int) -> None:
         memory.append(f"{resident_mb():.0f}")
     seconds = time.process_time() - began
     print(
-        f"soak: {count} responses, 1 % attacks: {seconds:.1f} s of the processor, {count / seconds:.0f} per second"
+        f"soak: {count} responses, 1 % attacks: {seconds:.1f} s of the processor, "
+        f"{count / seconds:.0f} per second"
     )
     for name, times in {"all": times_ms["honest"] + times_ms["attacks"], **times_ms}.items():
         ordered = sorted(times)
@@ -233,7 +241,8 @@ def generations(count: int, seed: int) -> None:
     for name, seconds in found.items():
         median = sorted(seconds)[len(seconds) // 2]
         print(
-            f"128 rollouts, {name}: median of {count} {median:.3f} s of the processor, longest {max(seconds):.3f} s"
+            f"128 rollouts, {name}: median of {count} {median:.3f} s of the processor, longest "
+            f"{max(seconds):.3f} s"
         )
 
 

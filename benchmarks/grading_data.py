@@ -1,11 +1,13 @@
-"""The grader on data of others: `python -m benchmarks.grading_data --cases cases.jsonl --golds test.jsonl`.
+"""The grader on data of others: `python -m benchmarks.grading_data --cases cases.jsonl --golds
+test.jsonl`.
 
-`--cases`: rows with `gold`, `answer` and `right`, as in math-verify's tests. An answer without a box is put into one,
-and of a gold with boxes the last ones count. Prints every verdict that does not agree, and a table of those that do by
-`group`. The exit code is 1 if a wrong answer is accepted.
-`--golds`: rows with an `answer` or `solution`. Prints the golds that are refused, and every pair of different texts of
-which one is accepted for the other: they should be the same value. Of rows with `options` it prints each option, as
-its letter or its value, that is not graded as it should be.
+`--cases`: rows with `gold`, `answer` and `right`, as in math-verify's tests. An answer without a
+box is put into one, and of a gold with boxes the last ones count. Prints every verdict that does
+not agree, and a table of those that do by `group`. The exit code is 1 if a wrong answer is
+accepted. `--golds`: rows with an `answer` or `solution`. Prints the golds that are refused, and
+every pair of different texts of which one is accepted for the other: they should be the same value.
+Of rows with `options` it prints each option, as its letter or its value, that is not graded as it
+should be.
 """
 
 import argparse
@@ -44,7 +46,8 @@ def agreement(path: Path) -> bool:
         if not agrees:
             accepted += found.verdict == "correct"
             print(
-                f"{number:4} {found.verdict} ({found.reason}): {row['answer']!r:.{SHOWN}} for {gold!r:.{SHOWN}}"
+                f"{number:4} {found.verdict} ({found.reason}): {row['answer']!r:.{SHOWN}} for "
+                f"{gold!r:.{SHOWN}}"
             )
     wrong = sum(not row["right"] for row in every)
     print(
@@ -54,13 +57,16 @@ def agreement(path: Path) -> bool:
         )
     )
     print(
-        f"{sum(map(sum, kinds.values()))} of {len(every)} agree; {accepted} of {wrong} wrong answers are accepted"
+        f"{sum(map(sum, kinds.values()))} of {len(every)} agree; {accepted} of {wrong} wrong "
+        "answers are accepted"
     )
     return not accepted
 
 
 def neighbours(path: Path) -> None:
-    """Prints the refused golds, and the pairs of different texts of which one is accepted for the other."""
+    """Prints the refused golds, and the pairs of different texts of which one is accepted for the
+    other.
+    """
     with_options = [row for row in rows(path) if row.get("options")]
     every = sorted(
         {row.get("answer") or row["solution"] for row in rows(path) if not row.get("options")}
@@ -77,12 +83,15 @@ def neighbours(path: Path) -> None:
     print(f"{len(usable)} of {len(every)} different golds are graded as right against themselves")
     if with_options:
         print(
-            f"{sum(map(options_as_they_should_be, with_options))} of {len(with_options)} rows with options are, too"
+            f"{sum(map(options_as_they_should_be, with_options))} of {len(with_options)} rows "
+            "with options are, too"
         )
 
 
 def options_as_they_should_be(row: dict[str, Any]) -> bool:
-    """Whether the right option is right and no other one is, as a letter and as a value; prints what is not so."""
+    """Whether the right option is right and no other one is, as a letter and as a value; prints
+    what is not so.
+    """
     gold = row["answer"]
     options = row["options"]
     odd = [

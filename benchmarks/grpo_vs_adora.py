@@ -1,10 +1,12 @@
-"""GRPO against ADORA over several seeds: `python -m benchmarks.grpo_vs_adora --seeds 3 [--config FILE.yaml]`.
+"""GRPO against ADORA over several seeds: `python -m benchmarks.grpo_vs_adora --seeds 3 [--config
+FILE.yaml]`.
 
-Trains every (method, seed) from the same start with the given config (the demo's by default), evaluates on the same
-held-out problems, and says whether ADORA helped (`python -m adora_vl.report --compare`). On drawn problems it also
-prints the accuracy by kind of problem, the share of answers with a working, and how often the criterion marked each
-kind, and draws the curves. A finished run is not repeated. `--key KEY=VALUE` compares the config as it is with itself
-and this key, in the place of GRPO and ADORA.
+Trains every (method, seed) from the same start with the given config (the demo's by default),
+evaluates on the same held-out problems, and says whether ADORA helped (`python -m adora_vl.report
+--compare`). On drawn problems it also prints the accuracy by kind of problem, the share of answers
+with a working, and how often the criterion marked each kind, and draws the curves. A finished run
+is not repeated. `--key KEY=VALUE` compares the config as it is with itself and this key, in the
+place of GRPO and ADORA.
 """
 
 import argparse
@@ -32,7 +34,9 @@ Score = dict[str, Any]
 
 
 def methods(config: dict[str, Any]) -> dict[str, list[str]]:
-    """The options of both sides: the config's methods without ADORA, and with it (as it is there, or by default)."""
+    """The options of both sides: the config's methods without ADORA, and with it (as it is there,
+    or by default).
+    """
     own = config.get("adora_method", "adora")
     own = dict.fromkeys(own.split("+")) if isinstance(own, str) else dict(own)
     without = {name: options for name, options in own.items() if name != "adora"} or {"grpo": None}
@@ -47,7 +51,10 @@ def methods(config: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def sides_of(config: dict[str, Any], key: str | None) -> dict[str, list[str]]:
-    """The name of each side and its options. `key`: `KEY=VALUE`, which the second one has in addition."""
+    """The name of each side and its options.
+
+    `key`: `KEY=VALUE`, which the second one has in addition.
+    """
     if key is None:
         return methods(config)
     name, _, value = key.partition("=")
@@ -63,7 +70,9 @@ def command(*words: str | Path) -> None:
 
 
 def within(path: Path) -> Path:
-    """The path relative to the repository, where commands run: stored results name no folder of a machine."""
+    """The path relative to the repository, where commands run: stored results name no folder of a
+    machine.
+    """
     return (
         path.resolve().relative_to(REPOSITORY)
         if path.resolve().is_relative_to(REPOSITORY)
@@ -124,7 +133,9 @@ def _score(folder: Path) -> Score:
 
 
 def learned_lines(sides: Mapping[str, Sequence[Path]]) -> list[str]:
-    """What each side has learned from, by its record: with `adora_rollouts.budget` early generations are smaller."""
+    """What each side has learned from, by its record: with `adora_rollouts.budget` early
+    generations are smaller.
+    """
     rows, shares = [], []
     for runs in sides.values():
         parts = [
@@ -145,7 +156,9 @@ def learned_lines(sides: Mapping[str, Sequence[Path]]) -> list[str]:
 
 
 def accuracy_table(before: Score, sides: Mapping[str, Sequence[Score]]) -> list[str]:
-    """Mean accuracy in percent, with the lowest and the highest seed, for all problems, each family and each kind."""
+    """Mean accuracy in percent, with the lowest and the highest seed, for all problems, each family
+    and each kind.
+    """
     lines = [
         f"{'accuracy in %':<28}{'N':>5}  {'before':>6}  " + "".join(f"{name:<24}" for name in sides)
     ]
@@ -200,7 +213,9 @@ def worked_line(sides: Mapping[str, Sequence[Path]]) -> str:
 
 
 def draw_curves(sides: Mapping[str, Sequence[Path]], path: Path) -> None:
-    """Reward, share of workings, and held-out accuracy by kind where it was logged: a line for each run. A PNG."""
+    """Reward, share of workings, and held-out accuracy by kind where it was logged: a line for each
+    run. A PNG.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -245,8 +260,8 @@ def draw_curves(sides: Mapping[str, Sequence[Path]], path: Path) -> None:
 
 
 def attenuated(run: Path, kinds: Mapping[str, str]) -> dict[str, tuple[int, int]]:
-    """For each kind, how many of the run's mixed groups (some right, some wrong) the criterion marked, and how many
-    there were. `kinds`: by row id.
+    """For each kind, how many of the run's mixed groups (some right, some wrong) the criterion
+    marked, and how many there were. `kinds`: by row id.
     """
     groups: dict[tuple[int, int], list[tuple[str, bool, float]]] = defaultdict(list)
     for part in sorted(run.glob("rollouts/*.parquet")):
@@ -262,7 +277,9 @@ def attenuated(run: Path, kinds: Mapping[str, str]) -> dict[str, tuple[int, int]
 
 
 def attenuated_table(data: Path, sides: Mapping[str, Sequence[Path]]) -> list[str]:
-    """The share of mixed groups that the length criterion marks, over all seeds and steps, by kind or else family."""
+    """The share of mixed groups that the length criterion marks, over all seeds and steps, by kind
+    or else family.
+    """
     metas = {row["id"]: row["meta"] for row in stored_rows(data, "train")}
     kinds = {
         row_id: ", ".join(filter(None, (meta["family"], meta["kind"])))
@@ -315,7 +332,8 @@ def main() -> None:
     if not (REPOSITORY / data).is_dir():
         if options.data:
             sys.exit(
-                f"--data: there is no folder {str(options.data)!r}; prepare it first (python -m data_prep --help)"
+                f"--data: there is no folder {str(options.data)!r}; prepare it first (python -m "
+                "data_prep --help)"
             )
         command(sys.executable, "-m", "data_prep", "synthetic", "--output", data, *DEMO_DATA)
     evaluate(local_model(str(config["model_name_or_path"])), out / "before", options, data, tokens)

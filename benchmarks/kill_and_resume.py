@@ -1,9 +1,12 @@
-"""Does a run that is killed again and again have the same losses, rollouts and weights as an uninterrupted one?
+"""Does a run that is killed again and again have the same losses, rollouts and weights as an
+uninterrupted one?
 
-    python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,backward:13,saving:18 --processes 1
+    python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,backward:13,saving:18
+        --processes 1
 
-Each kill is a SIGKILL to every process of the run, at a random moment inside the phase of that step. Then the same
-command is started again. Prints a table, and ends with exit code 1 where anything differs.
+Each kill is a SIGKILL to every process of the run, at a random moment inside the phase of that
+step. Then the same command is started again. Prints a table, and ends with exit code 1 where
+anything differs.
 """
 
 import argparse
@@ -143,7 +146,9 @@ _TABLE = ("step", "prompt", "completion", "advantage", "adora_weight")
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What has to be equal: the figures and rollouts of each step, and the bytes of the final weights."""
+    """What has to be equal: the figures and rollouts of each step, and the bytes of the final
+    weights.
+    """
     import pandas as pd
 
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
@@ -171,7 +176,8 @@ def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
         if names:
             name = names[0]
             lines.append(
-                f"step {step}: {name} is {figures[name]} and {other.get(name)} ({len(names)} figures differ)"
+                f"step {step}: {name} is {figures[name]} and {other.get(name)} ({len(names)} "
+                "figures differ)"
             )
     if reference["rollouts"] != killed["rollouts"]:
         other = killed["rollouts"]
@@ -200,7 +206,8 @@ def killed_run(folder: Path, options: argparse.Namespace) -> None:
         )
         start = f"checkpoint-{before[0]}" if before else "the beginning"
         print(
-            f"{number:>5}  {phase or '(finished)':<12}{step:>8}{delay if kill else 0:>9.3f}  {start}",
+            f"{number:>5}  {phase or '(finished)':<12}{step:>8}{delay if kill else 0:>9.3f}  "
+            f"{start}",
             flush=True,
         )
 
@@ -225,7 +232,8 @@ def main() -> int:
     reference = facts(out / "whole")
     differences = compare(reference, facts(out / "killed"))
     print(
-        f"{len(reference['steps'])} steps, {len(reference['rollouts'])} tables of rollouts, weights: ",
+        f"{len(reference['steps'])} steps, {len(reference['rollouts'])} tables of rollouts, "
+        "weights: ",
         end="",
     )
     print("all equal" if not differences else "\n".join(["different", *differences]))

@@ -1,8 +1,9 @@
-"""How long ranks in lockstep wait for the one with the longest group, over a run in which none waits.
+"""How long ranks in lockstep wait for the one with the longest group, over a run in which none
+waits.
 
-`python -m benchmarks.lockstep` simulates it: lognormal lengths, a micro-batch takes as long as its most tokens on any
-rank. `torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the tiny model under ZeRO-3, in three
-orders of the same groups.
+`python -m benchmarks.lockstep` simulates it: lognormal lengths, a micro-batch takes as long as its
+most tokens on any rank. `torchrun --nproc_per_node 2 -m benchmarks.lockstep --measured` times the
+tiny model under ZeRO-3, in three orders of the same groups.
 """
 
 import argparse
@@ -26,7 +27,9 @@ Ranks = list[
 
 @dataclass(frozen=True)
 class DrawnLengths:
-    """Tokens of a prompt and of its rollouts, and how far the mean of a prompt, and a rollout, are spread (sigma)."""
+    """Tokens of a prompt and of its rollouts, and how far the mean of a prompt, and a rollout, are
+    spread (sigma).
+    """
 
     of_prompts: float
     of_rollouts: float
@@ -92,7 +95,10 @@ def simulate(
     trials: int = 100,
     seed: int = 0,
 ) -> float:
-    """The mean ratio to the ideal. `groups`: on each rank. All arrangements of one seed get the same lengths."""
+    """The mean ratio to the ideal.
+
+    `groups`: on each rank. All arrangements of one seed get the same lengths.
+    """
     drawing = random.Random(seed)
     shuffling = random.Random(seed + 1)
     ratios = []
@@ -106,7 +112,8 @@ def print_table(ranks: int, groups: int, rollouts: int) -> None:
     sizes = {"ranks": ranks, "groups": groups, "rollouts": rollouts}
     print(f"{ranks} ranks, {groups} groups of {rollouts} on each; time in lockstep over the ideal")
     print(
-        "| spread of prompts, of rollouts | own shuffles | in order of length | groups move too | groups that move |"
+        "| spread of prompts, of rollouts | own shuffles | in order of length | groups move too | "
+        "groups that move |"
     )
     print("|---|---|---|---|---|")
     for case in CASES:

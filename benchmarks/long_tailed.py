@@ -1,11 +1,13 @@
-"""Answers of drawn lengths, some of which run to the limit: `python -m benchmarks.rollouts --lengths long-tailed`.
+"""Answers of drawn lengths, some of which run to the limit: `python -m benchmarks.rollouts
+--lengths long-tailed`.
 
-The real trainer with the real engine and the tiny model, with and without `adora_rollouts.budget`. An answer ends at a
-length that is drawn from its seed, whatever the model says, so both runs have the same answers. Every answer is a
-request of its own, with its image. With `--server URL` a vLLM server of the same model samples, whose own count of
-steps is read. Printed are engine steps and the processor's seconds, in these steps and in all of
-the sampling, for each rollout that is learned from: of the whole run, and of its middle, without the first generations,
-which have fewer groups, and the last one, which has no budget.
+The real trainer with the real engine and the tiny model, with and without `adora_rollouts.budget`.
+An answer ends at a length that is drawn from its seed, whatever the model says, so both runs have
+the same answers. Every answer is a request of its own, with its image. With `--server URL` a vLLM
+server of the same model samples, whose own count of steps is read. Printed are engine steps and the
+processor's seconds, in these steps and in all of the sampling, for each rollout that is learned
+from: of the whole run, and of its middle, without the first generations, which have fewer groups,
+and the last one, which has no budget.
 """
 
 import argparse
@@ -21,8 +23,9 @@ from typing import Any
 
 import requests
 
-# Median and limit, and of each run budget and staleness of `adora_rollouts`: an answer that is one generation older
-# than that is sampled to its end, so a limit of 1,600 has room for five segments of 320 tokens, or for nine of 200.
+# Median and limit, and of each run budget and staleness of `adora_rollouts`: an answer that is one
+# generation older than that is sampled to its end, so a limit of 1,600 has room for five segments
+# of 320 tokens, or for nine of 200.
 SETTINGS = (((100, 1600), (("320", "4"), ("200", "8"))), ((50, 400), (("100", "4"), ("80", "5"))))
 COLUMNS = {"steps": ("steps", 1), "decoding": ("ms in steps", 1e3), "seconds": ("ms", 1e3)}
 BEGINNING = 3  # generations
@@ -32,7 +35,9 @@ SIGMA = 0.7
 
 
 def drawn(seed: int, median: int, limit: int) -> int:
-    """The length of the answer that begins with this seed: lognormal, and one in a hundred runs to the limit."""
+    """The length of the answer that begins with this seed: lognormal, and one in a hundred runs to
+    the limit.
+    """
     rng = random.Random(seed)
     return (
         limit
@@ -99,7 +104,9 @@ def steps_of(server: str) -> float:
 def child(
     median: int, limit: int, budget: str, staleness: str, generations: int, server: str
 ) -> list[dict[str, float]]:
-    """One training: of each generation engine steps and the seconds in them, all seconds, rollouts and tokens."""
+    """One training: of each generation engine steps and the seconds in them, all seconds, rollouts
+    and tokens.
+    """
     from adora_vl.utils.launch import prepare_engine_environment
 
     prepare_engine_environment()
@@ -149,13 +156,17 @@ def child(
 
 
 def per_rollout(found: list[dict[str, float]], columns: Sequence[str]) -> list[float]:
-    """Engine steps, milliseconds in them and milliseconds in all, for each rollout that was learned from."""
+    """Engine steps, milliseconds in them and milliseconds in all, for each rollout that was learned
+    from.
+    """
     rollouts = sum(each["rollouts"] for each in found)
     return [sum(each[name] for each in found) / rollouts * COLUMNS[name][1] for name in columns]
 
 
 def compare(generations: int, server: str) -> None:
-    """Print two lines for each run: all of it, and its middle, each with the ratios to the run without a budget."""
+    """Print two lines for each run: all of it, and its middle, each with the ratios to the run
+    without a budget.
+    """
     columns = [*COLUMNS][: 1 if server else None]  # a server's seconds are its own
     titles = f"{'median':>6} {'limit':>6} {'budget':>7} {'staleness':>9} {'':>7}{'rollouts':>9}"
     print(titles + "".join(f"{COLUMNS[name][0]:>14}" for name in columns))

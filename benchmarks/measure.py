@@ -24,8 +24,8 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 class Clock:
     """Seconds by phase, each without the phases inside it.
 
-    `now`: `time.perf_counter`, or `time.process_time` for the seconds of all the process's threads, which other work on
-    the machine disturbs less.
+    `now`: `time.perf_counter`, or `time.process_time` for the seconds of all the process's threads,
+    which other work on the machine disturbs less.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -53,7 +53,10 @@ class Clock:
                 self._inner[-1] += spent
 
     def around(self, owner: Any, method: str, name: str | Callable[[Clock], str]) -> None:
-        """Time every call of `owner.method`. `name`: of the phase, or what names it at the time of the call."""
+        """Time every call of `owner.method`.
+
+        `name`: of the phase, or what names it at the time of the call.
+        """
         original = getattr(owner, method)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -72,7 +75,10 @@ def _is_static(owner: type, method: str) -> bool:
 
 
 def resident_bytes(*, mapped: bool = True) -> int:
-    """The memory of this process. `mapped`: with mapped files and shared memory, such as weights that are read."""
+    """The memory of this process.
+
+    `mapped`: with mapped files and shared memory, such as weights that are read.
+    """
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - (0 if mapped else int(shared))) * _PAGE
 
@@ -80,9 +86,9 @@ def resident_bytes(*, mapped: bool = True) -> int:
 class PeakMemory:
     """The most memory of this process since the last `restart`, looked at every few milliseconds.
 
-    With `MALLOC_MMAP_THRESHOLD_` at 65536 large blocks go back to the system when they are freed, so this follows what
-    tensors there are. `apart`: whether the present moment belongs to a part of the step whose memory is not to count in
-    `peak_of_rest`.
+    With `MALLOC_MMAP_THRESHOLD_` at 65536 large blocks go back to the system when they are freed,
+    so this follows what tensors there are. `apart`: whether the present moment belongs to a part of
+    the step whose memory is not to count in `peak_of_rest`.
     """
 
     def __init__(
@@ -156,7 +162,9 @@ def peak_bytes(device: torch.device, run: Callable[[], object]) -> int:
 
 
 class NewTensors(TorchDispatchMode):
-    """Bytes of the tensors that operations have made and that are still there; `peak`: the most at a time."""
+    """Bytes of the tensors that operations have made and that are still there; `peak`: the most at
+    a time.
+    """
 
     def __init__(self) -> None:
         super().__init__()

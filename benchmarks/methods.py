@@ -1,13 +1,16 @@
-"""GRPO against ADORA, DARO and the rest of the family on the tiny model: `python -m benchmarks.methods`.
+"""GRPO against ADORA, DARO and the rest of the family on the tiny model: `python -m
+benchmarks.methods`.
 
     python -m benchmarks.methods --methods grpo,adora,daro --seeds 3 --jobs 2
     python -m benchmarks.methods --parts tau,lambda_att,lambda_amp --seeds 2 --jobs 2
 
-Trains every (method, seed) from one start on the same rollout seeds, by configs/train/smoke_cpu.yaml with a KL term,
-evaluates on the same held-out problems every few steps, prints a table and draws the curves. The other parts vary one
-of ADORA's own numbers at a time, or compare 2,000 with 10,000 training problems (`samples`). A finished run is not
-repeated, so the command can be stopped and started again; `--report` only reads what is there. A run of 60 steps
-takes about two minutes on a free core. It has not been run on today's drawings, so no page has its figures.
+Trains every (method, seed) from one start on the same rollout seeds, by
+configs/train/smoke_cpu.yaml with a KL term, evaluates on the same held-out problems every few
+steps, prints a table and draws the curves. The other parts vary one of ADORA's own numbers at a
+time, or compare 2,000 with 10,000 training problems (`samples`). A finished run is not repeated, so
+the command can be stopped and started again; `--report` only reads what is there. A run of 60 steps
+takes about two minutes on a free core. It has not been run on today's drawings, so no page has its
+figures.
 """
 
 import argparse
@@ -49,7 +52,8 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """The training options that make a method what it is, its training problems, and its updates per generation.
+    """The training options that make a method what it is, its training problems, and its updates
+    per generation.
 
     The recipe has `loss_type` grpo; a method that needs another one sets it.
     """
@@ -59,7 +63,9 @@ class Variant:
     updates: int = 1
 
     def arguments(self, steps: int, eval_every: int) -> list[str]:
-        """All options of a run of so many generations: the same rollouts for every method, however many updates."""
+        """All options of a run of so many generations: the same rollouts for every method, however
+        many updates.
+        """
         length = (
             "--max_steps",
             str(self.updates * steps),
@@ -70,7 +76,10 @@ class Variant:
 
 
 def grpo(*options: str, updates: int = 1) -> Variant:
-    """GRPO with something else. Where a generation has four updates, ratios leave 1 and clipping acts."""
+    """GRPO with something else.
+
+    Where a generation has four updates, ratios leave 1 and clipping acts.
+    """
     four = (
         "--per_device_train_batch_size",
         "32",
@@ -106,7 +115,8 @@ METHODS = {
     "rrb": method("rrb"),
     "replay": grpo("--adora_rollouts.replay", "64"),
     "vppo": grpo("--adora_extensions", "{visual_tokens: {share: 0.4, scale_min: 0.9}}"),
-    # as published without a KL term: to the clean image the answers to distorted ones can be very unlikely
+    # as published without a KL term: to the clean image the answers to distorted ones can be very
+    # unlikely
     "noisy": grpo("--adora_extensions.noisy_rollouts.share", "0.5", "--beta", "0"),
     "large_images": grpo("--min_pixels", "12544"),  # twice as high and wide as they are drawn
     "grpo_x4": grpo(updates=4),
@@ -146,7 +156,8 @@ PARTS: dict[str, dict[str, Variant]] = {
         for name in ("adora", "grpo")
     },
 }
-# Generations of a run and between evaluations. Those of `samples` are enough to see 2,000 problems twice.
+# Generations of a run and between evaluations. Those of `samples` are enough to see 2,000 problems
+# twice.
 LENGTHS = {"methods": (60, 10), "samples": (250, 50)}
 SHORT = (40, 8)  # of the other parts
 
@@ -171,7 +182,8 @@ class FailedError(RuntimeError):
 def command(
     words: Sequence[str | Path], log: Path | None = None, threads: int | None = None
 ) -> None:
-    """Run from the repository's root, with so many OpenMP threads where the environment does not say how many.
+    """Run from the repository's root, with so many OpenMP threads where the environment does not
+    say how many.
 
     Raises `FailedError` with the end of what it said.
     """
@@ -238,9 +250,12 @@ def read_result(out: Path, job: Job) -> Run | None:
 
 
 def train_all(out: Path, jobs: Sequence[Job], parallel: int) -> list[Run]:
-    """All runs, `parallel` at a time. One that fails is reported and left out; starting again tries it again.
+    """All runs, `parallel` at a time.
 
-    They share the cores: the launcher would give every core to each of them, which makes them several times slower.
+    One that fails is reported and left out; starting again tries it again.
+
+    They share the cores: the launcher would give every core to each of them, which makes them
+    several times slower.
     """
     for rows in {job.variant.rows for job in jobs}:
         make_data(out, rows)
@@ -264,7 +279,9 @@ def train_all(out: Path, jobs: Sequence[Job], parallel: int) -> list[Run]:
 
 
 def figures(history: Sequence[Mapping[str, Any]]) -> Run:
-    """A run's curves and what the table needs; `held_out` is [step, accuracy, low, high] of each evaluation."""
+    """A run's curves and what the table needs; `held_out` is [step, accuracy, low, high] of each
+    evaluation.
+    """
     steps = [entry for entry in history if "reward" in entry]
     weights = sorted({key for entry in steps for key in entry if key.startswith(WEIGHT)})
     keys = {name: key for name, (key, _) in CURVES.items()} | {
@@ -294,7 +311,9 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def outliers(values: Sequence[float], window: int = 11, times: float = 5.0) -> int:
-    """How many values lie further from the median of the `window` around them than `times` the median distance."""
+    """How many values lie further from the median of the `window` around them than `times` the
+    median distance.
+    """
     half = window // 2
     distances = [
         abs(value - median(values[max(0, index - half) : index + half + 1]))
@@ -305,7 +324,10 @@ def outliers(values: Sequence[float], window: int = 11, times: float = 5.0) -> i
 
 
 def in_generations(run: Run, updates: int) -> Run:
-    """Figures by generation instead of by step. `generation_seconds` is the median of one with its updates."""
+    """Figures by generation instead of by step.
+
+    `generation_seconds` is the median of one with its updates.
+    """
     seconds = [value for _, value in run["curves"]["step_time"]]
     sums = [sum(seconds[first : first + updates]) for first in range(0, len(seconds), updates)]
     curves = {
@@ -348,13 +370,15 @@ COLUMNS = (
     (("generation_seconds",), "9.2f"),
 )
 LEGEND = (
-    "held-out: accuracy in percent at the end; the interval is Wilson's for one run, Student's t over seeds for more.\n"
-    "ahead: of GRPO, in points, seed by seed, and half of the 95 % interval of the mean.\n"
-    "equal s: accuracy at the last evaluation before GRPO's end; evaluations take no time here.\n"
-    "*_x4: four updates per generation. s/gen.: median seconds of a generation with its updates.\n"
-    "reaches: mean generation of the first evaluation at GRPO's final accuracy, or how many of the runs did.\n"
-    "right, wrong: tokens of right and wrong rollouts, first and last fifth of the steps; entropy, TDS, KL: last.\n"
-    "out: steps further from the median of the 11 around them than five times the run's median distance."
+    "held-out: accuracy in percent at the end; the interval is Wilson's for one run, Student's t "
+    "over seeds for more.\nahead: of GRPO, in points, seed by seed, and half of the 95 % interval "
+    "of the mean.\nequal s: accuracy at the last evaluation before GRPO's end; evaluations take "
+    "no time here.\n*_x4: four updates per generation. s/gen.: median seconds of a generation "
+    "with its updates.\nreaches: mean generation of the first evaluation at GRPO's final "
+    "accuracy, or how many of the runs did.\nright, wrong: tokens of right and wrong rollouts, "
+    "first and last fifth of the steps; entropy, TDS, KL: last.\n"
+    "out: steps further from the median of the 11 around them than five times the run's median "
+    "distance."
 )
 
 
@@ -362,7 +386,10 @@ def table(results: Sequence[Run], names: Sequence[str], baseline: str = "grpo") 
     """One row per method. Entropy, TDS share and KL are means over the last fifth of the steps."""
     by_name = {name: [run for run in results if run["name"] == name] for name in names}
     base = {run["seed"]: run for run in by_name.get(baseline, [])}
-    head = f"{'method':<18}{'runs':>5}  {'held-out [95 %]':<20}{'ahead':>11}{'equal s':>8}{'reaches':>8}"
+    head = (
+        f"{'method':<18}{'runs':>5}  "
+        f"{'held-out [95 %]':<20}{'ahead':>11}{'equal s':>8}{'reaches':>8}"
+    )
     head += f"{'right':>13}{'wrong':>13}"
     lines = [head + f"{'entropy':>9}{'TDS':>6}{'KL':>9}{'KL out':>8}{'loss out':>9}{'s/gen.':>9}"]
     for name, runs in by_name.items():
@@ -392,7 +419,9 @@ def _held_out(runs: Sequence[Run]) -> str:
 
 
 def _compared(runs: Sequence[Run], base: Mapping[int, Run]) -> tuple[str, str, str]:
-    """Points ahead of the baseline seed by seed, accuracy at equal seconds, and when its final accuracy is reached."""
+    """Points ahead of the baseline seed by seed, accuracy at equal seconds, and when its final
+    accuracy is reached.
+    """
     pairs = [(run, base[run["seed"]]) for run in runs if run["seed"] in base]
     if not pairs:
         return "-", "-", "-"
@@ -451,8 +480,8 @@ def smoothed(points: Sequence[tuple[float, float]], window: int = 5) -> list[tup
 
 
 def draw_curves(results: Sequence[Run], names: Sequence[str], path: Path) -> None:
-    """One panel per quantity with one line per method, means over the seeds; all but the held-out accuracy are means
-    over five steps. The last panel has DARO's learned weights. Writes a PNG.
+    """One panel per quantity with one line per method, means over the seeds; all but the held-out
+    accuracy are means over five steps. The last panel has DARO's learned weights. Writes a PNG.
     """
     import matplotlib
 

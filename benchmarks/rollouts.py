@@ -1,8 +1,10 @@
-"""Rollouts from a real engine, asked for in stock TRL's way and in ours: `python -m benchmarks.rollouts`.
+"""Rollouts from a real engine, asked for in stock TRL's way and in ours: `python -m
+benchmarks.rollouts`.
 
-The ways differ in one thing each, come by turns in one engine, and sample as many tokens: 32 requests or one request
-per prompt, with a seed for each rollout or none, with the text of the answer or its token ids alone. The caches are
-emptied before each call, as they are after each weight sync. Medians of the processor's seconds.
+The ways differ in one thing each, come by turns in one engine, and sample as many tokens: 32
+requests or one request per prompt, with a seed for each rollout or none, with the text of the
+answer or its token ids alone. The caches are emptied before each call, as they are after each
+weight sync. Medians of the processor's seconds.
 """
 
 import argparse
@@ -148,7 +150,8 @@ def main() -> None:
     for way, seconds in found.items():
         median = statistics.median(seconds)
         print(
-            f"{way:<28}{median:>8.3f} s {median / stock:>6.2f}   {' '.join(f'{second:.2f}' for second in seconds)}"
+            f"{way:<28}{median:>8.3f} s {median / stock:>6.2f}   "
+            f"{' '.join(f'{second:.2f}' for second in seconds)}"
         )
     if options.profile:
         pstats.Stats(profile, stream=sys.stdout).sort_stats("tottime").print_stats(30)

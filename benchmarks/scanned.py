@@ -1,10 +1,12 @@
-"""ADORA against GRPO on handwritten digits: `python -m benchmarks.scanned` (needs `pip install scikit-learn`).
+"""ADORA against GRPO on handwritten digits: `python -m benchmarks.scanned` (needs `pip install
+scikit-learn`).
 
-The demo's task, the last digit of a perimeter, with scanned digits at the figure in the place of drawn ones, and the
-last digit alone rewarded. `benchmarks/scanned.yaml` is the plan: question, unit, stopping rule, and all settings. No
-scanned picture is in the train and in the test split. Every finished run is a line of OUTPUT/runs.jsonl; the command
-can be stopped and started again, and goes on with what is missing, in the order of the plan. `--pilot` runs the pilot's
-seeds alone. `--tables` prints the tables of docs/experiments.md from `benchmarks/scanned.jsonl`.
+The demo's task, the last digit of a perimeter, with scanned digits at the figure in the place of
+drawn ones, and the last digit alone rewarded. `benchmarks/scanned.yaml` is the plan: question,
+unit, stopping rule, and all settings. No scanned picture is in the train and in the test split.
+Every finished run is a line of OUTPUT/runs.jsonl; the command can be stopped and started again, and
+goes on with what is missing, in the order of the plan. `--pilot` runs the pilot's seeds alone.
+`--tables` prints the tables of docs/experiments.md from `benchmarks/scanned.jsonl`.
 """
 
 import argparse
@@ -44,14 +46,16 @@ Place = tuple[str, int, int, str]  # case, start, seed, arm
 
 
 def scanned_digits(split: str, pixels: int) -> Digits:
-    """The pictures of a split, black on white: of each digit one in five is for testing. Raises `SystemExit` where
-    scikit-learn, which has them, is not installed.
+    """The pictures of a split, black on white: of each digit one in five is for testing.
+
+    Raises `SystemExit` where scikit-learn, which has them, is not installed.
     """
     try:
         loaded = import_module("sklearn.datasets").load_digits()
     except ImportError:
         raise SystemExit(
-            "benchmarks.scanned: the scanned digits come with scikit-learn; pip install scikit-learn"
+            "benchmarks.scanned: the scanned digits come with scikit-learn; pip install "
+            "scikit-learn"
         ) from None
     found: Digits = defaultdict(list)
     for grey, digit in zip(loaded.images, loaded.target, strict=True):  # 8 x 8 numbers from 0 to 16
@@ -67,9 +71,12 @@ def scanned_digits(split: str, pixels: int) -> Digits:
 def draw_rows(
     number: int, split: str, seed: int, pixels: int, one_digit: float = 0.0
 ) -> list[dict[str, Any]]:
-    """Problems whose two sides at the figure are scanned digits, `pixels` wide. Each digit is one of its split's.
+    """Problems whose two sides at the figure are scanned digits, `pixels` wide.
 
-    `one_digit`: the share of the problems that are drawn until their answer is the first of the usual digits.
+    Each digit is one of its split's.
+
+    `one_digit`: the share of the problems that are drawn until their answer is the first of the
+    usual digits.
     """
     rng = random.Random(f"scanned/{split}/{seed}")
     digits = scanned_digits(split, pixels * OVERSAMPLING)
@@ -159,7 +166,10 @@ def words_of(options: Mapping[str, Any]) -> list[str]:
 
 
 def train(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
-    """What `python -m adora_vl.train` does, with this process's engine and without saving. Returns the log's lines."""
+    """What `python -m adora_vl.train` does, with this process's engine and without saving.
+
+    Returns the log's lines.
+    """
     from adora_vl.config.reading import read
     from adora_vl.prepare import prepare
     from adora_vl.record.metrics import METRICS, read_metrics
@@ -177,7 +187,8 @@ def train(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-# of a run's log: what is held out, by step, and what the training answers are like, as means of five steps
+# of a run's log: what is held out, by step, and what the training answers are like, as means of
+# five steps
 HELD_OUT = {
     "accuracy": "accuracy",
     "perimeter_usual_accuracy": "usual",
@@ -326,7 +337,8 @@ def of_seeds(runs: Sequence[Run], case: str, arm: str, value: Callable[[Run], An
 def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     """A Markdown table of every arm's means, with the lowest and the highest seed."""
     lines = [
-        f"| {case}: arm | runs | accuracy, end | by start | `usual` | `any` | workings | all steps right | tokens |",
+        f"| {case}: arm | runs | accuracy, end | by start | `usual` | `any` | workings | all "
+        "steps right | tokens |",
         "|---" * 9 + "|",
     ]
     for arm in plan["cases"][case]["arms"]:
@@ -351,9 +363,12 @@ def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
 
 
 def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
-    """A Markdown table of paired differences with the seed as the unit, and the exact sign-flip test of the end."""
+    """A Markdown table of paired differences with the seed as the unit, and the exact sign-flip
+    test of the end.
+    """
     lines = [
-        f"| {case}: difference in points [95 %] | seeds | accuracy, half way | end | workings | p |",
+        f"| {case}: difference in points [95 %] | seeds | accuracy, half way | end | workings | p "
+        "|",
         "|---" * 6 + "|",
     ]
     for one, other in AGAINST:
@@ -365,7 +380,8 @@ def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
             cells.append([a - b for a, b in zip(first, second, strict=True)])
         texts = " | ".join(map(interval, cells))
         lines.append(
-            f"| {NAMES[one]} - {NAMES[other]} | {len(cells[0])} | {texts} | {sign_flips(cells[1]):.3f} |"
+            f"| {NAMES[one]} - {NAMES[other]} | {len(cells[0])} | {texts} | "
+            f"{sign_flips(cells[1]):.3f} |"
         )
     return lines
 

@@ -1,13 +1,13 @@
 """A slice of Qwen2.5-VL-7B through the real training command: `python -m benchmarks.slice`.
 
-Builds the model (published widths, few layers, random weights) and its data where they are missing, trains with
-`configs/train/slice_7b_cpu.yaml` in one process and under ZeRO-3 with two, makes each run's page, and prints a table:
-the distance of engine and trainer by position, the peak of a process's memory against the prediction, seconds by phase,
-the page. What follows `--` goes to the training (`-- --max_completion_length 64`). `python -m benchmarks.slice build`
-builds alone.
+Builds the model (published widths, few layers, random weights) and its data where they are missing,
+trains with `configs/train/slice_7b_cpu.yaml` in one process and under ZeRO-3 with two, makes each
+run's page, and prints a table: the distance of engine and trainer by position, the peak of a
+process's memory against the prediction, seconds by phase, the page. What follows `--` goes to the
+training (`-- --max_completion_length 64`). `python -m benchmarks.slice build` builds alone.
 
-Each process of a run is `python -m benchmarks.slice --child`: the training command with an observer. The run itself is
-unchanged.
+Each process of a run is `python -m benchmarks.slice --child`: the training command with an
+observer. The run itself is unchanged.
 """
 
 import argparse
@@ -53,8 +53,8 @@ from data_prep.synthetic.generate import generate
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/train/slice_7b_cpu.yaml"
-# name -> accelerate config, and further words. Two processes keep a generation at two prompts. So that they fit into
-# 24 GB, they divide one engine, and a micro-batch is half a group.
+# name -> accelerate config, and further words. Two processes keep a generation at two prompts. So
+# that they fit into 24 GB, they divide one engine, and a micro-batch is half a group.
 _DIVIDED = ["--vllm_tensor_parallel_size", "2", "--vllm_gpu_memory_utilization", "0.15"]
 CASES: dict[str, tuple[str, list[str]]] = {
     "one": ("cpu", []),
@@ -80,10 +80,11 @@ MAX_PIXELS = 1280 * 28 * 28
 
 
 def slice_config(layers: int, blocks: int, **widths: Any) -> Qwen2_5_VLConfig:
-    """The published config with `layers` decoder layers and `blocks` vision blocks, the last of which sees the whole
-    image, as the last of every eight does in the published tower.
+    """The published config with `layers` decoder layers and `blocks` vision blocks, the last of
+    which sees the whole image, as the last of every eight does in the published tower.
 
-    `widths`: other values, `vision_config` among them, for a test that has no memory for the real ones.
+    `widths`: other values, `vision_config` among them, for a test that has no memory for the real
+    ones.
     """
     published = json.loads((SHAPES / PUBLISHED / "config.json").read_text(encoding="utf-8"))
     vision = published.pop("vision_config") | widths.pop("vision_config", {})
@@ -94,9 +95,10 @@ def slice_config(layers: int, blocks: int, **widths: Any) -> Qwen2_5_VLConfig:
 
 
 def slice_tokenizer(answers: Sequence[str], texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    """The tiny model's vocabulary, Qwen's special tokens at their published ids, and fillers between them, which a
-    random model samples and which decode to short texts. One filler in 64 is a box around an answer, so that chance
-    solves some of the problems and a reward has something to tell apart.
+    """The tiny model's vocabulary, Qwen's special tokens at their published ids, and fillers
+    between them, which a random model samples and which decode to short texts. One filler in 64 is
+    a box around an answer, so that chance solves some of the problems and a reward has something to
+    tell apart.
 
     `answers`: what the boxes hold. `texts`: what the vocabulary of prompts is learnt from.
     """
@@ -125,14 +127,20 @@ def slice_tokenizer(answers: Sequence[str], texts: Sequence[str]) -> PreTrainedT
 
 
 def _box(answer: str, number: int) -> str:
-    """A vocabulary has every text once, so each box has a number before it. `Ġ` is the space of byte-level BPE."""
+    """A vocabulary has every text once, so each box has a number before it.
+
+    `Ġ` is the space of byte-level BPE.
+    """
     return f"Ġ({number:x})Ġ\\boxed{{{answer}}}"
 
 
 def build_model(folder: Path, config: Qwen2_5_VLConfig, rows: Sequence[Row], seed: int = 0) -> int:
-    """Write model, tokenizer and processor into `folder`. Returns the number of parameters.
+    """Write model, tokenizer and processor into `folder`.
 
-    The weights are drawn in bfloat16 with the published standard deviation, the same for the same seed.
+    Returns the number of parameters.
+
+    The weights are drawn in bfloat16 with the published standard deviation, the same for the same
+    seed.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -176,7 +184,9 @@ def write_data(folder: Path, rows: Sequence[Row]) -> Manifest:
 
 
 def build(folder: Path, layers: int, blocks: int) -> None:
-    """Model and data of the slice, unless they are there; the model is renamed into place when it is whole."""
+    """Model and data of the slice, unless they are there; the model is renamed into place when it
+    is whole.
+    """
     rows = draw_rows(ROWS)
     write_data(folder / "data", rows)
     if _layers_of(folder / "model") == (layers, blocks):
@@ -208,8 +218,8 @@ def child(words: Sequence[str]) -> int:
 
 
 def observe(folder: Path, rank: str) -> None:
-    """Into `folder` goes `rank-N.jsonl`, a line per comparison of a micro-batch with the absolute differences in nats
-    at each place of the answer, and `rank-N.memory.json`, peaks in bytes.
+    """Into `folder` goes `rank-N.jsonl`, a line per comparison of a micro-batch with the absolute
+    differences in nats at each place of the answer, and `rank-N.memory.json`, peaks in bytes.
     """
     from adora_vl.trainer import AdoraGRPOTrainer
     from adora_vl.training.guards import DriftGuard
@@ -293,8 +303,8 @@ def train(name: str, folder: Path, words: Sequence[str]) -> float:
 
 
 def peaks(seen: Path) -> dict[str, int]:
-    """The largest of all ranks, in bytes: of the libraries alone, until the first step, in training; and resident with
-    mapped files.
+    """The largest of all ranks, in bytes: of the libraries alone, until the first step, in
+    training; and resident with mapped files.
     """
     ranks = [json.loads(file.read_text()) for file in sorted(seen.glob("rank-*.memory.json"))]
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
@@ -370,7 +380,8 @@ def table(name: str, figures: dict[str, Any]) -> str:
     starting = gib["start"] - gib["libraries"]
     lines = [
         f"{name}: {figures['seconds']:.0f} s in all; page made in {made:.1f} s, {size:.2f} MB",
-        f"  memory of a process in training {own:.2f} GiB beside {gib['libraries']:.2f} of libraries",
+        f"  memory of a process in training {own:.2f} GiB beside {gib['libraries']:.2f} of "
+        "libraries",
         f"  predicted {plan:.2f} ({plan / own - 1:+.0%}); while the engine starts {starting:.2f}",
         f"  resident at most {gib['resident']:.2f} GiB, mapped weights included",
     ]
@@ -380,7 +391,8 @@ def table(name: str, figures: dict[str, Any]) -> str:
         )
         drift = step["adora/drift"]
         lines.append(
-            f"  step {number}: drift {drift if drift is None else f'{drift:.5f}'}, seconds: {phases}"
+            f"  step {number}: drift {drift if drift is None else f'{drift:.5f}'}, seconds: "
+            f"{phases}"
         )
     for first, last, mean, largest in figures["drift"]:
         lines.append(

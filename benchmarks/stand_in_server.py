@@ -1,5 +1,5 @@
-"""A stand-in for a vLLM server on loopback: it waits for as long as it is told, and its answers are drawn from the
-seeds of the requests. It speaks as much of vLLM 0.31's HTTP as the trainer does.
+"""A stand-in for a vLLM server on loopback: it waits for as long as it is told, and its answers are
+drawn from the seeds of the requests. It speaks as much of vLLM 0.31's HTTP as the trainer does.
 """
 
 import base64
@@ -33,8 +33,9 @@ class StandIn:
         shortest: int | None = None,
         vocabulary: int = 300,
     ) -> None:
-        """`seconds_per_token`: how long a request for rollouts waits, by its limit. `tokens`: of a rollout, or with
-        `shortest` at the most.
+        """`seconds_per_token`: how long a request for rollouts waits, by its limit.
+
+        `tokens`: of a rollout, or with `shortest` at the most.
         """
         self.seconds_per_token = seconds_per_token
         self.tokens = tokens

@@ -1,15 +1,18 @@
-"""A policy step as stock TRL computes it, beside ours, at the lengths of real answers: `python -m benchmarks.step`.
+"""A policy step as stock TRL computes it, beside ours, at the lengths of real answers: `python -m
+benchmarks.step`.
 
-Stock is `trl.GRPOTrainer` itself. Each way runs in a process of its own, one after the other and by turns, and both
-learn from the same recorded rollouts (`benchmarks.step_run`). The language model has the width and vocabulary of
-Qwen2.5-VL-3B and few layers. Printed are medians over the turns: seconds by phase, of all the processors together with
-`--seconds processor`, and the peak of memory above what the process holds between steps.
+Stock is `trl.GRPOTrainer` itself. Each way runs in a process of its own, one after the other and by
+turns, and both learn from the same recorded rollouts (`benchmarks.step_run`). The language model
+has the width and vocabulary of Qwen2.5-VL-3B and few layers. Printed are medians over the turns:
+seconds by phase, of all the processors together with `--seconds processor`, and the peak of memory
+above what the process holds between steps.
 
-On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of the prompts too. The
-way "stock, as on a card" is stock with that choice made as on a card; everything else is the same. A model with all of
-its layers spends less of its time in the head. Without Triton the head's passes hold whole tiles of the vocabulary in
-float32, which a card does not; so the memory outside them is printed too. With `--as-on-a-card` each case ends with its
-row of the table in docs/speed.md.
+On a card TRL's language-model head computes positions of the answers alone, and on a CPU those of
+the prompts too. The way "stock, as on a card" is stock with that choice made as on a card;
+everything else is the same. A model with all of its layers spends less of its time in the head.
+Without Triton the head's passes hold whole tiles of the vocabulary in float32, which a card does
+not; so the memory outside them is printed too. With `--as-on-a-card` each case ends with its row of
+the table in docs/speed.md.
 """
 
 import argparse
@@ -25,8 +28,8 @@ from typing import Any
 from tqdm import tqdm
 
 ROOT = Path(__file__).parents[1]
-# What a case is beside the defaults of `benchmarks.step_run`. A prompt has about 50 tokens of text. With gradient
-# checkpointing, as TRL has it by default and our recipes do.
+# What a case is beside the defaults of `benchmarks.step_run`. A prompt has about 50 tokens of text.
+# With gradient checkpointing, as TRL has it by default and our recipes do.
 CASES: dict[str, list[str]] = {
     "P 700, C 400 long-tailed": ["--image", "650"],
     "P 700, C 400 equal": ["--image", "650", "--equal"],
@@ -68,8 +71,8 @@ def mrope(head: int) -> list[int]:
 
 
 def answer_lengths(median: int, limit: int, rollouts: int, equal: bool) -> list[int]:
-    """Tokens of each rollout of a group: all the median, or the quantiles of a log-normal distribution (sigma 0.8) that
-    is cut off at the limit, with the longest one at the limit.
+    """Tokens of each rollout of a group: all the median, or the quantiles of a log-normal
+    distribution (sigma 0.8) that is cut off at the limit, with the longest one at the limit.
     """
     if equal:
         return [median] * rollouts

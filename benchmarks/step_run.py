@@ -1,8 +1,9 @@
 """One way of one case of `python -m benchmarks.step`, in a process of its own.
 
-`--way stock` is `trl.GRPOTrainer` itself, `--way ours` is our trainer with its defaults. Both learn from the same
-recorded rollouts: an object with the methods of the engine gives the same token ids to the same prompts, so the seconds
-are those of everything but sampling. The first generation has short answers and is not counted.
+`--way stock` is `trl.GRPOTrainer` itself, `--way ours` is our trainer with its defaults. Both learn
+from the same recorded rollouts: an object with the methods of the engine gives the same token ids
+to the same prompts, so the seconds are those of everything but sampling. The first generation has
+short answers and is not counted.
 """
 
 import argparse
@@ -22,12 +23,12 @@ import torch  # noqa: E402
 import trl.trainer.grpo_trainer as stock_module  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from PIL import Image  # noqa: E402
-from transformers import (
+from transformers import (  # noqa: E402
     AutoModelForImageTextToText,
     AutoProcessor,
     Qwen2_5_VLConfig,
     TrainerCallback,
-)  # noqa: E402
+)
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from trl.trainer import utils as trl_utils  # noqa: E402

@@ -1,4 +1,5 @@
-"""The table of docs/hardware.md for one card: the longest answers that fit, by the dry run's formulas.
+"""The table of docs/hardware.md for one card: the longest answers that fit, by the dry run's
+formulas.
 
 python -m benchmarks.what_fits
 """
@@ -34,7 +35,9 @@ def setup_of(recipe: str, changed: list[str]) -> Setup:
 
 
 def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
-    """With the longest answers, and of those with the largest micro-batch, that leave 5 % of the card free."""
+    """With the longest answers, and of those with the largest micro-batch, that leave 5 % of the
+    card free.
+    """
     assert setup.engine is not None
     for answer in ANSWERS:
         for sequences in SEQUENCES:
@@ -53,7 +56,10 @@ def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
 
 def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
     """The lines of the table for these cards."""
-    yield "| card, GB | model | mode | prompt | longest answer | micro-batch | at once | engine's share | peak, GiB |"
+    yield (
+        "| card, GB | model | mode | prompt | longest answer | micro-batch | at once | engine's "
+        "share | peak, GiB |"
+    )
     yield "|---|---|---|---|---|---|---|---|---|"
     setups = {mode: setup_of(*recipe) for mode, recipe in MODES.items()}
     for gigabytes in cards_gb:
@@ -61,7 +67,10 @@ def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
         for (model, mode), setup in setups.items():
             fitting = longest(setup, card)
             if fitting is None:
-                yield f"| {gigabytes} | {model} | {mode} | {setup.batch.prompt_tokens} | does not fit | - | - | - | - |"
+                yield (
+                    f"| {gigabytes} | {model} | {mode} | {setup.batch.prompt_tokens} | does not "
+                    "fit | - | - | - | - |"
+                )
                 continue
             one, found = fitting
             assert one.engine is not None and found.engine is not None

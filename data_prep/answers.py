@@ -1,4 +1,6 @@
-"""The reference answer of a record and its options, as people write them: a letter, an index, a text, a number."""
+"""The reference answer of a record and its options, as people write them: a letter, an index, a
+text, a number.
+"""
 
 import ast
 import math
@@ -34,7 +36,10 @@ MISSING = type("Missing", (), {"__repr__": lambda self: "missing"})()
 
 
 def answer_of(record: Record, columns: Columns, refuse: Refuse) -> str:
-    """The reference answer: also that of a whole solution, or of a conversation's last turn. Raises `RowError`."""
+    """The reference answer: also that of a whole solution, or of a conversation's last turn.
+
+    Raises `RowError`.
+    """
     column = columns.answer
     value = record.get(column, MISSING)
     value = listed(value, isinstance(value, str) and value.lstrip().startswith("[{"))
@@ -42,7 +47,10 @@ def answer_of(record: Record, columns: Columns, refuse: Refuse) -> str:
     if found is None or not found.strip():
         remedy = "make it a text or a finite number in"
         if isinstance(value, date | time):
-            remedy = "Excel has made a date of it: give the column the format Text, and write it again, in"
+            remedy = (
+                "Excel has made a date of it: give the column the format Text, and write it "
+                "again, in"
+            )
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
     block = _ANSWER_BLOCK.fullmatch(found)
     found = block[1] if block else found
@@ -61,10 +69,11 @@ _BRACKETS = re.compile(r"[(\[][^()\[\]]*[)\]]|\\\{[^{}]*\\\}")
 
 
 def with_points(text: str, refuse: Refuse) -> str:
-    """An answer with decimal commas as one with points: `1.234,5` is 1234.5, and `(2,5; 3)` is (2.5, 3).
+    """An answer with decimal commas as one with points: `1.234,5` is 1234.5, and `(2,5; 3)` is
+    (2.5, 3).
 
-    In brackets without a `;` or `|` commas stand between entries: `(2,3)`. Raises `RowError` for `1.234`, which may be
-    either.
+    In brackets without a `;` or `|` commas stand between entries: `(2,3)`. Raises `RowError` for
+    `1.234`, which may be either.
     """
     either = _EITHER.search(text)
     if either:
@@ -108,7 +117,9 @@ _LONGEST_LIST = 100_000  # characters of a list in Python's spelling
 
 
 def listed(value: Any, texts_only: bool) -> Any:
-    """A cell of a text table that is a list in JSON, or as Python spells one, as that list; else the cell as it is."""
+    """A cell of a text table that is a list in JSON, or as Python spells one, as that list; else
+    the cell as it is.
+    """
     if texts_only and isinstance(value, str) and value.lstrip().startswith("["):
         try:
             found = read_json(value)
@@ -126,7 +137,10 @@ def listed(value: Any, texts_only: bool) -> Any:
 def choices_of(
     record: Record, columns: Columns, texts_only: bool, refuse: Refuse
 ) -> tuple[list[str] | None, bool]:
-    """The options without letters, None for an open question; and whether one names an image. Raises `RowError`."""
+    """The options without letters, None for an open question; and whether one names an image.
+
+    Raises `RowError`.
+    """
     names = columns.choices
     if len(names) > 1:  # one option a column; the last ones may be empty
         values = [record.get(name) for name in names]
@@ -172,7 +186,10 @@ def choices_of(
 
 
 def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refuse) -> str:
-    """The letter of the right option, named by letter, text or index. Raises `RowError`, also where it may be two."""
+    """The letter of the right option, named by letter, text or index.
+
+    Raises `RowError`, also where it may be two.
+    """
     letters = ascii_uppercase[: len(choices)]
     if len(choices) > len(ascii_uppercase):
         raise refuse(
@@ -212,12 +229,18 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
         else [letters[at] for at in (index, index - 1) if 0 <= at < len(choices)]
     )
     if by_text and not found.issuperset(indexed):
-        wrong = f"the answer {answer} is the option {by_text[0]} and may be the index of {' or '.join(indexed)}"
+        wrong = (
+            f"the answer {answer} is the option {by_text[0]} and may be the index of "
+            f"{' or '.join(indexed)}"
+        )
         raise refuse("ambiguous_answer", wrong, f"say --answer-is {', '.join(ANSWER_IS)}, for")
     if len(found) == 1:
         return found.pop()
     if found:
-        wrong = f"the answer {shown(answer)} may be {' or '.join(sorted(found))} of {shown(list(choices))}"
+        wrong = (
+            f"the answer {shown(answer)} may be {' or '.join(sorted(found))} of "
+            f"{shown(list(choices))}"
+        )
         raise refuse("ambiguous_answer", wrong, "make the options differ in")
     wrong = (
         f"the answer {shown(answer)} is neither a letter of {shown(list(choices))} nor one of them"

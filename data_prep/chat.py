@@ -1,4 +1,6 @@
-"""Rows of other trainers: the problem inside a conversation, and the instruction that they append to each problem."""
+"""Rows of other trainers: the problem inside a conversation, and the instruction that they append
+to each problem.
+"""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +12,8 @@ _ROLES = {"human": "user", "gpt": "assistant"}  # in the form of ShareGPT
 _PICTURES = ("image", "image_url")
 _SENTENCE_ENDS = re.compile(r"(?<=[.?!:])\s+|\n+")
 _SAYS_HOW = re.compile(
-    r"</?think>|</?answer>|\\boxed|####|step[ -]by[ -]step|reasoning process|thinking process|internal monologue"
+    r"</?think>|</?answer>|\\boxed|####|step[ -]by[ -]step|reasoning process|thinking "
+    r"process|internal monologue"
     r"|final answer|thinks? (?:first|about)",
     re.IGNORECASE,
 )
@@ -20,16 +23,19 @@ _SAYS_WHERE = re.compile(
 
 
 def text_of_chat(value: Any) -> str | None:
-    """The one question of a conversation, with `<image>` for each image part in it. None where there are several, or
-    none, or it is no conversation. What a system message or an answer says is no part of the problem.
+    """The one question of a conversation, with `<image>` for each image part in it.
+
+    None where there are several, or none, or it is no conversation. What a system message or an
+    answer says is no part of the problem.
     """
     asked = _turns(value, "user")
     return _text_of_content(asked[0]) if len(asked) == 1 else None
 
 
 def pictures_of_chat(value: Any) -> list[Any]:
-    """What the image parts of the one question hold: a path, an address, `{"bytes": ...}`; None for a part that is only
-    a mark. Empty where all of them are, since the pictures then stand in a column of their own.
+    """What the image parts of the one question hold: a path, an address, `{"bytes": ...}`; None for
+    a part that is only a mark. Empty where all of them are, since the pictures then stand in a
+    column of their own.
     """
     asked = _turns(value, "user")
     parts = asked[0] if len(asked) == 1 and isinstance(asked[0], list) else []
@@ -42,7 +48,9 @@ def pictures_of_chat(value: Any) -> list[Any]:
 
 
 def answer_of_chat(value: Any) -> str | None:
-    """What the assistant answers to the one question of a conversation; None where it does not, or several times."""
+    """What the assistant answers to the one question of a conversation; None where it does not, or
+    several times.
+    """
     said = _turns(value, "assistant") if len(_turns(value, "user")) == 1 else []
     return _text_of_content(said[0]) if len(said) == 1 else None
 
@@ -102,10 +110,11 @@ def _text_of_content(content: Any) -> str | None:
 
 
 def without_instruction(problem: str) -> tuple[str, str]:
-    """The problem, and the instruction behind it on how to answer, `First output the thinking process in <think>...`.
+    """The problem, and the instruction behind it on how to answer, `First output the thinking
+    process in <think>...`.
 
-    An instruction is the last sentences that all speak of how to answer, one of them of tags, a box or steps; it is
-    empty where there is none, or nothing before it.
+    An instruction is the last sentences that all speak of how to answer, one of them of tags, a box
+    or steps; it is empty where there is none, or nothing before it.
     """
     ends = [match.span() for match in _SENTENCE_ENDS.finditer(problem)]
     starts = [0, *(end for _, end in ends)]

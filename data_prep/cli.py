@@ -161,7 +161,9 @@ def _knights(arguments: argparse.Namespace) -> None:
 
 
 def _given(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Those of the options that were given; the functions that take them know the default values of the others."""
+    """Those of the options that were given; the functions that take them know the default values of
+    the others.
+    """
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
@@ -192,8 +194,8 @@ def add_filter(commands: Any) -> None:
         "--attenuation",
         type=optional(path),
         metavar="PLACE",
-        help="filter nothing: say whether ADORA's attenuation would act on the answers of a run's folder, or on stored "
-        "ones (DIR.samples, or a predictions file)",
+        help="filter nothing: say whether ADORA's attenuation would act on the answers of a run's "
+        "folder, or on stored ones (DIR.samples, or a predictions file)",
     )
     add("--overwrite", action="store_true", help="replace another prepared dataset there")
     add(
@@ -218,15 +220,18 @@ def add_filter(commands: Any) -> None:
         metavar="N",
         help="per problem, default: %(default)s",
     )
-    what = "instead of --model: answers that `python -m eval.geometry3k infer --split train --samples N` made"
+    what = (
+        "instead of --model: answers that `python -m eval.geometry3k infer --split train "
+        "--samples N` made"
+    )
     add("--predictions", type=optional(path), metavar="FILE.jsonl", help=what)
     add(
         "--prompt",
         type=optional(text),
         default=OF_THE_RUN,
         metavar="TEMPLATE",
-        help="as adora_prompt of the training that the rows are for, or none; default: that of the model's own "
-        "training, else with the choices listed",
+        help="as adora_prompt of the training that the rows are for, or none; default: that of "
+        "the model's own training, else with the choices listed",
     )
     add(
         "--temperature",
@@ -268,7 +273,8 @@ def _filter(arguments: argparse.Namespace) -> None:
         ):  # answers that are there were asked for in their own words
             option = name.replace("_", "-")
             raise UserError(
-                f"{name}: --{option} is for sampling, and --predictions has answers already; leave one out"
+                f"{name}: --{option} is for sampling, and --predictions has answers already; "
+                "leave one out"
             )
     filtering.check_input(arguments.input, arguments.split)
     filtering.check_output(arguments.input, arguments.output)
@@ -297,7 +303,10 @@ def _filter(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command. Returns the exit code: 0, 2 with one line where the user's input is wrong, 130 after Ctrl-C."""
+    """Run one command.
+
+    Returns the exit code: 0, 2 with one line where the user's input is wrong, 130 after Ctrl-C.
+    """
 
     def command() -> None:
         arguments = parser().parse_args(argv)
@@ -372,7 +381,10 @@ def _add_geometry3k(commands: Any) -> None:
         choices=DIAGRAMS,
         help="intergps: the picture as printed, or with every vertex lettered",
     )
-    what = "logic-forms: a table with the questions (messages, solution, images), whose diagrams are redrawn"
+    what = (
+        "logic-forms: a table with the questions (messages, solution, images), whose diagrams "
+        "are redrawn"
+    )
     add("--texts", type=optional(text), metavar="FILE", help=what)
     _add_cleaning(command)
     add(
@@ -429,8 +441,9 @@ def _add_convert(commands: Any) -> None:
         "--columns",
         nargs="+",
         metavar="NAME=COLUMN",
-        help="problem=question answer=label, and images=, choices=, id= where there are such; others are kept as "
-        "texts; a dot leads into an object, answer=reward_model.ground_truth",
+        help="problem=question answer=label, and images=, choices=, id= where there are such; "
+        "others are kept as texts; a dot leads into an object, "
+        "answer=reward_model.ground_truth",
     )
     add(
         "--decimal-comma",

@@ -1,4 +1,5 @@
-"""Which columns of a stranger's table are the problem, the answer, the images: `problem=question answer=label`.
+"""Which columns of a stranger's table are the problem, the answer, the images: `problem=question
+answer=label`.
 
 `PRESETS` knows them of published data sets, and of the rows of other trainers.
 """
@@ -26,8 +27,8 @@ ANSWER_IS = (
 )  # one of the options, or its place, counted from 0 or from 1
 _NEEDED = ("problem", "answer")
 _LISTED = ("images", "choices")  # may be spread over several columns
-# Names that a column of the user's own cannot have: those of the schema, those that TRL gives to a reward function, and
-# the one by which a template lists the choices.
+# Names that a column of the user's own cannot have: those of the schema, those that TRL gives to a
+# reward function, and the one by which a template lists the choices.
 _TAKEN = (
     *COLUMNS,
     "image",
@@ -50,7 +51,10 @@ _COMPARED = 1000  # names that a wrong one is compared with
 
 @dataclass(frozen=True)
 class Columns:
-    """Their names in the table. A dot leads into an object, and `a|b` is whichever of the two there is."""
+    """Their names in the table.
+
+    A dot leads into an object, and `a|b` is whichever of the two there is.
+    """
 
     problem: str
     answer: str
@@ -129,19 +133,24 @@ PRESETS = {
 
 
 def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
-    """Read a mapping from our names to the table's columns; `key` begins the messages. Raises `UserError`."""
+    """Read a mapping from our names to the table's columns; `key` begins the messages.
+
+    Raises `UserError`.
+    """
     for name in _NEEDED:
         if name not in mapping:
             close = did_you_mean(name, [str(given) for given in mapping if given not in OURS])
             raise UserError(
-                f"{key}: {name} is missing{close}; write {name}=COLUMN, the table's column that has it"
+                f"{key}: {name} is missing{close}; write {name}=COLUMN, the table's column that "
+                "has it"
             )
     found: dict[str, tuple[str, ...]] = {}
     given = {name: mapping[name] for name in OPTIONS if name in mapping}
     for name, values in (("decimal_comma", (True, False)), ("answer_is", ANSWER_IS)):
         if given.get(name, values[0]) not in values:
             raise UserError(
-                f"{key}: {name} is {given[name]!r:.60}; write one of {', '.join(map(str, values)).lower()}"
+                f"{key}: {name} is {given[name]!r:.60}; write one of "
+                f"{', '.join(map(str, values)).lower()}"
             )
     for name, theirs in mapping.items():
         if name in given:
@@ -153,15 +162,17 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
             raise UserError(f"{key}: {name}={theirs!r:.60} is not the name of a column; write one")
         if len(words) > 1 and name not in _LISTED:
             raise UserError(
-                f"{key}: {name}={theirs!r:.60} names {len(words)} columns; only images and choices may"
+                f"{key}: {name}={theirs!r:.60} names {len(words)} columns; only images and "
+                "choices may"
             )
         found[str(name)] = tuple(word.strip() for word in words)
     extras = tuple((name, theirs[0]) for name, theirs in found.items() if name not in OURS)
     for name, _ in extras:
         if not name.isidentifier() or name in _TAKEN:
             raise UserError(
-                f"{key}: {name!r} cannot be the name of a column of your own{did_you_mean(name, OURS)}; ours are "
-                f"{', '.join(OURS)}, and others are plain words that are not taken"
+                f"{key}: {name!r} cannot be the name of a column of your "
+                f"own{did_you_mean(name, OURS)}; ours are {', '.join(OURS)}, and others are plain "
+                "words that are not taken"
             )
     return Columns(
         found["problem"][0],
@@ -187,14 +198,17 @@ def columns_of_words(words: Sequence[str]) -> Columns:
         )
         if name in mapping:
             raise UserError(
-                f"--columns: {name} is given twice, {mapping[name]!r:.60} and {theirs!r:.60}; give one"
+                f"--columns: {name} is given twice, {mapping[name]!r:.60} and {theirs!r:.60}; "
+                "give one"
             )
         mapping[name] = theirs
     return columns_from(mapping, "--columns")
 
 
 def _places(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
-    """The columns that may have a value, and the path inside: of `a|b` both, of `a.b` itself, or `a` with `b`."""
+    """The columns that may have a value, and the path inside: of `a|b` both, of `a.b` itself, or
+    `a` with `b`.
+    """
     for part in (name, *name.split("|")):
         ends = (len(part), *(at for at, sign in enumerate(part) if sign == "."))
         end = next((end for end in ends if part[:end] in present), None)
@@ -208,7 +222,10 @@ ClassNames = Mapping[str, Sequence[str]]
 def picked(
     record: Mapping[str, Any], columns: Columns, names: ClassNames | None = None
 ) -> dict[str, Any]:
-    """The wanted columns that a record has, also those inside of others. `names`: of `class_names`."""
+    """The wanted columns that a record has, also those inside of others.
+
+    `names`: of `class_names`.
+    """
     found = {}
     for name in columns.wanted:
         for place, path in _places(name, record):
@@ -220,7 +237,9 @@ def picked(
 
 
 def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequence[str]]:
-    """The names of the wanted columns that hold their numbers: `ClassLabel` in the features of `datasets`."""
+    """The names of the wanted columns that hold their numbers: `ClassLabel` in the features of
+    `datasets`.
+    """
     found = {}
     for name in columns.wanted if features else ():
         for place, path in _places(name, features):
@@ -235,7 +254,9 @@ def class_names(columns: Columns, features: Mapping[str, Any]) -> dict[str, Sequ
 
 
 def _named(value: Any, names: Sequence[str]) -> Any:
-    """The name for a number, for each of a list, or for one in digits, as in CSV; None for -1, which is no class."""
+    """The name for a number, for each of a list, or for one in digits, as in CSV; None for -1,
+    which is no class.
+    """
     if isinstance(value, list):
         return [_named(item, names) for item in value]
     number = int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else value
@@ -245,7 +266,9 @@ def _named(value: Any, names: Sequence[str]) -> Any:
 
 
 def _inside(value: Any, path: str) -> list[Any]:
-    """What stands in an object under names with dots between them, as a list; an empty one where it has no such."""
+    """What stands in an object under names with dots between them, as a list; an empty one where it
+    has no such.
+    """
     for name in path.split(".") if path else ():
         if isinstance(value, str) and value.lstrip().startswith(("{", "[")):
             try:

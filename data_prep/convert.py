@@ -1,4 +1,6 @@
-"""Turns a stranger's data set into a prepared folder: `python -m data_prep convert`, or `adora_columns` in a config."""
+"""Turns a stranger's data set into a prepared folder: `python -m data_prep convert`, or
+`adora_columns` in a config.
+"""
 
 import hashlib
 import json
@@ -52,15 +54,18 @@ def convert(
     workers: int = 1,
     overwrite: bool = False,
 ) -> Manifest:
-    """Convert the table, folder or hub id `location` into the prepared folder `output`. Returns the manifest.
+    """Convert the table, folder or hub id `location` into the prepared folder `output`.
 
-    `revision`: of the hub. Raises `UserError`, and then nothing was written but, where too many rows were refused,
-    `OUTPUT.quarantine`.
+    Returns the manifest.
+
+    `revision`: of the hub. Raises `UserError`, and then nothing was written but, where too many
+    rows were refused, `OUTPUT.quarantine`.
     """
     wanted = options or Conversion()
     if wanted.name is not None and not _NAME.fullmatch(wanted.name):
         raise UserError(
-            f"name: {wanted.name!r:.60} is not one word of letters, digits, _ . and -; choose another"
+            f"name: {wanted.name!r:.60} is not one word of letters, digits, _ . and -; choose "
+            "another"
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
@@ -104,7 +109,8 @@ def open_own(location: str, columns: Columns, revision: str | None, options: Con
             refuse(
                 (
                     value,
-                    f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out",
+                    f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} "
+                    "out",
                 )
             )
         return tables.named_split(open_local(path, columns), options.split_name)
@@ -131,8 +137,9 @@ def open_own(location: str, columns: Columns, revision: str | None, options: Con
 
 
 def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> Path:
-    """The prepared folder, in `cache`, of what a training config names with its columns: made where it is missing, and
-    again where a file that it was made from has changed. Several processes may call this at once. Raises `UserError`.
+    """The prepared folder, in `cache`, of what a training config names with its columns: made where
+    it is missing, and again where a file that it was made from has changed. Several processes may
+    call this at once. Raises `UserError`.
     """
     columns = columns_from(mapping, "adora_columns")
     place = Path(location)
@@ -154,14 +161,16 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
                 replace_file(seen, json.dumps(held))
         except UserError as error:
             raise UserError(
-                f"dataset_name: {location!r} with adora_columns: {error}; `python -m data_prep convert` has options "
-                "for such data, and makes a folder to name here"
+                f"dataset_name: {location!r} with adora_columns: {error}; `python -m data_prep "
+                "convert` has options for such data, and makes a folder to name here"
             ) from error
     return folder
 
 
 def _unchanged(manifest: Manifest, seen: Path, location: str, columns: Columns) -> bool:
-    """Whether the files, or the hub's commit, are those of the folder; without a network it serves as it is."""
+    """Whether the files, or the hub's commit, are those of the folder; without a network it serves
+    as it is.
+    """
     if not Path(location).exists():
         name, _, revision = location.partition("@")
         try:
@@ -207,7 +216,9 @@ def _held(paths: Iterable[str]) -> dict[str, str]:
 
 
 def _name_of(location: str) -> str:
-    """A file's or folder's name, or that of a hub's data set, with what an id should not have left out."""
+    """A file's or folder's name, or that of a hub's data set, with what an id should not have left
+    out.
+    """
     last = Path(location.partition("@")[0] if not Path(location).exists() else location).resolve()
     stem = last.stem if last.suffix else last.name
     return re.sub(r"[^\w.-]+", "-", stem)[:80].strip("-") or "own"

@@ -1,4 +1,6 @@
-"""Rows of a split that ask the same of the same pictures: repeats are counted, and contradictions left out."""
+"""Rows of a split that ask the same of the same pictures: repeats are counted, and contradictions
+left out.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ def _of_the_disk(error: sqlite3.OperationalError) -> OSError:
 
 
 class SeenRows:
-    """What was seen of all rows, on the disk, so that the memory does not grow with them. Closed by `with`."""
+    """What was seen of all rows, on the disk, so that the memory does not grow with them.
+
+    Closed by `with`.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -90,7 +95,10 @@ class SeenRows:
 
     def contradicting(self, split: str) -> Pairs:
         """Each row of a question that has several answers, with a row that disagrees with it."""
-        several = "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND MIN(gold) < MAX(gold)"
+        several = (
+            "SELECT asked FROM asked WHERE split = ? GROUP BY asked HAVING COUNT(*) > 1 AND "
+            "MIN(gold) < MAX(gold)"
+        )
         found = {}
         for (asked,) in self._base.execute(several, (split,)):
             where = (
@@ -120,9 +128,12 @@ Pairs = dict[str, tuple[Answered, Answered]]  # by the id of the first
 def leave_out(
     folder: Path, split: str, features: Features, contradicting: Pairs, quarantine: Quarantine
 ) -> int:
-    """Write a split of `folder` once more without these rows, which go into the quarantine. Returns how many are left.
+    """Write a split of `folder` once more without these rows, which go into the quarantine.
 
-    They are known only when the last row was read, and by then the first is written: rows are never all in memory.
+    Returns how many are left.
+
+    They are known only when the last row was read, and by then the first is written: rows are never
+    all in memory.
     """
     again = folder / "again"
 

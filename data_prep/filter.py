@@ -1,7 +1,8 @@
 """Keeps the problems that a model solves sometimes: neither always, nor never.
 
-Source: ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search; this is the cheap version
-that it compares with, the pass rate of plain samples. The answers come from `eval`, which asks for nothing twice.
+Source: ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search; this
+is the cheap version that it compares with, the pass rate of plain samples. The answers come from
+`eval`, which asks for nothing twice.
 """
 
 import json
@@ -79,7 +80,10 @@ def tallies(
 
 
 def samples_folder(output: Path) -> Path:
-    """The folder of the answers, beside `output`. It stays, so that another `--keep` needs no new answers."""
+    """The folder of the answers, beside `output`.
+
+    It stays, so that another `--keep` needs no new answers.
+    """
     output = output.resolve()
     return output.with_name(f"{output.name}.samples")
 
@@ -95,10 +99,13 @@ def sample(
     prompt: str | None = None,
     build: Callable[[AnswerEngineSettings], AnswerEngine] = build_engine,
 ) -> Path:
-    """Get `samples` answers to every problem of the split, except those that `folder` has. Returns their file.
+    """Get `samples` answers to every problem of the split, except those that `folder` has.
 
-    `prompt`: the template of the text that is asked, as `adora_prompt`. Raises `UserError` if `folder` has answers that
-    were made with another model, other data or other settings, and for a template that does not fit the data.
+    Returns their file.
+
+    `prompt`: the template of the text that is asked, as `adora_prompt`. Raises `UserError` if
+    `folder` has answers that were made with another model, other data or other settings, and for a
+    template that does not fit the data.
     """
     options = Namespace(data=str(data), split=split, prompt=prompt)
     asked, hashed = load(options)
@@ -145,9 +152,11 @@ def filter_dataset(
     overwrite: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write a dataset with those rows of `split` whose pass rate is in `keep`, and with the other splits unchanged.
+    """Write a dataset with those rows of `split` whose pass rate is in `keep`, and with the other
+    splits unchanged.
 
-    `arguments`: what else the choice depends on. Raises `UserError` for answers of another split, or if no row is left.
+    `arguments`: what else the choice depends on. Raises `UserError` for answers of another split,
+    or if no row is left.
     """
     check_input(data, split)
     tags = asked_for_tags(predictions)
@@ -200,7 +209,9 @@ def filter_dataset(
 
 
 def check_input(data: Path, split: str) -> None:
-    """Raise `UserError` where `data` is not a prepared dataset of mathematical problems, or has no such split."""
+    """Raise `UserError` where `data` is not a prepared dataset of mathematical problems, or has no
+    such split.
+    """
     manifest = read_manifest(data)
     if manifest is None:
         raise UserError(
@@ -224,7 +235,9 @@ def check_output(data: Path, output: Path) -> None:
 
 
 def asked_for_tags(predictions: Path) -> bool:
-    """Whether the prompts of these answers asked for `<answer> </answer>`, as the fingerprint beside them says."""
+    """Whether the prompts of these answers asked for `<answer> </answer>`, as the fingerprint
+    beside them says.
+    """
     path = predictions.parent / FILE_NAME
     fields = read(path)["fields"] if path.is_file() else {}
     return asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
@@ -242,8 +255,8 @@ def _check_covered(found: Mapping[str, Tally], data: Path, split: str, predictio
             else (foreign[0], f"is not in the split {split!r}")
         )
         raise UserError(
-            f"predictions: {name!r} {what} in {str(predictions)!r} ({len(missing)} of {len(ids)} rows have none, "
-            f"{len(foreign)} rows are others); sample the whole split"
+            f"predictions: {name!r} {what} in {str(predictions)!r} ({len(missing)} of {len(ids)} "
+            f"rows have none, {len(foreign)} rows are others); sample the whole split"
         )
     counts = Counter(tally.answers for tally in found.values())
     if len(counts) > 1:
@@ -260,7 +273,7 @@ def in_words(manifest: Manifest) -> str:
         f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"]
     )
     return (
-        f"{amount(facts['problems'], 'problem')}: {facts['kept']} kept with a pass rate of {keep}, {facts['below']} "
-        f"below and {facts['above']} above ({facts['never_solved']} never solved, {facts['always_solved']} always). "
-        f"Rows: {rows}"
+        f"{amount(facts['problems'], 'problem')}: {facts['kept']} kept with a pass rate of "
+        f"{keep}, {facts['below']} below and {facts['above']} above ({facts['never_solved']} "
+        f"never solved, {facts['always_solved']} always). Rows: {rows}"
     )

@@ -1,7 +1,9 @@
-"""Would attenuation act here, and on what? From several answers to each problem, without training.
+"""Would attenuation act here, and on what?
 
-Whether it then helps depends on whether short right answers are guesses, which no figure of these can say: see
-docs/experiments.md for tasks where the outcome is known.
+From several answers to each problem, without training.
+
+Whether it then helps depends on whether short right answers are guesses, which no figure of these
+can say: see docs/experiments.md for tasks where the outcome is known.
 """
 
 import json
@@ -80,7 +82,10 @@ class Forecast:
 
     def sentence(self) -> str:
         if self.tds.total < _FEW:
-            return f"Only {self.tds.total} groups carry a signal, too few to say anything; take more problems."
+            return (
+                f"Only {self.tds.total} groups carry a signal, too few to say anything; take "
+                "more problems."
+            )
         low, high = self.ahead
         where = (
             "short answers are right more often than long ones"
@@ -93,7 +98,10 @@ class Forecast:
         )
         share = self.tds.value
         if share < _LITTLE:
-            return f"Attenuation would hardly act: {share:.0%} of the groups with signal are TDS; {where}."
+            return (
+                f"Attenuation would hardly act: {share:.0%} of the groups with signal are TDS; "
+                f"{where}."
+            )
         how = (
             "on most of what there is to learn from"
             if share > _MUCH
@@ -109,7 +117,10 @@ class Forecast:
 
 
 def forecast(groups: Groups) -> Forecast:
-    """The forecast of whole groups, (P, G). Groups whose rewards are all equal teach nothing, and count nowhere."""
+    """The forecast of whole groups, (P, G).
+
+    Groups whose rewards are all equal teach nothing, and count nowhere.
+    """
     weighing = weigh_groups(groups)
     signal_P = groups.differs_P & groups.scored_PG.any(dim=1)
     tds_P = weighing.tds_P & signal_P
@@ -151,12 +162,16 @@ def _ends(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
 
 
 def recorded(run: Path) -> Groups:
-    """The first groups that a run has recorded (docs/report.md). Raises `UserError` where `run` has no record."""
+    """The first groups that a run has recorded (docs/report.md).
+
+    Raises `UserError` where `run` has no record.
+    """
     files = sorted((run / "rollouts").glob("rollouts-*.parquet"))
     refuse(
         (
             not files,
-            f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored answers",
+            f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored "
+            "answers",
         )
     )
     try:
@@ -175,7 +190,10 @@ def recorded(run: Path) -> Groups:
 
 
 def sampled(predictions: Path) -> Groups:
-    """The groups of stored answers, graded as in training. Raises `UserError` where their lengths are not known."""
+    """The groups of stored answers, graded as in training.
+
+    Raises `UserError` where their lengths are not known.
+    """
     options = Namespace(rounding=False, answer_tags=asked_for_tags(predictions))
     rows = defaultdict(list)
     for row in read_predictions(predictions):
@@ -184,8 +202,8 @@ def sampled(predictions: Path) -> Groups:
     flat = [row for own in rows.values() if len(own) == size for row in own]
     if size < 2 or any(row.get("n_tokens") is None for row in flat):
         raise UserError(
-            f"attenuation: {str(predictions)!r} has {size} answers to a problem, or not their lengths; sample several "
-            "with `python -m data_prep filter --samples 8`"
+            f"attenuation: {str(predictions)!r} has {size} answers to a problem, or not their "
+            "lengths; sample several with `python -m data_prep filter --samples 8`"
         )
     rewards = [float(grade_row(BENCHMARK, row, options).correct) for row in flat]
     truncated = [row.get("finish_reason") == "length" for row in flat]

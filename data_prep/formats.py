@@ -1,4 +1,6 @@
-"""The formats of a table, as records with their places: JSON, CSV, Excel, Parquet, folders of `save_to_disk`."""
+"""The formats of a table, as records with their places: JSON, CSV, Excel, Parquet, folders of
+`save_to_disk`.
+"""
 
 import codecs
 import csv
@@ -41,7 +43,9 @@ _KEEP_ONE = "keep the right value in"  # of a key that is given twice
 
 
 def format_of(path: Path) -> str:
-    """The ending of a file, or `state.json` for a data set of `save_to_disk`, whose folder has a file of that name."""
+    """The ending of a file, or `state.json` for a data set of `save_to_disk`, whose folder has a
+    file of that name.
+    """
     saved = path.name == SAVED and all(
         file.is_file() for file in (path, path.with_name("dataset_info.json"))
     )
@@ -49,7 +53,10 @@ def format_of(path: Path) -> str:
 
 
 def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]]:
-    """What is to be said of how a file is read, and what begins to read its wanted columns. Raises `UserError`."""
+    """What is to be said of how a file is read, and what begins to read its wanted columns.
+
+    Raises `UserError`.
+    """
     features: Mapping[str, Any] = {}
     with _readable(path):
         with path.open("rb") as file:
@@ -66,7 +73,8 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
         double = next((name for name in columns.wanted if present.count(name) > 1), None)
         if double is not None:
             raise UserError(
-                f"columns: {path.name!r} has {present.count(double)} columns {double!r}; rename all but one"
+                f"columns: {path.name!r} has {present.count(double)} columns {double!r}; rename "
+                "all but one"
             )
         if present:  # else it is empty, which is said when its rows are counted
             require_columns(columns, present, repr(path.name))
@@ -94,7 +102,9 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 def _described(path: Path) -> Mapping[str, Any]:
-    """The features of the data set as its card, or `dataset_infos.json`, beside or above the table has them."""
+    """The features of the data set as its card, or `dataset_infos.json`, beside or above the table
+    has them.
+    """
     for folder in (path.parent, path.parent.parent):
         with suppress(Exception):  # any README may be there
             card = folder / "README.md"
@@ -164,9 +174,11 @@ def _rows_of(batches: Iterable[Any]) -> Iterator[dict[str, Any] | BadRecord]:
 
 
 def _csv(path: Path, columns: Columns) -> Table:
-    """CSV in the encoding and with the sign between cells that the file has, as Excel writes them by its language.
+    """CSV in the encoding and with the sign between cells that the file has, as Excel writes them
+    by its language.
 
-    For its encoding a file is read once more than its rows are: its last letter may be the first that is not UTF-8.
+    For its encoding a file is read once more than its rows are: its last letter may be the first
+    that is not UTF-8.
     """
     encoding = _encoding(path)
     with path.open(encoding=encoding, newline="") as file:
@@ -200,7 +212,9 @@ def _header(start: str, delimiter: str) -> list[str]:
 
 
 def _encoding(path: Path) -> str:
-    """The encoding of a text: as its mark says, else UTF-8 where all of it is, else that of Windows."""
+    """The encoding of a text: as its mark says, else UTF-8 where all of it is, else that of
+    Windows.
+    """
     with path.open("rb") as file:
         if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             return "utf-16"
@@ -256,8 +270,8 @@ def _workbook(path: Path, columns: Columns) -> Table:
         import openpyxl
     except ImportError as error:
         raise UserError(
-            f"input: {str(path)!r} is an Excel workbook, for which openpyxl is missing; pip install openpyxl (the "
-            "extra 'excel'), or save it in Excel as CSV UTF-8"
+            f"input: {str(path)!r} is an Excel workbook, for which openpyxl is missing; pip "
+            "install openpyxl (the extra 'excel'), or save it in Excel as CSV UTF-8"
         ) from error
     try:
         sheets = openpyxl.load_workbook(path, read_only=True, data_only=True).worksheets
@@ -344,7 +358,9 @@ def _lines(path: Path) -> Records:
 
 
 def _has_lines(file: Any) -> bool:
-    """Whether a text that begins with an object has one on each line: the first is whole, and another follows."""
+    """Whether a text that begins with an object has one on each line: the first is whole, and
+    another follows.
+    """
     file.seek(0)
     lines = (line for line in file if line.strip())
     first, second = next(lines, b""), next(lines, b"")
@@ -424,8 +440,8 @@ def _in_object(path: Path, columns: Columns) -> Records:
         else:
             names = ", ".join(f"{name:.40}" for name in islice(content, 5))
             raise UserError(
-                f"input: {str(path)!r} is one object of {names or 'nothing'} and not a list of rows; write its rows "
-                "as a list, [{...}, {...}], or one object a line"
+                f"input: {str(path)!r} is one object of {names or 'nothing'} and not a list of "
+                "rows; write its rows as a list, [{...}, {...}], or one object a line"
             )
     for place, item in items:
         yield f"item {place}{under}", _record(item, "make it an object in")

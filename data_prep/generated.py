@@ -18,8 +18,9 @@ from data_prep.knights import PEOPLE, read_puzzles
 from data_prep.output import complete_or_absent
 from data_prep.synthetic.generate import generate
 
-# A revision stands for the rows that equal arguments give. Change it where drawing or wording gives other rows, which
-# tests/unit/data_prep/test_synthetic.py notices: cached data is then drawn anew, and no run resumes on the old rows.
+# A revision stands for the rows that equal arguments give. Change it where drawing or wording gives
+# other rows, which tests/unit/data_prep/test_synthetic.py notices: cached data is then drawn anew,
+# and no run resumes on the old rows.
 SYNTHETIC_REVISION = "c3064087ddd5c7de8ef695622661f522c7274cb74744a62006bff839e355686e"
 KNIGHTS_REVISION = "09d4eb893ffe4b46ba1f27f32b4d5b009ce8fb5ebcd1e37a8145a250cb069dab"
 DEFAULT_TEST_ROWS = 512
@@ -47,7 +48,10 @@ def synthetic(
     families: tuple[str, ...] = (),
     **more: Any,
 ) -> Drawn:
-    """Geometry problems, splits train and test. `more`: other arguments of `generate`. Raises `UserError`."""
+    """Geometry problems, splits train and test.
+
+    `more`: other arguments of `generate`. Raises `UserError`.
+    """
     given = {"seed": seed, "size": size, "families": families, **more}
 
     def draw(count: int, split: str) -> Iterator[Row]:
@@ -84,8 +88,8 @@ def _drawn(source: str, revision: str, draw: Draw, rows: int, test_rows: int, gi
 
 
 def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Manifest:
-    """Write the splits and the manifest, which is returned; two equal preparations give equal bytes. `overwrite`:
-    replace another prepared dataset. Raises `UserError`.
+    """Write the splits and the manifest, which is returned; two equal preparations give equal
+    bytes. `overwrite`: replace another prepared dataset. Raises `UserError`.
     """
     with complete_or_absent(output, drawn.description, overwrite=overwrite) as folder:
         counts = {}
@@ -96,7 +100,8 @@ def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Man
 
 
 def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
-    """Make this data set if `folder` does not hold it; of several processes that call this at once, one makes it.
+    """Make this data set if `folder` does not hold it; of several processes that call this at once,
+    one makes it.
 
     Raises `UserError` if the folder holds a data set of another kind.
     """
@@ -118,9 +123,11 @@ def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
 def prepare_knights_table(
     output: Path, location: Path, *, question: str = "box", overwrite: bool = False
 ) -> Manifest:
-    """Write the puzzles of the reference's Parquet file or folder, under the splits that its rows name.
+    """Write the puzzles of the reference's Parquet file or folder, under the splits that its rows
+    name.
 
-    `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Raises `UserError`.
+    `question`: `box` appends how to answer, `plain` leaves that to the system prompt. Raises
+    `UserError`.
     """
     found = read_puzzles(location, question)
     texts = "\n".join(

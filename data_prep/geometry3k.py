@@ -55,7 +55,9 @@ _TIDY = (
 
 
 def readable(text: str) -> str:
-    r"""`m \widehat{A B}` for `m \widehat A B`, `\sqrt{3}` for `\sqrt { 3 }`, `parallelogram` for `\parallelogram`."""
+    r"""`m \widehat{A B}` for `m \widehat A B`, `\sqrt{3}` for `\sqrt { 3 }`, `parallelogram` for
+    `\parallelogram`.
+    """
     text = _SEGMENT.sub(r"\\\1{\2 \3}", text)
     text = _ARC.sub(lambda match: rf"\widehat{{{match[1]}}}", text)
     text = _SHAPE.sub(r"\1", text)
@@ -83,7 +85,10 @@ class ProblemFolder:
         return int((self.inside or self.path.name).rstrip("/").rsplit("/", 1)[-1])
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file. Raises `OSError`, also for a damaged or encrypted member of a zip file."""
+        """The bytes of a file.
+
+        Raises `OSError`, also for a damaged or encrypted member of a zip file.
+        """
         if self.inside is None:
             path = self.path / name
             if path.stat().st_size > MAX_FILE_BYTES:
@@ -108,11 +113,13 @@ class ProblemFolder:
 
 
 def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
-    """The problems of the authors' splits `train`, `val` and `test`, by number; a split without any is left out.
+    """The problems of the authors' splits `train`, `val` and `test`, by number; a split without any
+    is left out.
 
-    `root`: one zip file, or a folder with folders `train/` ... or zip files of any name, whose splits are those of the
-    folders inside. A split is read from its folder, else from the zip file of its name, else from the only one that has
-    it. Raises `UserError` for a bad zip file, for two that have one split, and where `root` holds no problem.
+    `root`: one zip file, or a folder with folders `train/` ... or zip files of any name, whose
+    splits are those of the folders inside. A split is read from its folder, else from the zip file
+    of its name, else from the only one that has it. Raises `UserError` for a bad zip file, for two
+    that have one split, and where `root` holds no problem.
     """
     if root.is_file():
         found = _zipped(root)
@@ -132,8 +139,9 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
         raise UserError(f"input: there is no file or folder {str(root)!r}")
     if not found:
         raise UserError(
-            f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, and no zip file with one; "
-            f"give the folder that holds {', '.join(_SPLITS)}, or a zip file of it"
+            f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, and no "
+            f"zip file with one; give the folder that holds {', '.join(_SPLITS)}, or a zip file "
+            "of it"
         )
     held = {split: found[split] for split in _SPLITS if split in found}
     return {
@@ -159,7 +167,9 @@ def _from_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
 
 
 def _zipped(path: Path) -> dict[str, list[ProblemFolder]]:
-    """The numbered folders of a zip file by the split folder above them; where none has one, by the file's own name."""
+    """The numbered folders of a zip file by the split folder above them; where none has one, by the
+    file's own name.
+    """
     try:
         names = _archive(path).namelist()
     except (zipfile.BadZipFile, OSError) as error:
@@ -198,7 +208,10 @@ _OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # theirs:
 
 
 def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitReads]:
-    """The problems of the authors' folders or zip files, in the order of their numbers. Raises `UserError`."""
+    """The problems of the authors' folders or zip files, in the order of their numbers.
+
+    Raises `UserError`.
+    """
     held = {_OUR_SPLITS[name]: folders for name, folders in problem_folders(root).items()}
     reads = {
         split: [partial(_read_folder, folder, split, DIAGRAMS[diagram]) for folder in folders]
@@ -208,7 +221,10 @@ def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRe
 
 
 def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
-    """Read one problem. Raises `RowError`, with the original bytes, if a file or a field is not usable."""
+    """Read one problem.
+
+    Raises `RowError`, with the original bytes, if a file or a field is not usable.
+    """
     row_id = f"geometry3k/{split}/{folder.number}"
     originals: list[bytes] = []
     try:
@@ -263,7 +279,10 @@ REDRAWN = "geometry3k, redrawn"
 
 
 def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
-    """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`. Raises `UserError`."""
+    """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`.
+
+    Raises `UserError`.
+    """
     if texts is None:
         raise UserError(
             "texts: missing; --source logic-forms has no questions, so name a table that has them"
@@ -278,8 +297,8 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
         answer = row.get("solution")
         if place is None or question is None or not isinstance(answer, str):
             raise UserError(
-                f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, or images with a path "
-                "such as test/2401/img_diagram.png; put them in"
+                f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, "
+                "or images with a path such as test/2401/img_diagram.png; put them in"
             )
         split = _OUR_SPLITS[place[1]]
         form = forms.get(int(place[2]))
@@ -289,7 +308,8 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
             held[split].append(partial(_redrawn, form, split, place[2], question, answer))
     if undrawn:
         print(
-            f"{amount(undrawn, 'problem')} of {str(texts)!r} left out: not all points of the diagram have a place"
+            f"{amount(undrawn, 'problem')} of {str(texts)!r} left out: not all points of the "
+            "diagram have a place"
         )
     return {
         split: SplitReads(partial(iter, reads), len(reads))
@@ -322,7 +342,10 @@ def _field(
     kind: type[str] | type[list[str]],
     default: Any = None,
 ) -> Any:
-    """`data[name]`, a text or a list of texts. Raises `RowError` where it is neither, or missing without a default."""
+    """`data[name]`, a text or a list of texts.
+
+    Raises `RowError` where it is neither, or missing without a default.
+    """
     value = data.get(name, default)
     if isinstance(value, kind) and all(isinstance(item, str) and storable(item) for item in value):
         return value
@@ -344,7 +367,10 @@ def open_source(
     diagram: str | None = None,
     texts: str | None = None,
 ) -> tuple[dict[str, SplitReads], str | None]:
-    """The rows of a source of `SOURCES` at a dataset id or a path, and the commit of the hub. Raises `UserError`."""
+    """The rows of a source of `SOURCES` at a dataset id or a path, and the commit of the hub.
+
+    Raises `UserError`.
+    """
     for name, value, of in (
         ("revision", revision, "hub"),
         ("diagram", diagram, "intergps"),
@@ -370,7 +396,8 @@ def open_source(
         opened = open_local(Path(location or ""), PRESET.columns)
         if opened.kind != "parquet":
             raise UserError(
-                f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the command convert"
+                f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the "
+                "command convert"
             )
     begin = partial(
         reads, opened, name="geometry3k", columns=PRESET.columns, tests=None, limit=None
@@ -382,7 +409,9 @@ def open_source(
 
 @dataclass(frozen=True)
 class Options(Cleaning):
-    """The options that decide which rows are kept: of the `limit` the first ones, or with a `seed` a random sample."""
+    """The options that decide which rows are kept: of the `limit` the first ones, or with a `seed`
+    a random sample.
+    """
 
     seed: int | None = None
     diagram: str | None = None  # `plain` or `point`, for intergps only
@@ -399,10 +428,13 @@ def prepare_geometry3k(
     workers: int = 1,
     overwrite: bool = False,
 ) -> Manifest:
-    """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path. Returns the manifest.
+    """Prepare Geometry3K from `source` (one of `SOURCES`) at `location`, a dataset id or a path.
 
-    `revision`: of the hub. `workers`: processes that clean rows, on which the output does not depend. `overwrite`:
-    another prepared dataset at `output`; the same one is always replaced. Raises `UserError`, as `prepare` does.
+    Returns the manifest.
+
+    `revision`: of the hub. `workers`: processes that clean rows, on which the output does not
+    depend. `overwrite`: another prepared dataset at `output`; the same one is always replaced.
+    Raises `UserError`, as `prepare` does.
     """
     wanted = options or Options()
     if wanted.seed is not None and wanted.limit is None:
@@ -432,7 +464,9 @@ def prepare_geometry3k(
 
 
 def _chosen_of(split: str, found: SplitReads, options: Options) -> SplitReads:
-    """The rows to read of one split: the first ones, or with a seed a sample that every split draws for itself."""
+    """The rows to read of one split: the first ones, or with a seed a sample that every split draws
+    for itself.
+    """
     assert found.total is not None
     count = min(found.total, options.limit or found.total)
     chosen: range | set[int] = range(count)

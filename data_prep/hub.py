@@ -1,4 +1,6 @@
-"""A data set of the hub at one commit: streamed, so that only the rows that are read are downloaded, or kept."""
+"""A data set of the hub at one commit: streamed, so that only the rows that are read are
+downloaded, or kept.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,8 +21,8 @@ def open_hub(
 ) -> Opened:
     """The data set `name` at the commit that `revision` (None: the newest) stands for.
 
-    `subset`: one of the data set's configurations. `splits`: our names to theirs, {} for those that are called as ours.
-    Raises `UserError` where it cannot be had, or lacks a split or a column.
+    `subset`: one of the data set's configurations. `splits`: our names to theirs, {} for those that
+    are called as ours. Raises `UserError` where it cannot be had, or lacks a split or a column.
     """
     from datasets import load_dataset
 
@@ -52,7 +54,10 @@ def open_hub(
 
 
 def download_parquet(name: str, columns: Columns, revision: str | None) -> Opened:
-    """All Parquet files of a data set, kept in the cache of `huggingface_hub`, also for offline. Raises `UserError`."""
+    """All Parquet files of a data set, kept in the cache of `huggingface_hub`, also for offline.
+
+    Raises `UserError`.
+    """
     from huggingface_hub import snapshot_download
 
     missing = no_hub()
@@ -69,7 +74,8 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
         raise UserError(
             f"input: {name!r} has no Parquet file on the hub; give another id, or a downloaded copy"
         )
-    # its files are links into a folder beside all snapshots; each snapshot's folder has the name of its commit
+    # its files are links into a folder beside all snapshots; each snapshot's folder has the name of
+    # its commit
     return replace(
         open_local(folder, columns, root=folder.parents[1].resolve()),
         kind="hub",
@@ -84,7 +90,10 @@ def _unreachable(name: str, revision: str | None, reason: str) -> UserError:
 
 
 def commit_of(name: str, revision: str | None) -> str:
-    """The commit that a branch, tag or commit of a data set stands for, None for the newest. Raises as the hub does."""
+    """The commit that a branch, tag or commit of a data set stands for, None for the newest.
+
+    Raises as the hub does.
+    """
     from huggingface_hub import HfApi
 
     no_hub()  # the library tries again for minutes, unless it knows

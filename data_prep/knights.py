@@ -35,8 +35,9 @@ NAMES = (
 )
 ROLES = ("knave", "knight")
 QUESTION = (
-    "On an island everyone is a knight, who always tells the truth, or a knave, who always lies. You meet {people}. "
-    "{statements} Who is what? Put the answer in a box, like \\boxed{{{example}}}."
+    "On an island everyone is a knight, who always tells the truth, or a knave, who always lies. "
+    "You meet {people}. {statements} Who is what? Put the answer in a box, like "
+    "\\boxed{{{example}}}."
 )
 _MAX_REDRAWS = 20_000  # for one new puzzle; then there are taken to be no more
 _TEST_SHARE = (
@@ -113,14 +114,20 @@ def roles_text(names: Sequence[str], is_knight: Sequence[bool]) -> str:
 
 
 def example_answer(names: Sequence[str]) -> str:
-    """`Ada is a knight, ...`: how an answer looks. The last person is never named, so it is no whole answer."""
+    """`Ada is a knight, ...`: how an answer looks.
+
+    The last person is never named, so it is no whole answer.
+    """
     return roles_text(names[: min(2, len(names) - 1)], (True, False)[: len(names) - 1]) + ", ..."
 
 
 def puzzle_row(
     row_id: str, problem: str, gold: str, *, people: int, split: str, slip: str = ""
 ) -> Row:
-    """A puzzle as a row: no images, and its roles (`roles_text`) as the answer. `slip`: a wrong one, in a box."""
+    """A puzzle as a row: no images, and its roles (`roles_text`) as the answer.
+
+    `slip`: a wrong one, in a box.
+    """
     meta = {
         "goal": "knights and knaves",
         "shapes": [],
@@ -144,11 +151,15 @@ def puzzle_row(
 def generate(
     rows: int, split: str = "train", *, seed: int = 0, people: tuple[int, int] = PEOPLE
 ) -> Iterator[Row]:
-    """Yield `rows` puzzles of `split`, each once, with `people` (fewest, most) in turn. Raises `UserError`."""
+    """Yield `rows` puzzles of `split`, each once, with `people` (fewest, most) in turn.
+
+    Raises `UserError`.
+    """
     fewest, most = people
     if not PEOPLE[0] <= fewest <= most <= PEOPLE[1]:
         raise UserError(
-            f"people: {fewest}-{most} is no range within {PEOPLE[0]}-{PEOPLE[1]}, the smaller number first"
+            f"people: {fewest}-{most} is no range within {PEOPLE[0]}-{PEOPLE[1]}, the smaller "
+            "number first"
         )
     rng = random.Random(f"knights/{seed}/{split}")
     seen: set[str] = set()
@@ -182,19 +193,23 @@ def generate(
             )
         elif (redraws := redraws + 1) == _MAX_REDRAWS:
             raise UserError(
-                f"rows: {rows} of split {split!r} are more than the {len(seen)} different puzzles that were found; "
-                "ask for fewer, or for more --people"
+                f"rows: {rows} of split {split!r} are more than the {len(seen)} different puzzles "
+                "that were found; ask for fewer, or for more --people"
             )
 
 
 COLUMNS = ("quiz", "names", "solution", "statements", "extra_info")
 BOX = "Put the answer in a box, like \\boxed{{{example}}}."
-# What may follow the quiz: our own way to ask for a box, or nothing, where the system prompt says how to answer.
+# What may follow the quiz: our own way to ask for a box, or nothing, where the system prompt says
+# how to answer.
 QUESTIONS = ("box", "plain")
 
 
 def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
-    """Whether `("or", ("telling-truth", 1), ("lying", 2))` is true of people numbered from 0. Raises `ValueError`."""
+    """Whether `("or", ("telling-truth", 1), ("lying", 2))` is true of people numbered from 0.
+
+    Raises `ValueError`.
+    """
     match claim:
         case (("telling-truth" | "lying") as role, int(person)) if person in range(len(is_knight)):
             return bool(is_knight[person] == (role == KNIGHT))
@@ -213,7 +228,10 @@ def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
 
 
 def fitting(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
-    """Every way to call people knights in which knights, and they alone, say what is true. Person i makes claim i."""
+    """Every way to call people knights in which knights, and they alone, say what is true.
+
+    Person i makes claim i.
+    """
     assignments = product((True, False), repeat=len(claims))
     return [
         kinds
@@ -223,11 +241,15 @@ def fitting(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
 
 
 def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
-    """The rows of a file, or of all Parquet files below a folder, by split. Raises `UserError` with file and row."""
+    """The rows of a file, or of all Parquet files below a folder, by split.
+
+    Raises `UserError` with file and row.
+    """
     files = sorted(location.rglob("*.parquet")) if location.is_dir() else [location]
     if not files or not files[0].is_file():
         raise UserError(
-            f"input: {str(location)!r} has no Parquet file; give the reference's data/kk, or a file of it"
+            f"input: {str(location)!r} has no Parquet file; give the reference's data/kk, or a "
+            "file of it"
         )
     by_split: dict[str, list[Row]] = {}
     seen: dict[str, str] = {}
@@ -237,7 +259,8 @@ def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
             row = _row_of_record(record, place, question)
             if row["problem"] in seen:
                 raise UserError(
-                    f"input: {place} has the same puzzle as {seen[row['problem']]}; leave one file out"
+                    f"input: {place} has the same puzzle as {seen[row['problem']]}; leave one "
+                    "file out"
                 )
             seen[row["problem"]] = place
             rows = by_split.setdefault(row["split"], [])
@@ -253,7 +276,8 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
         missing = [name for name in COLUMNS if name not in table.schema_arrow.names]
         if missing:
             raise UserError(
-                f"input: {str(file)!r} has no column {missing[0]!r}; it is none of the reference's data/kk"
+                f"input: {str(file)!r} has no column {missing[0]!r}; it is none of the "
+                "reference's data/kk"
             )
         yield from table.read(columns=[*COLUMNS]).to_pylist()
     except (pa.ArrowException, OSError) as error:
@@ -275,7 +299,8 @@ def _row_of_record(record: Mapping[str, Any], place: str, question: str) -> Row:
             raise ValueError(f"split is {split!r}, and not one of {', '.join(SPLITS)}")
         if not len(claims) == len(solution) == len(set(names)) == len(names):
             raise ValueError(
-                f"{len(claims)} statements and {len(solution)} solutions for {len(set(names))} people"
+                f"{len(claims)} statements and {len(solution)} solutions for {len(set(names))} "
+                "people"
             )
         if fitting(claims) != [tuple(solution)]:
             raise ValueError("solution is not the only one that fits the statements")

@@ -1,10 +1,12 @@
-"""Finds the same diagram with the same question in two splits: a model that was trained on it is not tested by it.
+"""Finds the same diagram with the same question in two splits: a model that was trained on it is
+not tested by it.
 
-Two hashes are compared, together with the question (case, spaces and punctuation aside, but for signs of arithmetic):
+Two hashes are compared, together with the question (case, spaces and punctuation aside, but for
+signs of arithmetic):
 - SHA-256 of the pixels: the same picture, whatever the gold;
-- a difference hash of 16 x 16 comparisons of neighbouring patches inside the drawing's bounding box: the same picture
-  scaled, recompressed or with another margin. It cannot see a digit, and textbooks print one figure with many numbers,
-  so here the golds have to agree too.
+- a difference hash of 16 x 16 comparisons of neighbouring patches inside the drawing's bounding
+  box: the same picture scaled, recompressed or with another margin. It cannot see a digit, and
+  textbooks print one figure with many numbers, so here the golds have to agree too.
 """
 
 import hashlib
@@ -24,8 +26,8 @@ _NO_SIGNS = re.compile(
 _GRID = 16
 _INK = 245  # grey levels below it are drawing, above it paper
 _STEP = 8  # grey levels between neighbouring patches that are more than noise of a recompression
-# Of 256 bits. The six real diagrams that were at hand, scaled by 0.5 to 2, as JPEG 50 and in 16 colours, moved by
-# about 30 at most; two different ones of them are at least 63 apart.
+# Of 256 bits. The six real diagrams that were at hand, scaled by 0.5 to 2, as JPEG 50 and in 16
+# colours, moved by about 30 at most; two different ones of them are at least 63 apart.
 _NEAR_BITS = 32
 
 
@@ -48,8 +50,9 @@ def fingerprint(
     *,
     near: bool = True,
 ) -> Fingerprint:
-    """Of a cleaned row: its text, its canonical gold, its pictures, its options. `near`: whether to compare with others
-    by difference hashes too, which take time.
+    """Of a cleaned row: its text, its canonical gold, its pictures, its options.
+
+    `near`: whether to compare with others by difference hashes too, which take time.
     """
     question = question_key(problem)
     hashes = [diagram_hash(image) for image in images]
@@ -80,7 +83,9 @@ def difference_hash(image: Image.Image) -> int:
 
 
 class LeakIndex:
-    """The rows of the held-out splits that were seen so far; memory grows by about 400 bytes per such row."""
+    """The rows of the held-out splits that were seen so far; memory grows by about 400 bytes per
+    such row.
+    """
 
     def __init__(self) -> None:
         self._exact: dict[bytes, tuple[str, str]] = {}
@@ -91,7 +96,9 @@ class LeakIndex:
         self._near[print_.question_and_gold].append((print_.near, split, row_id))
 
     def find(self, split: str, print_: Fingerprint) -> tuple[str, str] | None:
-        """The id of a row of another split with the same diagram and question, and `exact` or `near`; else None."""
+        """The id of a row of another split with the same diagram and question, and `exact` or
+        `near`; else None.
+        """
         other = self._exact.get(print_.exact)
         if other and other[0] != split:
             return other[1], "exact"

@@ -1,7 +1,8 @@
-"""Geometry3K's logic forms: what people annotated of its diagrams (InterGPS, Lu et al. 2021), and their facts in words.
+"""Geometry3K's logic forms: what people annotated of its diagrams (InterGPS, Lu et al. 2021), and
+their facts in words.
 
-`Equals(LengthOf(Line(A, B)), 10)` is `AB = 10`. The words are for a model that is asked without the picture; where they
-do not suffice to solve the problem, as for a shaded region, there are none.
+`Equals(LengthOf(Line(A, B)), 10)` is `AB = 10`. The words are for a model that is asked without the
+picture; where they do not suffice to solve the problem, as for a shaded region, there are none.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _WORDS = {
 
 @dataclass(frozen=True)
 class Term:
-    """`Line(A, B)`: a head and what stands in its brackets; a text without brackets has no arguments."""
+    """`Line(A, B)`: a head and what stands in its brackets; a text without brackets has no
+    arguments.
+    """
 
     head: str
     arguments: tuple[Term, ...] = ()
@@ -93,7 +96,9 @@ class Form:
 
     @cached_property
     def rows(self) -> list[list[str]]:
-        """The straight lines, each with all points on it, in their order where their places are known."""
+        """The straight lines, each with all points on it, in their order where their places are
+        known.
+        """
         on: dict[frozenset[str], set[str]] = {frozenset(line): set(line) for line in self.lines}
         for term in self.found("PointLiesOnLine"):
             if len(term.arguments) == 2 and len(ends := term.arguments[1].names) == 2:
@@ -130,7 +135,10 @@ _DISSOLVED = "dissolved_text_logic_form"
 
 
 def form_of(held: Mapping[str, Any]) -> Form:
-    """The form of InterGPS' `logic_form.json`, or of the same under shorter names. Raises `KeyError`, `TypeError`."""
+    """The form of InterGPS' `logic_form.json`, or of the same under shorter names.
+
+    Raises `KeyError`, `TypeError`.
+    """
     keys = ("lines", "circles", "points", "facts", "question")
     if "line_instances" in held:
         theirs = (
@@ -151,23 +159,28 @@ def form_of(held: Mapping[str, Any]) -> Form:
 
 
 def read_forms(path: Path) -> dict[int, Form]:
-    """The forms of a JSON file (also .gz) with an object by the number of the problem. Raises `UserError`."""
+    """The forms of a JSON file (also .gz) with an object by the number of the problem.
+
+    Raises `UserError`.
+    """
     try:
         content = path.read_bytes()
         held = read_json(gzip.decompress(content) if path.suffix == ".gz" else content)
         return {int(number): form_of(form) for number, form in held.items()}
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"input: {str(path)!r} has no logic forms ({type(error).__name__}: {error}); give a JSON file (.gz) with "
-            "points, lines, circles, facts and question for the number of each problem"
+            f"input: {str(path)!r} has no logic forms ({type(error).__name__}: {error}); give a "
+            "JSON file (.gz) with points, lines, circles, facts and question for the number of "
+            "each problem"
         ) from error
 
 
 def facts_in_words(form: Form, problem: str) -> str | None:
     """The facts of the diagram as sentences; None where they do not suffice in words.
 
-    They do not where one of them cannot be read, where the problem is about a shaded or coloured region, or a shape
-    that the annotation does not name, and where it speaks of a point, an unknown or an angle that they do not have.
+    They do not where one of them cannot be read, where the problem is about a shaded or coloured
+    region, or a shape that the annotation does not name, and where it speaks of a point, an unknown
+    or an angle that they do not have.
     """
     said = [
         in_words(term)
@@ -194,7 +207,10 @@ def facts_in_words(form: Form, problem: str) -> str | None:
 
 
 def _suffices(text: str, form: Form) -> bool:
-    """Whether what the question speaks of stands in words. `$` is a shape without a name, clear where it is alone."""
+    """Whether what the question speaks of stands in words.
+
+    `$` is a shape without a name, clear where it is alone.
+    """
     asked = [term_of(each) for each in form.question if each.strip()]
     on_lines = {name for row in form.rows for name in row}
     known = on_lines.union(*form.rounds.values()) | {centre for centre, _ in form.rounds}

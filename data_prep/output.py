@@ -24,10 +24,12 @@ _DECIDES_NO_ROW = "allow_quarantined"  # people are told to raise it, and the ro
 def complete_or_absent(
     output: Path, description: Mapping[str, Any] | None = None, *, overwrite: bool = True
 ) -> Iterator[Path]:
-    """A folder to write into, hidden beside `output`, that takes the place of `output` when the block ends.
+    """A folder to write into, hidden beside `output`, that takes the place of `output` when the
+    block ends.
 
-    On any exception it is removed and `output` stays as it was. Raises `UserError` where that holds what we did not
-    prepare, without `overwrite` also another dataset than that of `description`, and where the disk is full.
+    On any exception it is removed and `output` stays as it was. Raises `UserError` where that holds
+    what we did not prepare, without `overwrite` also another dataset than that of `description`,
+    and where the disk is full.
     """
     output = output.resolve()
     with written_to("output", output):
@@ -78,7 +80,9 @@ def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
 
 
 def refuse_foreign(output: Path) -> None:
-    """Raise `UserError` unless `output` is absent, empty, or a prepared folder with nothing else in it."""
+    """Raise `UserError` unless `output` is absent, empty, or a prepared folder with nothing else in
+    it.
+    """
     with written_to("output", output):
         if not output.exists():
             return
@@ -93,7 +97,10 @@ def refuse_foreign(output: Path) -> None:
     there = {path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir()}
     foreign = there - {MANIFEST_NAME, *manifest["files"]}
     if foreign:
-        holds = f"{str(output)!r} holds {min(foreign)!r}, which is not part of the prepared dataset there"
+        holds = (
+            f"{str(output)!r} holds {min(foreign)!r}, which is not part of the prepared dataset "
+            "there"
+        )
         raise UserError(f"output: {holds}; move it away or choose another folder")
 
 

@@ -1,4 +1,6 @@
-"""The pictures that a value of a table names or holds: bytes, a data URL, Base64, a path as any system spells it."""
+"""The pictures that a value of a table names or holds: bytes, a data URL, Base64, a path as any
+system spells it.
+"""
 
 import base64
 import binascii
@@ -39,7 +41,9 @@ class PictureError(ValueError):
 
 @dataclass(frozen=True)
 class FileRoot:
-    """Where the paths in a table lead; without folders there are no files, as in a stream from the hub."""
+    """Where the paths in a table lead; without folders there are no files, as in a stream from the
+    hub.
+    """
 
     folder: Path | None = None  # in which they start, the table's own
     root: Path | None = None  # which they may not leave, the input's
@@ -48,7 +52,10 @@ class FileRoot:
 
 
 def picture_bytes(value: Any, files: FileRoot) -> bytes:
-    """The picture that bytes, a struct, a data URL, Base64, a path or its file URL holds. Raises `PictureError`."""
+    """The picture that bytes, a struct, a data URL, Base64, a path or its file URL holds.
+
+    Raises `PictureError`.
+    """
     if isinstance(value, dict):
         value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
     if isinstance(value, bytes | bytearray | memoryview):
@@ -83,7 +90,9 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
 
 
 def listed_pictures(value: Any) -> list[Any]:
-    """The pictures of a cell: the paths that it lists, with `;`, `,`, `|` or line breaks between them, else itself."""
+    """The pictures of a cell: the paths that it lists, with `;`, `,`, `|` or line breaks between
+    them, else itself.
+    """
     if isinstance(value, list | tuple):
         return list(value)
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -114,7 +123,9 @@ def named_files(value: Any, files: FileRoot) -> list[Path]:
 
 
 def other_spelling(value: Any, files: FileRoot) -> str:
-    """The name of the file that a path leads to only in another spelling of it; empty for any other value."""
+    """The name of the file that a path leads to only in another spelling of it; empty for any other
+    value.
+    """
     with suppress(PictureError, OSError):
         name = _path_in(value)
         if (
@@ -137,7 +148,10 @@ def _of_base64(text: str, why: str) -> bytes:
 
 
 def _inside(name: str, files: FileRoot) -> Path:
-    """The file that a path or file URL leads to. Raises `PictureError` where that is not in the input's folder."""
+    """The file that a path or file URL leads to.
+
+    Raises `PictureError` where that is not in the input's folder.
+    """
     if files.folder is None or files.root is None:
         raise PictureError(
             "not_a_file", f"is the path {shown(name)}, and there are no files", "put the bytes into"
@@ -157,9 +171,11 @@ def _inside(name: str, files: FileRoot) -> Path:
 
 
 def located(name: str, files: FileRoot) -> Path:
-    r"""The file of a path, else the one that has this path in another spelling: `a\b.PNG`, `a%20b.png`, decomposed ä.
+    r"""The file of a path, else the one that has this path in another spelling: `a\b.PNG`,
+    `a%20b.png`, decomposed ä.
 
-    Where there is none, the path as it is. Raises `PictureError` where that leads out of the input, or several fit.
+    Where there is none, the path as it is. Raises `PictureError` where that leads out of the input,
+    or several fit.
     """
     literal = _inside(name, files)
     folder = files.folder
@@ -226,7 +242,9 @@ def _of_file(name: str, files: FileRoot) -> bytes:
 
 
 def _near(file: Path, folder: Path | None) -> str:
-    """Where a missing file may be: under this name in a folder beside the table, or under one that is like its own."""
+    """Where a missing file may be: under this name in a folder beside the table, or under one that
+    is like its own.
+    """
     assert folder is not None, "without files there is no path"
     key = _folded(file.name)
     holder = next((name for name in _some_names(folder) if key in _names_in(folder / name)), None)

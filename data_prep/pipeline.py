@@ -1,4 +1,6 @@
-"""From a source to a prepared data set: rows are cleaned by several processes, duplicates dropped in order."""
+"""From a source to a prepared data set: rows are cleaned by several processes, duplicates dropped
+in order.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ _SHOWN_LEAKS = 1000  # in the manifest; a dropped row is in the quarantine anywa
 
 @dataclass(frozen=True)
 class Cleaned:
-    """A usable row with images as they will be stored, its fingerprint, its original bytes and their place."""
+    """A usable row with images as they will be stored, its fingerprint, its original bytes and
+    their place.
+    """
 
     row: Row
     print_: Fingerprint
@@ -61,7 +65,10 @@ class Cleaned:
 def clean_one(
     read: Callable[[], RawProblem], limits: PixelLimits, *, near: bool = True
 ) -> Cleaned | RowError:
-    """Read and clean one row. An error is returned, to be sent between processes. `near`: as for `fingerprint`."""
+    """Read and clean one row.
+
+    An error is returned, to be sent between processes. `near`: as for `fingerprint`.
+    """
     try:
         raw = read()
         row = to_row(raw, limits)
@@ -84,7 +91,9 @@ _NO_ANSWER = re.compile(r"n/?a\.?|nan|null|none|nil|unknown|tbd|\?+|-+", re.IGNO
 
 
 def _notes_on(row: Row) -> dict[str, str]:
-    """What is to be said of a row's reference answer, which can be met, but not by everything that is meant."""
+    """What is to be said of a row's reference answer, which can be met, but not by everything that
+    is meant.
+    """
     answer = str(row["answer"])
     given = row["answer_raw"]
     unasked = answer.rstrip().endswith("%") and not re.search(
@@ -114,7 +123,10 @@ _OPTIONS = re.compile(
 
 
 class Deduplicator:
-    """Drops rows whose id, or whose held-out diagram, was there before. It remembers hashes, not rows."""
+    """Drops rows whose id, or whose held-out diagram, was there before.
+
+    It remembers hashes, not rows.
+    """
 
     def __init__(self, quarantine: Quarantine, seen: SeenRows, *, keep_leaks: bool) -> None:
         self.quarantine = quarantine
@@ -153,7 +165,9 @@ class Deduplicator:
             yield row
 
     def _refused(self, split: str, cleaned: Cleaned) -> RowError | None:
-        """The error for a row whose id was there, or a training row that is dropped as a leak; None for any other."""
+        """The error for a row whose id was there, or a training row that is dropped as a leak; None
+        for any other.
+        """
         if not self.seen.is_new(cleaned.row["id"]):
             return cleaned.refuse(
                 "duplicate_id", "another row has this id", "give every row an id of its own"
@@ -170,7 +184,10 @@ class Deduplicator:
         if self._keep_leaks or split in HELD_OUT:
             return None
         self.leaks["dropped"] += 1
-        wrong = f"the diagram and question of {other} stand in this training row too (by {how} comparison)"
+        wrong = (
+            f"the diagram and question of {other} stand in this training row too (by {how} "
+            "comparison)"
+        )
         return cleaned.refuse(LEAK, wrong, "keep such rows with --keep-leaks")
 
 
@@ -181,14 +198,18 @@ _AHEAD = 8  # rows handed to the pool, for each worker, before a result is await
 
 @contextmanager
 def ordered_map(workers: int) -> Iterator[Mapper]:
-    """A `map` that keeps the order. One worker means this process; more use a pool that ends with the block.
+    """A `map` that keeps the order.
 
-    The first rows are done here in any case: a pool takes longer to begin than a small table to clean.
+    One worker means this process; more use a pool that ends with the block.
+
+    The first rows are done here in any case: a pool takes longer to begin than a small table to
+    clean.
     """
     if workers == 1:
         yield map
         return
-    # Not forked from this process: its threads and its lock on the output folder must not live on in a worker.
+    # Not forked from this process: its threads and its lock on the output folder must not live on
+    # in a worker.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["data_prep.pipeline"])
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
@@ -262,7 +283,8 @@ class Cleaning:
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and value < unit**2:
                 raise UserError(
-                    f"{name}: {value} is less than an image token of {self.family}, {unit**2}; raise it"
+                    f"{name}: {value} is less than an image token of {self.family}, {unit**2}; "
+                    "raise it"
                 )
         if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
             raise UserError(
@@ -275,7 +297,10 @@ _UNSAID = {"family": DEFAULT_FAMILY, "split_name": None, "drop_instruction": Fal
 
 
 def recorded(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for a manifest. The usual values of some are left out, as before there were others."""
+    """The options for a manifest.
+
+    The usual values of some are left out, as before there were others.
+    """
     return {
         key: value for key, value in options.items() if key not in _UNSAID or value != _UNSAID[key]
     }
@@ -290,11 +315,14 @@ def prepare(
     workers: int,
     overwrite: bool,
 ) -> Manifest:
-    """Clean and write every split of a source, the held-out ones first. Returns the manifest.
+    """Clean and write every split of a source, the held-out ones first.
 
-    `begin`: opens the source, for what its manifest is known by and the rows of its splits. `features`: the schema,
-    where there are more columns than ours. Raises `UserError`, where it can before the source is opened; where too many
-    rows were refused, `NAME.quarantine` stands beside `output` then.
+    Returns the manifest.
+
+    `begin`: opens the source, for what its manifest is known by and the rows of its splits.
+    `features`: the schema, where there are more columns than ours. Raises `UserError`, where it can
+    before the source is opened; where too many rows were refused, `NAME.quarantine` stands beside
+    `output` then.
     """
     limits = options.check()
     report = Path(f"{output.resolve()}.quarantine")

@@ -1,4 +1,6 @@
-"""The places of a row's images in its text, by any mark of a source: `<image>`, `<image1>`, `[image]`, `<img>`."""
+"""The places of a row's images in its text, by any mark of a source: `<image>`, `<image1>`,
+`[image]`, `<img>`.
+"""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +9,8 @@ from dataclasses import dataclass
 from adora_vl.data.prompts import PLACEHOLDER
 
 _MARK = re.compile(
-    r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>"  # a chat template's own, in rows made for another trainer
+    # a chat template's own, in rows made for another trainer
+    r"<\|vision_start\|><\|image_pad\|><\|vision_end\|>"
     r"|<(?:image|img)[ _]?(\d{0,3})>|<\|image_?(\d{0,3})\|>|\[(?:image|img)[ _]?(\d{0,3})\]",
     re.IGNORECASE,
 )
@@ -19,13 +22,16 @@ class Placed:
 
     text: str
     order: tuple[int, ...]  # the numbers of the images, from 0, in the order of their places
-    parts: bool = False  # it numbers more images than the row has; the others stand in it as the words "image 2"
+    # it numbers more images than the row has; the others stand in it as the words "image 2"
+    parts: bool = False
 
 
 def place_images(text: str, images: int) -> Placed | str:
-    """The text with the images in their places, or the sentence that says why there are none: `A; what to do`.
+    """The text with the images in their places, or the sentence that says why there are none: `A;
+    what to do`.
 
-    Marks without numbers are as many as images. An image whose number the text does not have stands at its end.
+    Marks without numbers are as many as images. An image whose number the text does not have stands
+    at its end.
     """
     marks = list(_MARK.finditer(text))
     if not marks:
@@ -36,7 +42,10 @@ def place_images(text: str, images: int) -> Placed | str:
     numbers = [next((int(number) for number in mark.groups() if number), None) for mark in marks]
     if all(number is None for number in numbers):
         if len(marks) != images:
-            return f"has {len(marks)} {marks[0].group()} and the row {has}; give as many as images, or none"
+            return (
+                f"has {len(marks)} {marks[0].group()} and the row {has}; give as many as images, "
+                "or none"
+            )
         return Placed(_before_the_text(_MARK.sub(PLACEHOLDER, text)), tuple(range(images)))
     if any(number is None for number in numbers):
         return "has marks of images with and without numbers; number all of them, or none"
@@ -44,7 +53,10 @@ def place_images(text: str, images: int) -> Placed | str:
 
 
 def in_words(text: str) -> str | None:
-    """An option with "image 2" for the mark of an image, which the problem shows. None for a mark without a number."""
+    """An option with "image 2" for the mark of an image, which the problem shows.
+
+    None for a mark without a number.
+    """
     numbers = [
         next((number for number in mark.groups() if number), "") for mark in _MARK.finditer(text)
     ]
@@ -55,7 +67,10 @@ def in_words(text: str) -> str | None:
 
 
 def _numbered(text: str, numbers: Sequence[int], images: int) -> Placed:
-    """A text whose marks have numbers. Only the first with a number is a place, the others are words."""
+    """A text whose marks have numbers.
+
+    Only the first with a number is a place, the others are words.
+    """
     first = min(numbers) if min(numbers) == 0 else 1
     distinct = list(dict.fromkeys(numbers))
     parts = max(numbers) - first >= images

@@ -19,7 +19,8 @@ from adora_vl.utils.errors import UserError
 class RowError(UserError):
     """One row cannot be used: `{row id}: {what is wrong, with the value}; {what to do}`.
 
-    `kind`: the broken rule, as `image_truncated`. `originals`: the row's bytes in its source, and `record` its texts.
+    `kind`: the broken rule, as `image_truncated`. `originals`: the row's bytes in its source, and
+    `record` its texts.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class RowError(UserError):
 
 @contextmanager
 def several_faults() -> Iterator[Callable[..., Any]]:
-    """Calls parts of the reading of a row, which give None where they raise `RowError`; at the end the first is raised,
-    with the others as `more`, so that all that is wrong with a row is found in one pass.
+    """Calls parts of the reading of a row, which give None where they raise `RowError`; at the end
+    the first is raised, with the others as `more`, so that all that is wrong with a row is found in
+    one pass.
     """
     faults: list[RowError] = []
 
@@ -77,7 +79,9 @@ class RawProblem:
     origin: str  # where a person finds and corrects the row
     images: tuple[bytes, ...]  # encoded
     problem: str  # without image placeholder, or with one for each image
-    answer: str  # the letter of one of the choices, where there are any and it is no `value_answer`; else a value
+    # the letter of one of the choices, where there are any and it is no `value_answer`; else a
+    # value
+    answer: str
     choices: tuple[str, ...] | None = None
     goal: str = ""
     shapes: tuple[str, ...] = ()
@@ -165,7 +169,10 @@ def _clean_image(raw: RawProblem, number: int, limits: PixelLimits) -> Any:
 
 
 def storable(value: str) -> bool:
-    """Whether a text can be stored. JSON can spell half of a surrogate pair, which is no character."""
+    """Whether a text can be stored.
+
+    JSON can spell half of a surrogate pair, which is no character.
+    """
     return re.search("[\ud800-\udfff]", value) is None
 
 
@@ -187,8 +194,10 @@ def _gold(raw: RawProblem) -> str:
 
 
 def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
-    """The canonical form of an open question's answer. Raises `RowError` where nobody could meet it: it is right
-    against nothing, or a number among signs that are not read, so that only the same signs would be right.
+    """The canonical form of an open question's answer.
+
+    Raises `RowError` where nobody could meet it: it is right against nothing, or a number among
+    signs that are not read, so that only the same signs would be right.
     """
     if (
         read(gold).reason == "not_read"
@@ -199,7 +208,10 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
     if reason:
         raise refuse(*_ungradable(gold, reason))
     if read(gold).reason == "not_read" and re.search(r"[0-9$^#]|\\(?:sqrt|frac)", gold):
-        wrong = f"the gold answer {gold!r:.200} can be read as a text of signs alone, which hardly any answer meets"
+        wrong = (
+            f"the gold answer {gold!r:.200} can be read as a text of signs alone, which hardly "
+            "any answer meets"
+        )
         raise refuse("gold_signs", wrong, f"{_A_GOLD}, without other signs or words, in")
     return canonical_gold(gold)
 

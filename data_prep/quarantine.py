@@ -1,8 +1,9 @@
-"""Keeps rows that cannot be used: `quarantine.jsonl` has the reasons, and `quarantine/` the original bytes. What is to
-be said of rows that are used all the same stands in `NOTES`.
+"""Keeps rows that cannot be used: `quarantine.jsonl` has the reasons, and `quarantine/` the
+original bytes. What is to be said of rows that are used all the same stands in `NOTES`.
 
-The bytes are separate files instead of text in the JSON. A viewer can then open a picture, `less` stays usable, and a
-40 MB scan is not one line. Files are named by their content, so that nothing from the input becomes part of a path.
+The bytes are separate files instead of text in the JSON. A viewer can then open a picture, `less`
+stays usable, and a 40 MB scan is not one line. Files are named by their content, so that nothing
+from the input becomes part of a path.
 """
 
 import hashlib
@@ -55,15 +56,23 @@ class Quarantine:
             self._firsts.setdefault(one.kind, f"{error.row_id}: {one.sentence}")
 
     def summary(self) -> dict[str, Any]:
-        """The counts of refused rows, as the manifest has them. A row with several faults counts for each."""
+        """The counts of refused rows, as the manifest has them.
+
+        A row with several faults counts for each.
+        """
         return {"rows": self._rows, "reasons": dict(sorted(self.kinds.items()))}
 
     def check(self, rows: int, kept: int, allowed: float, report: Path) -> None:
-        """Raise `MistakesError`, a line a kind, where more than `allowed` of `rows` is broken, or none is left."""
+        """Raise `MistakesError`, a line a kind, where more than `allowed` of `rows` is broken, or
+        none is left.
+        """
         if self.broken <= allowed * rows and kept:
             return
         share = self.broken / rows
-        remedy = f"mend them, or accept them with --allow-quarantined {-(-share * 100 // 1) / 100:.2f}"  # rounded up
+        # rounded up
+        remedy = (
+            f"mend them, or accept them with --allow-quarantined {-(-share * 100 // 1) / 100:.2f}"
+        )
         kinds = [
             (kind, count)
             for kind, count in self.kinds.most_common()
@@ -74,7 +83,10 @@ class Quarantine:
             f"{kind}: {amount(count, 'row')}, the first is {self._firsts[kind]}"
             for kind, count in kinds
         ]
-        last = f"all of them are in {report / QUARANTINE_NAME}; {remedy if kept else 'no row is left to use'}"
+        last = (
+            f"all of them are in {report / QUARANTINE_NAME}; "
+            f"{remedy if kept else 'no row is left to use'}"
+        )
         raise MistakesError([f"input: {self.broken} of {rows} rows {over}", *firsts, last])
 
     def move_to(self, folder: Path) -> None:
@@ -95,7 +107,9 @@ class Quarantine:
 
 
 def first_details(folder: Path) -> list[str]:
-    """What is wrong with the first row of each kind that is in the quarantine of a prepared folder for being broken."""
+    """What is wrong with the first row of each kind that is in the quarantine of a prepared folder
+    for being broken.
+    """
     found: dict[str, str] = {}
     with (folder / QUARANTINE_NAME).open(encoding="utf-8") as stream:
         for line in map(json.loads, stream):
@@ -109,39 +123,44 @@ def first_details(folder: Path) -> list[str]:
 
 # The name of a note, and what follows "12 rows" with an example of them.
 NOTES = {
-    "no_facts": "have no facts in words, such as {example}: what their diagram says does not suffice without looking",
+    "no_facts": "have no facts in words, such as {example}: what their diagram says does not suffice "
+    "without looking",
     "without_image": "have no image, such as {example}",
     "parts": (
         "number more images than they have, such as {example}, as where the parts of one picture are numbered: it "
         'stands at the first number, and the others stay as the words "image 2"'
     ),
-    "options": 'have options that name an image, such as {example}: there it stays as the words "image 2"',
+    "options": 'have options that name an image, such as {example}: there it stays as the words "image '
+    '2"',
     "repeats": "repeat another row, answer and all, such as {example}; they were kept",
     "percent": (
         "have a percentage as the answer, such as {example}, which the problem does not ask for: 50 is wrong for 50%, "
         'so say "in percent" in the problem, or give the number alone'
     ),
     "words": (
-        "have words beside a number as the answer, such as {example}: the number alone is wrong for them, so give the "
-        "number, and say in the problem what it counts"
+        "have words beside a number as the answer, such as {example}: the number alone is wrong "
+        "for them, so give the number, and say in the problem what it counts"
     ),
     "no_answer": (
-        "have an answer that many tables write where there is none, such as {example}: it is taken as a text, so leave "
-        "such rows out unless it is one"
+        "have an answer that many tables write where there is none, such as {example}: it is "
+        "taken as a text, so leave such rows out unless it is one"
     ),
     "letter": (
-        "have a letter as the answer and no options, such as {example}: name the column with the options, "
-        "choices=COLUMN, or write them into the problem"
+        "have a letter as the answer and no options, such as {example}: name the column with the "
+        "options, choices=COLUMN, or write them into the problem"
     ),
     "signs": (
-        "have an answer that can be read as a text of signs alone, such as {example}: another spelling is wrong for "
-        "it, so write a number, an expression or a word where one is meant"
+        "have an answer that can be read as a text of signs alone, such as {example}: another "
+        "spelling is wrong for it, so write a number, an expression or a word where one is meant"
     ),
     "one_picture": (
-        "share one picture with seven others or more, such as {example}: see whether images=COLUMN names the right one"
+        "share one picture with seven others or more, such as {example}: see whether "
+        "images=COLUMN names the right one"
     ),
-    "spelling": "name a picture in another spelling than its file has, such as {example}; that file was taken",
-    "format": "were read from {example}; see whether the prompt below is right, or save the table as CSV UTF-8",
+    "spelling": "name a picture in another spelling than its file has, such as {example}; that file was "
+    "taken",
+    "format": "were read from {example}; see whether the prompt below is right, or save the table as "
+    "CSV UTF-8",
     "instruction": "end with an instruction on how to answer, such as {example}; ",
 }
 _KEPT = "it was kept, beside the training's own system prompt: --drop-instruction takes it off"

@@ -57,7 +57,10 @@ class Context:
 def read_record(
     record: Record | BadRecord, place: str, number: int, context: Context
 ) -> RawProblem:
-    """The problem of a record: at `place` in its file, `number` in its split, from 0. Raises `RowError`."""
+    """The problem of a record: at `place` in its file, `number` in its split, from 0.
+
+    Raises `RowError`.
+    """
     origin = f"{place} of {context.location}"
     row_id = f"{context.name}/{context.split}/{number}"
     if isinstance(record, BadRecord):
@@ -168,7 +171,9 @@ def _problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, dic
 
 
 def asked_in(record: Record, columns: Columns) -> tuple[Any, list[Any]]:
-    """What a record asks, as a text or what is there instead, and the pictures in it: of parts, or of `<img>` tags."""
+    """What a record asks, as a text or what is there instead, and the pictures in it: of parts, or
+    of `<img>` tags.
+    """
     value = listed(record.get(columns.problem, MISSING), texts_only=True)
     found = text_of_chat(value) if isinstance(value, list) else value
     text, named = pictures_of_text(found) if isinstance(found, str) else (found, [])
@@ -188,8 +193,8 @@ def pictures_beside(record: Record, columns: Columns, *, texts_only: bool) -> li
 def _images(
     record: Record, context: Context, refuse: Refuse
 ) -> tuple[tuple[bytes, ...], str, bool]:
-    """The pictures, the first path that was found in another spelling alone, and whether there are no pictures: no such
-    column was named, or the row has nothing in it.
+    """The pictures, the first path that was found in another spelling alone, and whether there are
+    no pictures: no such column was named, or the row has nothing in it.
     """
     values = pictures_beside(record, context.columns, texts_only=context.texts_only)
     asked = asked_in(record, context.columns)[1]

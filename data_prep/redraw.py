@@ -1,7 +1,9 @@
-"""Draws the diagram of a Geometry3K problem anew from its logic form: lines, circles, letters, values and marks.
+"""Draws the diagram of a Geometry3K problem anew from its logic form: lines, circles, letters,
+values and marks.
 
-For a machine without the original pictures. Values stand beside their segment, in their angle or at their arc; a fact
-for which a drawing has no mark is written below it. Points are complex numbers, in shares of the picture, y downwards.
+For a machine without the original pictures. Values stand beside their segment, in their angle or at
+their arc; a fact for which a drawing has no mark is written below it. Points are complex numbers,
+in shares of the picture, y downwards.
 """
 
 import math
@@ -194,7 +196,9 @@ class _Diagram:
         )
 
     def _angle(self, names: Sequence[str]) -> tuple[complex, float, float]:
-        """The corner of an angle, where its first side points to, and the turn to the other, at most half a one."""
+        """The corner of an angle, where its first side points to, and the turn to the other, at
+        most half a one.
+        """
         first, corner, last = (self.at[name] for name in names)
         start = phase(first - corner)
         return corner, start, (phase(last - corner) - start + math.pi) % (2 * math.pi) - math.pi
@@ -207,7 +211,9 @@ class _Diagram:
     def _strokes(
         self, names: Sequence[str], towards: complex, count: int, wing: float, part: float
     ) -> None:
-        """Ticks or arrow heads on a segment: strokes with two wings, turned by so much from its direction."""
+        """Ticks or arrow heads on a segment: strokes with two wings, turned by so much from its
+        direction.
+        """
         start, end = (self.at[name] for name in names)
         if ((end - start) * towards.conjugate()).real < 0:
             start, end = end, start
@@ -217,7 +223,10 @@ class _Diagram:
             self._line(tip + rect(_STROKE, along + wing), tip, tip + rect(_STROKE, along - wing))
 
     def _marks(self) -> list[Term]:
-        """Right angles, arrows of parallels, ticks of equal lengths, arcs of equal angles. The facts that have one."""
+        """Right angles, arrows of parallels, ticks of equal lengths, arcs of equal angles.
+
+        The facts that have one.
+        """
         marked = []
         corners: set[tuple[int, int]] = set()
         for term in self.form.found("Perpendicular"):

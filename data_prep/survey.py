@@ -43,7 +43,9 @@ TextTokens = Callable[[str], int]
 
 @dataclass
 class SplitFacts:
-    """The facts of one split: how often each value of each property occurs, and numbers for every row."""
+    """The facts of one split: how often each value of each property occurs, and numbers for every
+    row.
+    """
 
     counts: dict[str, Counter[str]] = field(
         default_factory=lambda: {name: Counter() for name in ("rows", *PROPERTIES)}
@@ -72,16 +74,20 @@ class Survey:
 def survey(
     folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY
 ) -> Survey:
-    """Look at every row once, a batch in memory at a time. Raises `UserError`.
+    """Look at every row once, a batch in memory at a time.
 
-    `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub id whose tokenizer
-    measures the problems; None measures characters. `family`: the model_type that counts image tokens.
+    Raises `UserError`.
+
+    `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub
+    id whose tokenizer measures the problems; None measures characters. `family`: the model_type
+    that counts image tokens.
     """
     files = split_files(folder)
     refuse(
         (
             not files,
-            f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m data_prep`",
+            f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m "
+            "data_prep`",
         )
     )
     measure = len if model is None else _tokenizer(model)
@@ -175,7 +181,9 @@ _SHOWN_PROMPT = 20_000  # characters; a longer prompt is a mistake, which the lo
 
 
 def describe(found: Survey) -> str:
-    """Counts of each split, image tokens, the longest prompts, what was left out, and one whole prompt."""
+    """Counts of each split, image tokens, the longest prompts, what was left out, and one whole
+    prompt.
+    """
     shown = whole_prompt(found.example) if found.example is not None else []
     return "\n".join([counts(found), *(["", *shown] if shown else [])])
 
@@ -205,7 +213,9 @@ def counts(found: Survey) -> str:
 
 
 def whole_prompt(row: Row) -> list[str]:
-    """Lines: what a model is asked for this row by the default keys of a training, from the first role to the last."""
+    """Lines: what a model is asked for this row by the default keys of a training, from the first
+    role to the last.
+    """
     problem = template(DEFAULT_PROMPT)(row)
     images = len(row["images"] or [])
     fault = problem_with_prompt(problem, images)
@@ -229,7 +239,10 @@ def what_was_left_out(manifest: Manifest) -> list[str]:
     leaks = manifest.get("leaks") or {}
     lines = note_lines(manifest)
     if leaks.get("found"):
-        also = f"{amount(leaks['found'], 'row')} with the diagram and question of a row in another split"
+        also = (
+            f"{amount(leaks['found'], 'row')} with the diagram and question of a row in another "
+            "split"
+        )
         lines.insert(0, f"leaks: {also}; {leaks['dropped']} dropped from train")
     if quarantined.get("rows"):
         reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
@@ -296,7 +309,8 @@ def print_counts(output: Path, manifest: Manifest) -> None:
         f"{split} {amount(counts[split], 'row')}" for split in SPLITS if split in counts
     )
     print(
-        f"{output}: {rows}; look at it with `python -m data_prep inspect {shlex.quote(str(output))}`"
+        f"{output}: {rows}; look at it with `python -m data_prep inspect "
+        f"{shlex.quote(str(output))}`"
     )
     details = (
         [f"  {detail}" for detail in first_details(output)]

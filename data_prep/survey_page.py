@@ -141,7 +141,10 @@ li.right { font-weight: 700; } pre { overflow-x: auto; background: var(--soft); 
 
 
 def write_page(found: Survey, path: Path) -> None:
-    """Write the page. Raises `UserError` where `path` is a file that is not such a page, or cannot be written."""
+    """Write the page.
+
+    Raises `UserError` where `path` is a file that is not such a page, or cannot be written.
+    """
     content = page(found)
     check_page(path)
     with written_to("html", path):
@@ -166,7 +169,10 @@ def check_page(path: Path) -> None:
 
 
 def page(found: Survey) -> str:
-    """The whole document. Its policy forbids scripts and everything from elsewhere, whatever a row says."""
+    """The whole document.
+
+    Its policy forbids scripts and everything from elsewhere, whatever a row says.
+    """
     rows = sum(f.counts["rows"]["rows"] for f in found.splits.values())
     title = f"{found.folder.resolve().name}: {amount(rows, 'row')}"
     figures = "".join(
@@ -180,19 +186,17 @@ def page(found: Survey) -> str:
     prompt = "\n".join(whole_prompt(found.example) if found.example is not None else [])
     left_out = "".join(f"<p>{escape(line)}</p>" for line in what_was_left_out(found.manifest))
     return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<meta name='generator' content='{_GENERATOR}'>"
-        "<meta http-equiv='Content-Security-Policy' "
-        "content=\"default-src 'none'; img-src data:; style-src 'unsafe-inline'\">"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='generator' "
+        f"content='{_GENERATOR}'><meta http-equiv='Content-Security-Policy' content=\"default-src "
+        "'none'; img-src data:; style-src 'unsafe-inline'\"><meta name='viewport' "
+        "content='width=device-width, initial-scale=1'>"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
-        f"<h1>{escape(title)}</h1>{left_out}"
-        "<nav><a href='#plots'>Plots</a> <a href='#counts'>Counts</a> <a href='#prompt'>Prompt</a> "
-        "<a href='#rows'>Rows</a></nav>"
-        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div>"
-        f"<h2 id='counts'>Counts</h2><pre>{escape(counts(found))}</pre>"
-        f"<h2 id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre>"
-        f"<h2 id='rows'>Rows, spread over the whole</h2><div class='grid'>{cards}</div></body></html>\n"
+        f"<h1>{escape(title)}</h1>{left_out}<nav><a href='#plots'>Plots</a> <a "
+        "href='#counts'>Counts</a> <a href='#prompt'>Prompt</a> <a href='#rows'>Rows</a></nav>"
+        f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div><h2 "
+        f"id='counts'>Counts</h2><pre>{escape(counts(found))}</pre><h2 "
+        f"id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre><h2 id='rows'>Rows, spread over the "
+        f"whole</h2><div class='grid'>{cards}</div></body></html>\n"
     )
 
 

@@ -53,7 +53,9 @@ class Opened:
 
 
 def held_out(index: int, share: float, seed: int) -> bool:
-    """Whether a question becomes one of the test: of every `1 / share` consecutive ones one does, drawn by `seed`."""
+    """Whether a question becomes one of the test: of every `1 / share` consecutive ones one does,
+    drawn by `seed`.
+    """
     block = floor(index * share)
     first = ceil(block / share)
     end = ceil((block + 1) / share)
@@ -61,9 +63,11 @@ def held_out(index: int, share: float, seed: int) -> bool:
 
 
 class DrawnTests:
-    """Which rows of train become the split test: all rows that ask one question of one picture go together.
+    """Which rows of train become the split test: all rows that ask one question of one picture go
+    together.
 
-    A row of train whose question is in the test is a leak, and dropped. Rows are taken in order, once for each split.
+    A row of train whose question is in the test is a leak, and dropped. Rows are taken in order,
+    once for each split.
     """
 
     def __init__(self, share: float, seed: int, columns: Columns) -> None:
@@ -96,7 +100,9 @@ class DrawnTests:
 
 
 def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened:
-    """A file, or a folder with tables and what they name. Raises `UserError`, also for a column that is not there.
+    """A file, or a folder with tables and what they name.
+
+    Raises `UserError`, also for a column that is not there.
 
     `root`: the folder that no link and no path of a table may leave; by default that of the input.
     """
@@ -108,7 +114,8 @@ def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened
         found = _tables(path)
     else:
         raise UserError(
-            f"input: there is no file or folder {str(path)!r}, nor is it a hub id such as owner/name"
+            f"input: there is no file or folder {str(path)!r}, nor is it a hub id such as "
+            "owner/name"
         )
     for file in (file for files in found.values() for file in files):
         if file.suffix.lower() not in ENDINGS:
@@ -119,7 +126,8 @@ def open_local(path: Path, columns: Columns, root: Path | None = None) -> Opened
                 else ""
             )
             raise UserError(
-                f"input: {str(path)!r} is none of the known tables; give a file with one of {known}{saved}"
+                f"input: {str(path)!r} is none of the known tables; give a file with one of "
+                f"{known}{saved}"
             )
         if path.is_dir() and not file.resolve().is_relative_to(root):
             raise UserError(
@@ -150,7 +158,10 @@ def reads(
     *,
     drop_instruction: bool = False,
 ) -> Reads:
-    """One call per row of the split, in the order of the tables; the first `limit`. `tests`: None: none are drawn."""
+    """One call per row of the split, in the order of the tables; the first `limit`.
+
+    `tests`: None: none are drawn.
+    """
     source = split if tests is None else "train"
     number = given = 0
     for part in opened.parts[source]:
@@ -175,12 +186,16 @@ def reads(
 
 
 def named_split(opened: Opened, split: str | None) -> Opened:
-    """The same table as the split of this name; None: as its own. Raises `UserError` where there are several splits."""
+    """The same table as the split of this name; None: as its own.
+
+    Raises `UserError` where there are several splits.
+    """
     if split is None:
         return opened
     if len(opened.parts) > 1:
         raise UserError(
-            f"split_name: {split!r} is for one table, and here are {', '.join(opened.parts)}; leave it out"
+            f"split_name: {split!r} is for one table, and here are {', '.join(opened.parts)}; "
+            "leave it out"
         )
     (own,) = opened.parts
     totals = {split: opened.totals[own]} if opened.totals else {}
@@ -188,14 +203,18 @@ def named_split(opened: Opened, split: str | None) -> Opened:
 
 
 def splits_of(opened: Opened, share: float) -> list[str]:
-    """The splits that will be written. Raises `UserError` where a share of train cannot be taken for a test."""
+    """The splits that will be written.
+
+    Raises `UserError` where a share of train cannot be taken for a test.
+    """
     if not share:
         return list(opened.parts)
     if "train" not in opened.parts:
         (split, parts), *_ = opened.parts.items()
         raise UserError(
-            f"test_share: {parts[0].location} is the split {split} by its name, so there is no train to take "
-            f"{share:g} of; say that it is with --split-name train, or leave --test-share out"
+            f"test_share: {parts[0].location} is the split {split} by its name, so there is no "
+            f"train to take {share:g} of; say that it is with --split-name train, or leave "
+            "--test-share out"
         )
     if "test" in opened.parts:
         there = opened.parts["test"][0].location
@@ -213,7 +232,8 @@ def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
         folder = Path(columns.image_dir)
         if not folder.is_dir():
             raise UserError(
-                f"image_dir: there is no folder {columns.image_dir!r}; name the one that has the pictures"
+                f"image_dir: there is no folder {columns.image_dir!r}; name the one that has the "
+                "pictures"
             )
         files = FileRoot(folder.resolve(), folder.resolve())
     said, begin = open_table(file, columns)
@@ -226,7 +246,9 @@ def _split_named(stem: str) -> str | None:
 
 
 def _tables(folder: Path) -> dict[str, list[Path]]:
-    """The tables of a folder by split, which their names or those of their folders say; a lone one is train."""
+    """The tables of a folder by split, which their names or those of their folders say; a lone one
+    is train.
+    """
     if saved := _saved(folder):
         return saved
     found: dict[str, list[Path]] = {}
@@ -246,8 +268,8 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
         if len(lone) > 1:
             names = ", ".join(path.name for path in lone[:5])
             raise UserError(
-                f"input: {str(folder)!r} has {len(lone)} tables ({names}) and none is called train or test; "
-                "give one of them, or name them after their splits"
+                f"input: {str(folder)!r} has {len(lone)} tables ({names}) and none is called "
+                "train or test; give one of them, or name them after their splits"
             )
         found["train"] = lone
     for split, paths in found.items():
@@ -285,7 +307,9 @@ def _in(folder: Path) -> list[Path]:
 
 
 def _saved(folder: Path) -> dict[str, list[Path]]:
-    """The parts of a folder that `save_to_disk` wrote, of one split or of several; {} for any other folder."""
+    """The parts of a folder that `save_to_disk` wrote, of one split or of several; {} for any other
+    folder.
+    """
     if format_of(folder / SAVED) == SAVED:
         return {"train": [folder / SAVED]}
     try:

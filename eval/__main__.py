@@ -1,4 +1,5 @@
-"""`python -m eval BENCHMARK ...` and `adora-vl-eval BENCHMARK ...` do the same as `python -m eval.BENCHMARK ...`.
+"""`python -m eval BENCHMARK ...` and `adora-vl-eval BENCHMARK ...` do the same as `python -m
+eval.BENCHMARK ...`.
 
 They also take a benchmark of the user's own, `FILE.py:NAME`.
 """
@@ -26,7 +27,10 @@ def _of(benchmark: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a benchmark's command, `all` of a suite, or `compare`. Returns its exit code, or 2 for an unknown name."""
+    """Run a benchmark's command, `all` of a suite, or `compare`.
+
+    Returns its exit code, or 2 for an unknown name.
+    """
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         lines = [_USAGE, "", *(f"  {each:<12}{_of(each)}" for each in NAMES)]

@@ -1,6 +1,7 @@
 """The list of the benchmarks.
 
-A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `NAMES`; or a file of the user's own.
+A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `NAMES`; or a file
+of the user's own.
 """
 
 from argparse import Namespace
@@ -31,7 +32,10 @@ _OF_SOURCES = {
 
 
 def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benchmark:
-    """The benchmark of that name. `others`: words beside `NAMES`. Raises `UserError`, which begins with `key`."""
+    """The benchmark of that name.
+
+    `others`: words beside `NAMES`. Raises `UserError`, which begins with `key`.
+    """
     if name in NAMES:
         found: Benchmark = import_module(f"eval.{name}").BENCHMARK
     elif is_own(name):
@@ -49,7 +53,8 @@ def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benc
 def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a benchmark, a user's own too, and a hash of their data.
 
-    Raises `UserError` where two have the same id, by which answers are found, or where a text cannot be asked.
+    Raises `UserError` where two have the same id, by which answers are found, or where a text
+    cannot be asked.
     """
     from eval.inference.dataset import (
         unaskable,
@@ -71,7 +76,9 @@ def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str
 
 
 def for_data(folder: Path) -> str:
-    """The name of the benchmark that scores the held-out split of a data set, by the source in its manifest."""
+    """The name of the benchmark that scores the held-out split of a data set, by the source in its
+    manifest.
+    """
     from adora_vl.data.dataset import read_manifest
 
     manifest = read_manifest(folder)

@@ -61,7 +61,10 @@ MAX_SAMPLES = 1024
 
 
 def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
-    """The options of a benchmark's command: the command line goes over the `--config` file. Raises `UserError`."""
+    """The options of a benchmark's command: the command line goes over the `--config` file.
+
+    Raises `UserError`.
+    """
     parser = build_parser(benchmark)
     words = list(sys.argv[1:] if argv is None else argv)
     options = parser.parse_args(words)
@@ -172,7 +175,10 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
         default="image",
         help=f"{what}; eval.compare lays them side by side",
     )
-    what = "what the model may call between its turns, as in training: zoom, line, ... or FILE.py:FUNCTION"
+    what = (
+        "what the model may call between its turns, as in training: zoom, line, ... or "
+        "FILE.py:FUNCTION"
+    )
     add("--tools", nargs="*", type=text, default=[], metavar="TOOL", help=what)
     add(
         "--max-tool-calling-iterations",
@@ -181,7 +187,10 @@ def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
         metavar="N",
         help="turns answered; default 3",
     )
-    what = "as adora_tool_options, such as '{images: 4}'; --max-tokens bounds a conversation with what tools say"
+    what = (
+        "as adora_tool_options, such as '{images: 4}'; --max-tokens bounds a conversation with "
+        "what tools say"
+    )
     add("--tool-options", type=optional(text), metavar="MAPPING", help=what)
 
 
@@ -229,7 +238,8 @@ def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]
     return words
 
 
-# The options that an answer can depend on. The limit is not one, because a run may be extended, nor is the batch size.
+# The options that an answer can depend on. The limit is not one, because a run may be extended, nor
+# is the batch size.
 _FINGERPRINT = (
     "engine",
     "split",
@@ -246,7 +256,10 @@ _FINGERPRINT = (
 
 
 def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
+    """Run the command.
+
+    Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
+    """
 
     def command() -> None:
         options = parse(argv, benchmark)
@@ -269,7 +282,8 @@ def check_output(output: Path) -> None:
     check_folder("output", output)
     if not output.exists() and output.suffix == ".json":
         raise UserError(
-            f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending out"
+            f"output: {str(output)!r} ends in .json, and a folder is made here; leave the ending "
+            "out"
         )
 
 
@@ -277,7 +291,8 @@ def check_options(options: Namespace) -> AnswerEngineSettings:
     """The engine that is asked for, whose model can be loaded. Raises `UserError`."""
     if options.samples > 1 and not options.temperature:
         raise UserError(
-            f"samples: {options.samples} greedy answers are the same; give --temperature, such as 1.0"
+            f"samples: {options.samples} greedy answers are the same; give --temperature, such as "
+            "1.0"
         )
     settings = settings_of(options)
     check_loadable(settings)
@@ -304,7 +319,10 @@ def ask(
     processes: Ranks,
     build: Callable[[AnswerEngineSettings], AnswerEngine] | None = None,
 ) -> None:
-    """Ask the model all questions, and write its answers. `build`: in place of `build_engine`. Raises `UserError`."""
+    """Ask the model all questions, and write its answers.
+
+    `build`: in place of `build_engine`. Raises `UserError`.
+    """
     problems = asked.problems[: options.limit]
     (shown, left_out, data_hash) = asked
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
@@ -349,8 +367,8 @@ def ask(
     )
     if summary.missing:
         raise UserError(
-            f"base_url: {amount(summary.missing, 'answer')} of {summary.total} could not be had; start the same "
-            "command again, which asks for those alone"
+            f"base_url: {amount(summary.missing, 'answer')} of {summary.total} could not be had; "
+            "start the same command again, which asks for those alone"
         )
 
 
@@ -369,7 +387,9 @@ def write_score(benchmark: Benchmark, predictions: Path, options: Namespace) -> 
 
 
 def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> Scored:
-    """The score of a predictions file, with the fingerprint that lies beside it, or null if there is none."""
+    """The score of a predictions file, with the fingerprint that lies beside it, or null if there
+    is none.
+    """
     rows = read_predictions(predictions, benchmark.check, benchmark.id_column)
     path = predictions.parent / FILE_NAME
     fingerprint = read(path) if path.is_file() else None
@@ -400,9 +420,11 @@ def figures_in_training(
     *,
     answer_tags: bool = False,
 ) -> dict[str, float]:
-    """The score of at least one row as flat numbers for a log: `mathvista_accuracy`, its interval, and all that it has.
+    """The score of at least one row as flat numbers for a log: `mathvista_accuracy`, its interval,
+    and all that it has.
 
-    `options`: of the benchmark's `score` verb; None: its defaults. `answer_tags`: the prompts asked for `<answer>`.
+    `options`: of the benchmark's `score` verb; None: its defaults. `answer_tags`: the prompts asked
+    for `<answer>`.
     """
     made, _ = score(benchmark, rows, options or score_defaults(benchmark), answer_tags=answer_tags)
     low, high = made["wilson_95"]

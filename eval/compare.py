@@ -1,7 +1,9 @@
-"""`python -m eval.compare A B ...`: scores of one benchmark side by side, with tests of their differences.
+"""`python -m eval.compare A B ...`: scores of one benchmark side by side, with tests of their
+differences.
 
-A and B are score files or the output folders of `run`. Every run is tested against the first, on their common items.
-The comparison of training runs (`adora_vl.report`) uses the score files, differences and warnings of this module.
+A and B are score files or the output folders of `run`. Every run is tested against the first, on
+their common items. The comparison of training runs (`adora_vl.report`) uses the score files,
+differences and warnings of this module.
 """
 
 from __future__ import annotations
@@ -67,7 +69,10 @@ class ScoreFile:
 
 
 def read_run(path: str, name: str | None = None) -> ScoreFile:
-    """Read a score file. `name`: in tables, instead of the path. Raises `UserError` if it is not one."""
+    """Read a score file.
+
+    `name`: in tables, instead of the path. Raises `UserError` if it is not one.
+    """
     file = Path(path) / SCORE if Path(path).is_dir() else Path(path)
     try:
         score = json.loads(file.read_bytes())
@@ -76,14 +81,16 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
     missing = [key for key in _NEEDED if not isinstance(score, dict) or key not in score]
     if missing:
         raise UserError(
-            f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a benchmark"
+            f"run: {str(file)!r} has no {missing[0]!r}; make it with the `score` verb of a "
+            "benchmark"
         )
     items = score["items"] if isinstance(score["items"], list) else []
     if not items or not all(
         isinstance(item, dict) and {"pid", "verdict"} <= item.keys() for item in items
     ):
         raise UserError(
-            f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions again"
+            f"run: {str(file)!r} has no list of items with pid and verdict; score the predictions "
+            "again"
         )
     return ScoreFile.of(name or path, score)
 
@@ -99,7 +106,9 @@ def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """B - A: the means of both, and the 95 % interval of the difference, where there is one, with what it is over."""
+    """B - A: the means of both, and the 95 % interval of the difference, where there is one, with
+    what it is over.
+    """
 
     first: float
     second: float
@@ -125,8 +134,8 @@ def common_problems(runs: Sequence[ScoreFile]) -> list[str]:
 
 
 def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) -> Difference | None:
-    """The difference of two sides on the problems that all their runs answered, or None if there is none. Its interval
-    is a paired bootstrap over the problems, as if other ones had been drawn.
+    """The difference of two sides on the problems that all their runs answered, or None if there is
+    none. Its interval is a paired bootstrap over the problems, as if other ones had been drawn.
     """
     common = common_problems([*first, *second])
     if not common:
@@ -136,9 +145,11 @@ def between_problems(first: Sequence[ScoreFile], second: Sequence[ScoreFile]) ->
 
 
 def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
-    """Warnings about everything but the model, and the fields that are the subject, in which these scores differ.
+    """Warnings about everything but the model, and the fields that are the subject, in which these
+    scores differ.
 
-    Read from a score's `rules`, `coverage` and `fingerprint`: `fields` as given, `resolved` as used, and `versions`.
+    Read from a score's `rules`, `coverage` and `fingerprint`: `fields` as given, `resolved` as
+    used, and `versions`.
     """
     lines = [f"warning: {run.name}: {line}" for run in runs if (line := missing_answers(run.score))]
     without = [run.name for run in runs if not _part(run.score, "fields")]
@@ -169,7 +180,9 @@ def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str
 
 
 def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
-    """The runs that differ in nothing but what the model was shown (`--view`), by that; of each view the first run."""
+    """The runs that differ in nothing but what the model was shown (`--view`), by that; of each
+    view the first run.
+    """
     alike: dict[str, dict[str, ScoreFile]] = {}
     for run in runs:
         if fields := _part(run.score, "fields"):
@@ -186,7 +199,9 @@ _OF_A_VIEW = ("view", "left_out", "seed")
 
 
 def sees_or_reasons(found: Mapping[str, ScoreFile]) -> list[str]:
-    """The views of one model side by side, on the problems that it answered in all of them, and what they say of it."""
+    """The views of one model side by side, on the problems that it answered in all of them, and
+    what they say of it.
+    """
     common = common_problems(list(found.values()))
     if not common:
         return []
@@ -198,7 +213,8 @@ def sees_or_reasons(found: Mapping[str, ScoreFile]) -> list[str]:
     if {"text", "image"} <= right.keys():
         from_words = [t * i for t, i in zip(right["text"], right["image"], strict=True)]
         lines.append(
-            f"of what it solves from words, it solves {_share(from_words, right['text'])} from the picture"
+            f"of what it solves from words, it solves {_share(from_words, right['text'])} from "
+            "the picture"
         )
     if {"text", "both"} <= right.keys():
         lines.append(f"the picture adds {_gain(right['text'], right['both']).points} to the words")
@@ -223,7 +239,9 @@ def differ_in_tools(first: ScoreFile, other: ScoreFile) -> bool:
 
 
 def gain_and_harm(first: ScoreFile, other: ScoreFile) -> list[str]:
-    """Of two runs that `differ_in_tools`: what is solved only with tools and only without, and whether they help."""
+    """Of two runs that `differ_in_tools`: what is solved only with tools and only without, and
+    whether they help.
+    """
     common = common_problems([first, other])
     (without, having) = sorted([first, other], key=_tools)
     before, after = ([run.shares[pid] for pid in common] for run in (without, having))
@@ -238,7 +256,8 @@ def gain_and_harm(first: ScoreFile, other: ScoreFile) -> list[str]:
     )
     return [
         f"  gain {gained} (solved {how} with {_tools(having)}), harm {lost} ({how} without){test}",
-        f"  having {_tools(having)} {said}: {100 * fmean(after):.1f} % right, {100 * fmean(before):.1f} % without",
+        f"  having {_tools(having)} {said}: {100 * fmean(after):.1f} % right, "
+        f"{100 * fmean(before):.1f} % without",
     ]
 
 
@@ -258,7 +277,9 @@ def _gain(before: Sequence[float], after: Sequence[float]) -> Difference:
 
 
 def _verdict(right: Mapping[str, Sequence[float]]) -> str:
-    """Whether words and picture each let the model solve more than a grey picture, and by what it loses more."""
+    """Whether words and picture each let the model solve more than a grey picture, and by what it
+    loses more.
+    """
     reasons, sees = (_solves_more(right["blank"], right[view]) for view in ("text", "image"))
     if reasons and sees:
         seeing = 100 * fmean(
@@ -271,13 +292,20 @@ def _verdict(right: Mapping[str, Sequence[float]]) -> str:
             else ""
         )
         return (
-            f"it sees and it reasons, and loses{more}: of 100 problems {seeing:.0f} by seeing (solved from words, not "
-            f"from the picture) and {reasoning:.0f} by reasoning (not solved from words)"
+            f"it sees and it reasons, and loses{more}: of 100 problems {seeing:.0f} by seeing "
+            f"(solved from words, not from the picture) and {reasoning:.0f} by reasoning (not "
+            "solved from words)"
         )
     if reasons:
-        return "it reasons and does not see: the words let it solve more than a grey picture does, and the picture not"
+        return (
+            "it reasons and does not see: the words let it solve more than a grey picture does, "
+            "and the picture not"
+        )
     if sees:
-        return "it sees and does not reason from words: what it solves beyond guessing it takes from the picture alone"
+        return (
+            "it sees and does not reason from words: what it solves beyond guessing it takes "
+            "from the picture alone"
+        )
     return (
         "it does not reason: neither words nor picture let it solve more than a grey picture does"
     )
@@ -290,7 +318,9 @@ def _solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
 
 
 def _paired_test(before: Sequence[float], after: Sequence[float]) -> tuple[int, int, float | None]:
-    """How many values are larger after, how many before, and McNemar's p; None if they are not all 0 or 1."""
+    """How many values are larger after, how many before, and McNemar's p; None if they are not all
+    0 or 1.
+    """
     gained, lost = (
         sum(sign * (b - a) > 0 for a, b in zip(before, after, strict=True)) for sign in (1, -1)
     )
@@ -303,7 +333,9 @@ def _part(score: Score, name: str) -> dict[str, Any]:
 
 
 def _differing(runs: Sequence[ScoreFile], part: str, without: Sequence[str]) -> dict[str, str]:
-    """The keys of a part of the fingerprints in which the scores are not alike, with everybody's value."""
+    """The keys of a part of the fingerprints in which the scores are not alike, with everybody's
+    value.
+    """
     parts = [(run.name, _part(run.score, part)) for run in runs]
     keys = [
         key
@@ -322,7 +354,10 @@ def shortened(value: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
+    """Run the command.
+
+    Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
+    """
     parser = build_parser()
 
     def command() -> None:
@@ -350,7 +385,10 @@ def build_parser() -> Parser:
 
 
 def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:
-    """The lines of the table, the tests, and the notes. Raises `UserError` if the runs are of different benchmarks."""
+    """The lines of the table, the tests, and the notes.
+
+    Raises `UserError` if the runs are of different benchmarks.
+    """
     check_one_benchmark(runs)
     benchmark = runs[0].score["benchmark"]
     quoted = named(benchmark).published if published and benchmark in NAMES else None
@@ -381,7 +419,9 @@ def _line(name: str, width: int, cells: Sequence[str]) -> str:
 
 
 def _cell(cell: Mapping[str, Any] | None) -> str:
-    """An accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`; `-` if there is none."""
+    """An accuracy with its interval and number of items, such as `61.2 [57.9, 64.4] of 850`; `-` if
+    there is none.
+    """
     if cell is None:
         return "-"
     if "wilson_95" not in cell:
@@ -391,7 +431,10 @@ def _cell(cell: Mapping[str, Any] | None) -> str:
 
 
 def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
-    """For each value of the group `key` a heading and a line per run. Raises `UserError` if no run has that group."""
+    """For each value of the group `key` a heading and a line per run.
+
+    Raises `UserError` if no run has that group.
+    """
     known = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
     refuse((key not in known, f"by: no run has the group {key!r}; they have {', '.join(known)}"))
     groups = [(run.name, run.score["groups"].get(key, {})) for run in runs]
@@ -405,12 +448,17 @@ def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
 
 
 def _test(first: ScoreFile, other: ScoreFile) -> list[str]:
-    """The difference on common items with its paired bootstrap interval, and for single answers McNemar's test."""
+    """The difference on common items with its paired bootstrap interval, and for single answers
+    McNemar's test.
+    """
     found = between_problems([first], [other])
     if found is None:
         raise UserError(f"run: {other.name!r} and {first.name!r} have no problem in common")
     common = common_problems([first, other])
-    text = f"{other.name} - {first.name}: {found.points} (paired bootstrap, {amount(len(common), 'common problem')})"
+    text = (
+        f"{other.name} - {first.name}: {found.points} (paired bootstrap, "
+        f"{amount(len(common), 'common problem')})"
+    )
     if differ_in_tools(first, other):
         return [text, *gain_and_harm(first, other)]
     gained, lost, p = _paired_test(*([run.shares[pid] for pid in common] for run in (first, other)))
@@ -420,7 +468,9 @@ def _test(first: ScoreFile, other: ScoreFile) -> list[str]:
 
 
 def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
-    """What a reader has to know before comparing: settings and problems that differ, and partial scores."""
+    """What a reader has to know before comparing: settings and problems that differ, and partial
+    scores.
+    """
     if len(runs) > 1:
         notes = cautions(
             runs, _OF_TOOLS if all(differ_in_tools(runs[0], other) for other in runs[1:]) else ()
@@ -429,7 +479,8 @@ def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
         notes = [f"warning: {line}" for line in [missing_answers(runs[0].score)] if line]
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):
         notes.append(
-            "warning: the runs do not have the same problems; the tests use the common ones, the table all"
+            "warning: the runs do not have the same problems; the tests use the common ones, the "
+            "table all"
         )
     caution = quoted.caution if quoted else None
     found = [caution(run.score) for run in runs] if caution else []

@@ -1,4 +1,6 @@
-"""`python -m eval.dynamath`: DynaMath, ten variants of each problem, with its official prompt, score and worst case."""
+"""`python -m eval.dynamath`: DynaMath, ten variants of each problem, with its official prompt,
+score and worst case.
+"""
 
 import json
 import math
@@ -42,8 +44,9 @@ def prompt(row: dict[str, Any]) -> str:
 
 
 def short_answer(response: str) -> tuple[str, str]:
-    """The official extraction (evaluation/opensource_json_eval.py in DynaMath/DynaMath), and how it was found: the key
-    `short answer` of the JSON in a response, whose backslashes are removed; else the last line without its last sign.
+    """The official extraction (evaluation/opensource_json_eval.py in DynaMath/DynaMath), and how it
+    was found: the key `short answer` of the JSON in a response, whose backslashes are removed; else
+    the last line without its last sign.
     """
     start = response.find("{")
     end = response.rfind("}")
@@ -58,8 +61,8 @@ def short_answer(response: str) -> tuple[str, str]:
 
 
 def official_hit(answer: str, reference: str, kind: str) -> bool:
-    """A number to within a thousandth, in multiples of π too; the letter among the first three signs; a text within
-    the answer.
+    """A number to within a thousandth, in multiples of π too; the letter among the first three
+    signs; a text within the answer.
     """
     if kind == "float":
         number, pi, _ = (answer if answer.isdigit() else answer.split(" ")[0]).partition("π")
@@ -83,7 +86,9 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
 ) -> OwnFigures:
-    """The worst case: the share of problems of which every variant is right; by the accuracy it is the robustness."""
+    """The worst case: the share of problems of which every variant is right; by the accuracy it is
+    the robustness.
+    """
     variants: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
         variants[item.pid.rpartition("/")[2], item.sample].append(item.correct)

@@ -46,7 +46,9 @@ _METADATA_GROUPS = ("goal", "shapes", "family")  # of `meta`; `family`: of a dra
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row. `options.rounding`: also accept a decimal that is the reference answer rounded.
+    """The verdict on a row.
+
+    `options.rounding`: also accept a decimal that is the reference answer rounded.
     `options.answer_tags`: also accept an answer in `<answer> </answer>` without a box.
     """
     rules = {"rounding": options.rounding, "answer_tags": options.answer_tags}
@@ -85,7 +87,8 @@ def _groups(row: Prediction) -> dict[str, list[str]]:
 
 
 def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
-    r"""How the reference answer is written: `letter`, `radical`, `pi`, `fraction`, `integer`, `decimal` or `other`.
+    r"""How the reference answer is written: `letter`, `radical`, `pi`, `fraction`, `integer`,
+    `decimal` or `other`.
 
     One with several of them counts as the first in this order: `2 \sqrt { 3 } \pi` is a radical.
     """
@@ -104,8 +107,8 @@ _TRAINING_TEXTS = (
 def load(options: Namespace) -> tuple[list[Problem], str]:
     """The problems of a split of a prepared dataset folder, and a hash of it.
 
-    A template that changes no problem becomes None in the options: the same questions have the same fingerprint. Raises
-    `UserError` with a line for each row that cannot be asked about.
+    A template that changes no problem becomes None in the options: the same questions have the same
+    fingerprint. Raises `UserError` with a line for each row that cannot be asked about.
     """
     held = data_hash(
         Path(options.data), options.split
@@ -136,7 +139,10 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 
 def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:
-    """The rows of a prepared split, images encoded until they are needed. `made`: the template of what is asked."""
+    """The rows of a prepared split, images encoded until they are needed.
+
+    `made`: the template of what is asked.
+    """
     encoded = dataset.with_format("arrow")  # bytes as they are in the file
     texts = dataset.remove_columns("images")
     counts = [
@@ -186,13 +192,15 @@ def _data_options(parser: ArgumentParser) -> None:
         type=optional(text),
         default=OF_THE_RUN,
         metavar="TEMPLATE",
-        help="the problem's text from its columns, or none for the problem alone; default: that of the model's own "
-        "training, else with the choices listed",
+        help="the problem's text from its columns, or none for the problem alone; default: that "
+        "of the model's own training, else with the choices listed",
     )
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
-    """Why a score is not comparable with the published rows, or None: its prompts showed the choices."""
+    """Why a score is not comparable with the published rows, or None: its prompts showed the
+    choices.
+    """
     prompt = ((score.get("fingerprint") or {}).get("fields") or {}).get("prompt")
     if not any(f"{{{name}}}" in (prompt or "") for name in NAMES_OF_CHOICES):
         return None

@@ -1,4 +1,6 @@
-"""`python -m eval.logicvista`: LogicVista; its official score asks a judge which letters an answer names."""
+"""`python -m eval.logicvista`: LogicVista; its official score asks a judge which letters an answer
+names.
+"""
 
 import re
 from argparse import Namespace
@@ -28,12 +30,16 @@ check = partial(wrong_fields, kinds=COLUMNS)
 _LETTERS = "ABCDEFGHI"  # the options stand in the picture
 _JOINED = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
 _SEVERAL = re.compile(
-    rf"(?:\b(?i:answers?|choices?|options?)\b[^.\n]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_JOINED})\W*(?=$|\n|\.)"
+    r"(?:\b(?i:answers?|choices?|options?)\b[^.\n"
+    rf"]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_JOINED})\W*(?=$|\n"
+    r"|\.)"
 )
 
 
 def letters_of(value: Any) -> list[str]:
-    """The options that an answer or an extraction names, small and sorted, equal for `A, C`, `AC` and `['c', 'a']`."""
+    """The options that an answer or an extraction names, small and sorted, equal for `A, C`, `AC`
+    and `['c', 'a']`.
+    """
     words = value if isinstance(value, list) else re.split(r"[\s,;&]+|\band\b", str(value or ""))
     words = [str(word).strip().strip("'\"[](). ").lower() for word in words]
     if len(words) == 1 and re.fullmatch("[a-i]{2,4}", words[0]):
@@ -42,7 +48,9 @@ def letters_of(value: Any) -> list[str]:
 
 
 def by_rules(response: str) -> Extraction:
-    """The letters in a response: in a box, or stated together such as `B and D`; else the one by our rules."""
+    """The letters in a response: in a box, or stated together such as `B and D`; else the one by
+    our rules.
+    """
     response = answer_block(response) or response
     several = list(_SEVERAL.finditer(response.strip()))
     for text, how in (

@@ -1,4 +1,6 @@
-"""`python -m eval.mathverse`: MathVerse by rules of our own; its official score asks a judge what is right."""
+"""`python -m eval.mathverse`: MathVerse by rules of our own; its official score asks a judge what
+is right.
+"""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -54,7 +56,8 @@ _SPLITS = ("testmini", "testmini_text_only")  # the five versions with images, a
 _MOST_CHOICES = 6
 _OPTION = re.compile(r"(?:^|\s)([A-H])\s*[:.]")
 _STATED = re.compile(r"(?:\banswer\b[^.\n:=]{0,40}?(?:\bis\b|[:：=]))\s*:?\s*", re.IGNORECASE)
-# What an answer may have around its value: a name before it, as in `Area = 9` and `f(x) = 3x`, and a unit behind it.
+# What an answer may have around its value: a name before it, as in `Area = 9` and `f(x) = 3x`, and
+# a unit behind it.
 _NAME = re.compile(
     r"^\s*(?:[A-Za-z][A-Za-z. ]*|[A-Za-z](?:_\d)?\s*\([a-z]\)|\(x, ?y\))?\s*=(?!.*=)\s*"
 )
@@ -68,7 +71,10 @@ _UNIT = re.compile(
 
 
 def choices_of(row: Prediction) -> list[str]:
-    """The options of a question, [] where they stand in its picture alone. `question_for_eval` has them even so."""
+    """The options of a question, [] where they stand in its picture alone.
+
+    `question_for_eval` has them even so.
+    """
     question = _asked(row)
     return (
         lettered_options(re.split(r"Choices?:", question)[-1], _OPTION)
@@ -78,7 +84,9 @@ def choices_of(row: Prediction) -> list[str]:
 
 
 def value_of(answer: str) -> str:
-    r"""The value in an answer, without a name before it or a unit behind it: `9` of `Area $=9 \mathrm{~cm}^{2}$`."""
+    r"""The value in an answer, without a name before it or a unit behind it: `9` of `Area $=9
+    \mathrm{~cm}^{2}$`.
+    """
     spaced = re.sub(r"\\mathrm\s*\{~?\s*([A-Za-z]+)\s*\}", r" \1", answer.replace("掳", "°"))
     shown = (
         re.sub(r"\s+", " ", plain(spaced).replace("\\quad", " ").replace("$", ""))
@@ -93,8 +101,9 @@ def value_of(answer: str) -> str:
 def same_answer(answer: str, reference: str) -> tuple[bool, str]:
     """Whether two free answers have the same value, and the rule that decided.
 
-    The rules are those of the training's grader. Beside it a decimal is met by a value that is rounded to it, points
-    and intervals are compared by their ends, equations by their difference, and anything else as text.
+    The rules are those of the training's grader. Beside it a decimal is met by a value that is
+    rounded to it, points and intervals are compared by their ends, equations by their difference,
+    and anything else as text.
     """
     given = value_of(answer)
     wanted = value_of(reference)
@@ -119,7 +128,9 @@ def same_answer(answer: str, reference: str) -> tuple[bool, str]:
 
 
 def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
-    """The letter of the right option, which some rows name as `(C)` or by its text; None where a row names several."""
+    """The letter of the right option, which some rows name as `(C)` or by its text; None where a
+    row names several.
+    """
     found = re.fullmatch(r"\s*\(?([A-H])\)?\s*", row["answer"])
     if found:
         return found[1]
@@ -155,7 +166,9 @@ def _asked(row: Prediction) -> str:
 
 
 def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
-    """The rows, each with its `Extraction` under the key `read`, and with a judge its word under the key `same`."""
+    """The rows, each with its `Extraction` under the key `read`, and with a judge its word under
+    the key `same`.
+    """
     judge = judge_of(options) if options.extraction == "judge" else None
     read = with_extractions(rows, options, question_of, by_rules, judge)
     if judge is None:
@@ -169,21 +182,26 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
 
 
 def _is_left_to_judge(row: Prediction) -> bool:
-    """Whether there is an answer that our rules cannot decide on: no letter, and not the value of the reference."""
+    """Whether there is an answer that our rules cannot decide on: no letter, and not the value of
+    the reference.
+    """
     if row["read"].text and row["question_type"] == "free-form":
         return not same_answer(str(row["read"].text), row["answer"])[0]
     return bool(row["read"].text) and reference_letter(row, choices_of(row)) is None
 
 
 _SAME = (
-    "You are given a question, its reference answer, and the answer of somebody else. Say whether the two answers mean "
-    "the same: 1 if they do, though written otherwise or in another unit, as 0.5 m and 50 cm; 0 if they differ or one "
-    "has less in it. Put 1 or 0 between <answer> and </answer>, and nothing else."
+    "You are given a question, its reference answer, and the answer of somebody else. Say whether "
+    "the two answers mean the same: 1 if they do, though written otherwise or in another unit, as "
+    "0.5 m and 50 cm; 0 if they differ or one has less in it. Put 1 or 0 between <answer> and "
+    "</answer>, and nothing else."
 )
 
 
 def _asks_whether_same(row: Prediction) -> list[dict[str, str]]:
-    """The conversation with the judge about an answer and its reference, as the official score has one."""
+    """The conversation with the judge about an answer and its reference, as the official score has
+    one.
+    """
     parts = {"question": _asked(row), "reference": row["answer"], "other": row["read"].text}
     lines = [f"<{name}>\n{value}\n</{name}>" for name, value in parts.items()]
     return [{"role": "system", "content": _SAME}, {"role": "user", "content": "\n".join(lines)}]
@@ -197,7 +215,9 @@ def _one_or_zero(reply: str) -> str:
 
 
 def by_rules(row: Prediction) -> Extraction:
-    """The answer in a response: the letter of an option; or a box, a stated answer, a bare value or a number."""
+    """The answer in a response: the letter of an option; or a box, a stated answer, a bare value or
+    a number.
+    """
     response = row["response"]
     if row["question_type"] == "multi-choice":
         return Extraction(*extract_choice(response, choices_of(row) or [""] * _MOST_CHOICES))
@@ -249,7 +269,9 @@ def _rules(options: Namespace) -> dict[str, Any]:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
 ) -> OwnFigures:
-    """The overall figure, which the benchmark takes over its five versions with images; and what no answer can meet."""
+    """The overall figure, which the benchmark takes over its five versions with images; and what no
+    answer can meet.
+    """
     five = [
         item for row, item in zip(rows, graded, strict=True) if row["problem_version"] != TEXT_ONLY
     ]
@@ -270,7 +292,8 @@ def _summary(
 
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
-    """The problems of a split, or with `all` of both, the five versions with images and the one without; and a hash.
+    """The problems of a split, or with `all` of both, the five versions with images and the one
+    without; and a hash.
 
     The version without images counts its samples from 1 again, so its ids say what they are of.
     """

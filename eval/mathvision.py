@@ -1,4 +1,6 @@
-"""`python -m eval.mathvision`: MathVision (MATH-V), with its official prompt and its official score, and with ours."""
+"""`python -m eval.mathvision`: MathVision (MATH-V), with its official prompt and its official
+score, and with ours.
+"""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -41,8 +43,8 @@ with imports():
     from eval.scoring.score import extraction_item, verdict
 
 _INSTRUCTION = (
-    'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a multiple choice '
-    'question, only one letter is allowed in the "\\boxed{}".'
+    'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a '
+    'multiple choice question, only one letter is allowed in the "\\boxed{}".'
 )
 _LETTERS = "ABCDE"  # options that are only these are drawn in the picture
 _PLACE = re.compile(r"<image(\d*)>")
@@ -51,7 +53,8 @@ _PLACE = re.compile(r"<image(\d*)>")
 def build_query(row: dict[str, Any]) -> str:
     """Instruction, question and options of one item; `<image>` where its picture stands.
 
-    Every row has one picture. It stands at the first number in the question, and others become the words `image 2`.
+    Every row has one picture. It stands at the first number in the question, and others become the
+    words `image 2`.
     """
     places = iter([PLACEHOLDER])
     question = _PLACE.sub(lambda found: next(places, f"image {found[1]}".strip()), row["question"])
@@ -81,10 +84,12 @@ _REMOVED = (
 
 
 def official_answer(response: str) -> str:
-    """The answer that the official score reads out of a response (evaluation/evaluate.py in mathllm/MATH-V).
+    """The answer that the official score reads out of a response (evaluation/evaluate.py in
+    mathllm/MATH-V).
 
-    Its faults are kept. `is` anywhere before a number counts as a statement; a choice is known as such only where the
-    response ends with ` (B).` or begins with a line `(B)`; of a long answer without a box all of it is the answer.
+    Its faults are kept. `is` anywhere before a number counts as a statement; a choice is known as
+    such only where the response ends with ` (B).` or begins with a line `(B)`; of a long answer
+    without a box all of it is the answer.
     """
     answer = response.strip()
     for letter in _LETTERS:
@@ -114,7 +119,9 @@ def official_answer(response: str) -> str:
 
 
 def _without_latex(answer: str) -> str:
-    """The answer in lower case: of its box, behind the last `=` or `\\approx`, without spaces, units and dollars."""
+    """The answer in lower case: of its box, behind the last `=` or `\\approx`, without spaces,
+    units and dollars.
+    """
     answer = answer.lower().replace("{}", "")
     boxed = re.findall(r"oxed{(.*)}", answer, flags=re.DOTALL)
     answer = boxed[-1] if boxed else answer
@@ -157,7 +164,9 @@ def _respelt(answer: str) -> str:
 
 
 def _braced(part: str, arguments: int) -> str:
-    """The first characters of a part, its arguments, in braces; as it is where it begins with a brace."""
+    """The first characters of a part, its arguments, in braces; as it is where it begins with a
+    brace.
+    """
     if not part or part.startswith("{"):
         return part
     found = ""
@@ -186,7 +195,9 @@ def officially_equal(one: str, other: str) -> bool:
 
 
 def _tuple_of_numbers(answer: str) -> str:
-    """`(2/4,3)` as `(0.5,3)`, where each part has a value, is infinite or is `a`; else the text as it is."""
+    """`(2/4,3)` as `(0.5,3)`, where each part has a value, is infinite or is `a`; else the text as
+    it is.
+    """
     parts = answer[1:-1].split(",")
     if len(parts) < 2 or answer[0] + answer[-1] not in ("()", "[]"):
         return answer
@@ -220,7 +231,8 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
     official = options.rules == "official"
     if official and options.extraction != "rules":
         raise UserError(
-            f"extraction: {options.extraction} needs --rules strict; official has its own extraction"
+            f"extraction: {options.extraction} needs --rules strict; official has its own "
+            "extraction"
         )
     extract = (
         (lambda row: Extraction(official_answer(row["response"]), "official"))
@@ -237,7 +249,9 @@ def question_of(row: Prediction) -> Question:
 
 
 def _by_our_rules(row: Prediction) -> Extraction:
-    """Of a free-form answer without a box the number that it states, in place of the whole response."""
+    """Of a free-form answer without a box the number that it states, in place of the whole
+    response.
+    """
     if row["options"] or last_boxed(row["response"]) is not None:
         return by_rules(question_of(row))
     return extract_number(row["response"], row["question"])
@@ -264,7 +278,10 @@ def _summary(
 ) -> OwnFigures:
     """How many questions number parts of a picture that they have whole."""
     parts = len({row["pid"] for row in rows if len(_PLACE.findall(row["question"])) > 1})
-    line = f"{amount(parts, 'question')} with several numbered images, which are the parts of one picture"
+    line = (
+        f"{amount(parts, 'question')} with several numbered images, which are the parts of one "
+        "picture"
+    )
     return OwnFigures(notes={"several_parts": parts}, lines=[line] if parts else [])
 
 

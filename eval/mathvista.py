@@ -35,14 +35,17 @@ _NUMBER = "requiring a floating-point number with {} and provide the final value
 _ASKED_FOR = {
     "choice": "and provide the correct option letter, e.g., A, B, C, D",
     "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
-    "list": "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], [1.2, 1.3, 1.4]",
+    "list": "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], [1.2, "
+    "1.3, 1.4]",
     "one place": _NUMBER.format("one decimal place", "1.2, 1.3, 1.4"),
     "two places": _NUMBER.format("two decimal places", "1.23, 1.34, 1.45"),
 }
 
 
 def build_query(row: dict[str, Any]) -> str:
-    """Hint, question with its unit, and choices of one item (`question_type` and the other fields of the data)."""
+    """Hint, question with its unit, and choices of one item (`question_type` and the other fields
+    of the data).
+    """
     kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
     if kind not in ("choice", "integer", "list"):
         kind = "one place" if row["precision"] == 1 else "two places"  # a float on the hub
@@ -77,7 +80,9 @@ class Hit(NamedTuple):
 
 
 def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) -> Hit:
-    """Normalise the extraction of a row and compare it with the reference answer, by one of the rule sets."""
+    """Normalise the extraction of a row and compare it with the reference answer, by one of the
+    rule sets.
+    """
     if rules in _OF_VLMEVALKIT:
         return _vlmevalkit(row, extraction, lists=rules == "vlmevalkit_1680")
     if row["question_type"] == "multi_choice":
@@ -88,7 +93,10 @@ def judge_extraction(row: dict[str, Any], extraction: object, rules: RuleSet) ->
 
 
 def chosen(extraction: object, choices: Sequence[str]) -> int:
-    """The position of the choice that an extraction means. If none matches, the one with the smallest edit distance."""
+    """The position of the choice that an extraction means.
+
+    If none matches, the one with the smallest edit distance.
+    """
     text = extraction.strip() if isinstance(extraction, str) else str(extraction)
     in_brackets = _LETTER_IN_BRACKETS.search(text)
     if in_brackets:
@@ -100,10 +108,12 @@ def chosen(extraction: object, choices: Sequence[str]) -> int:
 
 
 def inferred(extraction: object, choices: Sequence[str]) -> int | None:
-    """The position of the choice that VLMEvalKit reads out of an extraction (vlmeval/utils/matching_util.py), or None.
+    """The position of the choice that VLMEvalKit reads out of an extraction
+    (vlmeval/utils/matching_util.py), or None.
 
-    It is that of the one letter among the words, if it is one of the last four; else of a letter behind `answer is`,
-    else the one whose text stands in the extraction. It never is the nearest one.
+    It is that of the one letter among the words, if it is one of the last four; else of a letter
+    behind `answer is`, else the one whose text stands in the extraction. It never is the nearest
+    one.
     """
     text = str(extraction)
     if any(phrase in text for phrase in _REFUSED):
@@ -148,7 +158,9 @@ def _normalised(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> st
 
 
 def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
-    """`lists`: a list is right if it is the same text; before it never was, whatever the extraction (pull 1680)."""
+    """`lists`: a list is right if it is the same text; before it never was, whatever the extraction
+    (pull 1680).
+    """
     if (
         row["question_type"] == "multi_choice"
     ):  # compares letters, so only the first of two equal choices is right
@@ -171,9 +183,10 @@ METADATA_GROUPS = ("language", "source", "category", "task", "context", "grade",
 _GEOMETRY_TASK = "geometry problem solving"
 _GEOMETRY_SKILL = "geometry reasoning"
 ID_OOD = (
-    "ID pools the items of task `geometry problem solving` and the items with skill `geometry reasoning`, an item in "
-    "both counted twice; OOD is everything correct minus ID's, over all items minus ID's. The split of ADORA's table, "
-    "inferred from its figures; because of the double count the intervals are a little too narrow."
+    "ID pools the items of task `geometry problem solving` and the items with skill `geometry "
+    "reasoning`, an item in both counted twice; OOD is everything correct minus ID's, over all "
+    "items minus ID's. The split of ADORA's table, inferred from its figures; because of the "
+    "double count the intervals are a little too narrow."
 )
 COLUMNS = {
     "question": TEXT,
@@ -197,7 +210,10 @@ def check(row: Prediction) -> str | None:
     if row["answer_type"] == "float" and not (
         isinstance(precision, int | float) and 0 <= precision <= _MOST_PLACES
     ):
-        return f"has precision = {precision!r}, expected a number from 0 to {_MOST_PLACES} for a float answer"
+        return (
+            f"has precision = {precision!r}, expected a number from 0 to {_MOST_PLACES} for a "
+            "float answer"
+        )
     return None
 
 
@@ -235,7 +251,8 @@ def _summary(
     correct = sum(n * item.correct for n, item in zip(times, graded, strict=True))
     total = sum(times)
     answers_each = max(map(len, by_problem(graded).values()))
-    # By the double count, ID of a small set can have more answers than there are; then OOD has no figure.
+    # By the double count, ID of a small set can have more answers than there are; then OOD has no
+    # figure.
     ood = counted(sum(item.correct for item in graded) - correct, len(graded) - total, answers_each)
     return OwnFigures(
         {"id_ood": {"definition": ID_OOD, "ID": counted(correct, total, answers_each), "OOD": ood}}

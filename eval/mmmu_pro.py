@@ -1,4 +1,6 @@
-"""`python -m eval.mmmu_pro`: MMMU-Pro (vision), whose questions stand in their pictures, with its official score."""
+"""`python -m eval.mmmu_pro`: MMMU-Pro (vision), whose questions stand in their pictures, with its
+official score.
+"""
 
 import ast
 from argparse import ArgumentParser, Namespace
@@ -19,26 +21,29 @@ with imports():
 RULE_SETS = ("official", "letter")
 COLUMNS = {"options": ANY, "answer": TEXT, "subject": TEXT}
 _LAST_LINE = (
-    "The last line of your response should be of the following format: 'Answer: $LETTER' (without quotes) where LETTER "
-    "is one of options."
+    "The last line of your response should be of the following format: 'Answer: $LETTER' (without "
+    "quotes) where LETTER is one of options."
 )
 QUERIES = {
-    "cot": f"Write out the multiple-choice question in the image and then solve it. {_LAST_LINE} Think step by step "
-    "before answering.",
+    "cot": f"Write out the multiple-choice question in the image and then solve it. {_LAST_LINE} "
+    "Think step by step before answering.",
     "direct": f"Answer with the option letter from the given choices directly. {_LAST_LINE}",
 }
 
 
 def options_of(row: Prediction) -> list[str]:
-    """The options, which the hub has as the text of a Python list. Raises `ValueError`, `SyntaxError`."""
+    """The options, which the hub has as the text of a Python list.
+
+    Raises `ValueError`, `SyntaxError`.
+    """
     held = row["options"]
     return [str(option) for option in (ast.literal_eval(held) if isinstance(held, str) else held)]
 
 
 def official_letter(response: str, options: Sequence[str]) -> str | None:
-    """The official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU): the only letter behind the last `Answer:`,
-    else the last of the letters in brackets, before a space or before a full stop, else the option whose text comes
-    last. None where it would draw a letter.
+    """The official extraction (mmmu-pro/evaluate.py in MMMU-Benchmark/MMMU): the only letter behind
+    the last `Answer:`, else the last of the letters in brackets, before a space or before a full
+    stop, else the option whose text comes last. None where it would draw a letter.
     """
     letters = ascii_uppercase[: len(options)]
     _, mark, tail = response.rpartition("Answer:")
@@ -93,7 +98,10 @@ def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
 ) -> OwnFigures:
     drawn = sum(item.grade.reason == "drawn" for item in graded)
-    line = f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws one at random"
+    line = (
+        f"note: {amount(drawn, 'answer')} without a letter, wrong here; the official score draws "
+        "one at random"
+    )
     return OwnFigures(
         notes={"drawn": drawn}, lines=[line] if drawn and options.rules == "official" else []
     )

@@ -34,9 +34,11 @@ check = partial(wrong_fields, kinds=COLUMNS)
 
 
 def official_hit(response: str, answer: str) -> bool:
-    """The official rule: the right letter at one of four places (MMStar-Benchmark/MMStar, eval/mmstar_eval/evaluate).
+    """The official rule: the right letter at one of four places (MMStar-Benchmark/MMStar,
+    eval/mmstar_eval/evaluate).
 
-    It is made for answers that start with the letter. Of a chain of thought it reads the first letter: `Based on` is B.
+    It is made for answers that start with the letter. Of a chain of thought it reads the first
+    letter: `Based on` is B.
     """
     letter = answer.lower().strip().replace("\n", " ")
     text = response.lower().strip().replace("\n", " ")
@@ -46,7 +48,10 @@ def official_hit(response: str, answer: str) -> bool:
 
 
 def options_of(question: str) -> list[str]:
-    """The options' texts in `... Options: A: a park, B: a dam`. Four unknown ones where the question has none."""
+    """The options' texts in `... Options: A: a park, B: a dam`.
+
+    Four unknown ones where the question has none.
+    """
     return lettered_options(question.rpartition("Options:")[2], _OPTION) or [""] * 4
 
 
@@ -79,9 +84,11 @@ def _summary(
 def _leakage(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
 ) -> dict[str, Any] | None:
-    """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024, MMStar, section 3.3).
+    """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024,
+    MMStar, section 3.3).
 
-    Shares of right answers to the same items: S_v of this run, S_wv without the image, S_t of the language backbone.
+    Shares of right answers to the same items: S_v of this run, S_wv without the image, S_t of the
+    language backbone.
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
@@ -130,7 +137,9 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def load(options: Namespace) -> tuple[list[Problem], str]:
-    """The problems of a split, the question as it is (its options are in it), and a hash of the data."""
+    """The problems of a split, the question as it is (its options are in it), and a hash of the
+    data.
+    """
     return load_problems(
         options,
         ("index", *COLUMNS),
@@ -145,7 +154,8 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
 
 def _data_options(parser: ArgumentParser) -> None:
     add_revision_option(parser)
-    # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a no.
+    # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a
+    # no.
     parser.add_argument(
         "--no-image", action="store_true", help="ask without the image, for the leakage metrics"
     )

@@ -1,4 +1,7 @@
-"""What passes between the parts of the evaluation: problems, benchmarks, grades, scores. Nothing is computed here."""
+"""What passes between the parts of the evaluation: problems, benchmarks, grades, scores.
+
+Nothing is computed here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ JUDGE_FAILED = "judge_failed"  # the `how` of an extraction that no judge could 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem to ask. Images are decoded on call: memory holds one batch, and a broken one costs one problem."""
+    """One problem to ask.
+
+    Images are decoded on call: memory holds one batch, and a broken one costs one problem.
+    """
 
     fields: dict[str, Any]  # go into the predictions row as they are and have a unique `pid`
     prompt: str
@@ -42,7 +48,9 @@ class Problem:
 
 
 class Extraction(NamedTuple):
-    """The answer in a response (a stored one may be anything), and how it was found: a rule, `stored` or the judge."""
+    """The answer in a response (a stored one may be anything), and how it was found: a rule,
+    `stored` or the judge.
+    """
 
     text: Any
     how: str
@@ -60,7 +68,9 @@ class RowGrade(NamedTuple):
 
 @dataclass(frozen=True)
 class Graded:
-    """One graded answer: its grade, with the groups that every benchmark has, and what the score needs of its row."""
+    """One graded answer: its grade, with the groups that every benchmark has, and what the score
+    needs of its row.
+    """
 
     pid: str
     grade: RowGrade
@@ -83,10 +93,12 @@ class Cell(TypedDict):
 
 @dataclass(frozen=True)
 class OwnFigures:
-    """What a benchmark adds to its score; the score file has `figures` and `notes` under their own keys.
+    """What a benchmark adds to its score; the score file has `figures` and `notes` under their own
+    keys.
 
-    `figures`: under each key named figures, cells (see `cell`) or, for what is no count, shares. Each is a row of the
-    table, a column of a comparison and a number in the log of a training. None: nothing to count. A text explains them.
+    `figures`: under each key named figures, cells (see `cell`) or, for what is no count, shares.
+    Each is a row of the table, a column of a comparison and a number in the log of a training.
+    None: nothing to count. A text explains them.
     """
 
     figures: dict[str, dict[str, Cell | float | str | None]] = field(default_factory=dict)
@@ -98,7 +110,10 @@ class OwnFigures:
 
 @dataclass(frozen=True)
 class Published:
-    """Figures that others have published, in percent, by row and then by column. They are quoted, not measured here."""
+    """Figures that others have published, in percent, by row and then by column.
+
+    They are quoted, not measured here.
+    """
 
     source: str
     rows: Mapping[str, Mapping[str, float]]
@@ -115,7 +130,8 @@ class Benchmark:
     split: str
     # The problems, and a hash of their data.
     load: Callable[[Namespace], tuple[list[Problem], str]]
-    # Whether the answer in a row is right, and the groups that it counts for; one without a readable image has failed.
+    # Whether the answer in a row is right, and the groups that it counts for; one without a
+    # readable image has failed.
     grade: Callable[[Prediction, Namespace], RowGrade]
     # By which rules an answer is right; two scores by different rules are not comparable.
     rules: Callable[[Namespace], dict[str, Any]]

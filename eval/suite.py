@@ -37,7 +37,10 @@ _FIGURE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
+    """Run the command.
+
+    Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
+    """
 
     interrupted = "what was answered is kept, and the same command goes on from there"
     return exit_code_of(lambda: _run(*build_parser().parse_known_args(argv)), interrupted)
@@ -47,8 +50,8 @@ def build_parser() -> Parser:
     """The options of the command; those of the inference are the ones of each benchmark."""
     parser = Parser(
         prog="python -m eval all",
-        description="A row of a table. Other options, such as --model, --engine, --max-tokens, --limit, --samples 3 "
-        "--temperature 1.0, are those of the benchmarks.",
+        description="A row of a table. Other options, such as --model, --engine, --max-tokens, --limit, "
+        "--samples 3 --temperature 1.0, are those of the benchmarks.",
     )
     add = parser.add_argument
     add("--suite", choices=tuple(SUITES), default="reasoning", help="which benchmarks")
@@ -75,14 +78,18 @@ def build_parser() -> Parser:
 
 
 def _run(given: Namespace, more: Sequence[str]) -> None:
-    """Ask all benchmarks, and print the row. Raises `UserError`, where it can before anything is asked."""
+    """Ask all benchmarks, and print the row.
+
+    Raises `UserError`, where it can before anything is asked.
+    """
     tasks: list[tuple[Benchmark, Namespace]] = []
     for name, on_the_hub in SUITES[given.suite].items():
         benchmark = named(name)
         here = given.data / name if given.data else None
         if here is not None and not here.exists():
             raise UserError(
-                f"data: {str(given.data)!r} has no {name!r}; put it there, or leave --data out for the hub"
+                f"data: {str(given.data)!r} has no {name!r}; put it there, or leave --data out "
+                "for the hub"
             )
         words = [
             "run",
@@ -123,7 +130,9 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
 
 
 def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str]:
-    """The lines of the table: a column for each run, of other runs too, and their paired differences."""
+    """The lines of the table: a column for each run, of other runs too, and their paired
+    differences.
+    """
     names = [run.score["benchmark"] for run in runs]
     rows = [("", names)] + [
         (side[0].name, [_figure(run) for run in side]) for side in (others, runs) if side

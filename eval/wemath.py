@@ -1,4 +1,6 @@
-"""`python -m eval.wemath`: We-Math, with its official prompt, rule and four-way diagnosis, strict and loose."""
+"""`python -m eval.wemath`: We-Math, with its official prompt, rule and four-way diagnosis, strict
+and loose.
+"""
 
 import re
 from argparse import ArgumentParser, Namespace
@@ -50,15 +52,18 @@ def prompt(row: dict[str, Any]) -> str:
 
 
 def official_letter(response: str) -> str | None:
-    """The official extraction: the first character behind the last `Answer`, without `<`, `>`, `:` and `.`, where it is
-    one from A to H. It is made for answers in the form of the official prompt; `boxed{B}` has none.
+    """The official extraction: the first character behind the last `Answer`, without `<`, `>`, `:`
+    and `.`, where it is one from A to H. It is made for answers in the form of the official prompt;
+    `boxed{B}` has none.
     """
     tail = re.sub(r"[<>:.]", "", response.split("Answer")[-1].strip()).strip()
     return tail[0] if tail and tail[0] in "ABCDEFGH" else None
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row by `options.rules`, by its number of steps, and for one step by its concept."""
+    """The verdict on a row by `options.rules`, by its number of steps, and for one step by its
+    concept.
+    """
     if options.rules == "official":
         letter = official_letter(row["response"])
         how = "official"
@@ -75,7 +80,8 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
 
 
 def diagnosis(steps: Sequence[bool], whole: bool, *, strict: bool) -> str:
-    """What the answers to the steps of a problem and to the whole say (Qiao et al. 2024, We-Math, section 3.3).
+    """What the answers to the steps of a problem and to the whole say (Qiao et al. 2024, We-Math,
+    section 3.3).
 
     - IK, insufficient knowledge: the whole is wrong, and a step is.
     - IG, inadequate generalisation: the whole is wrong, and no step is.
@@ -88,9 +94,10 @@ def diagnosis(steps: Sequence[bool], whole: bool, *, strict: bool) -> str:
 
 
 _DEFINITION = (
-    "of the problems whose steps were all asked: IK (insufficient knowledge), IG (inadequate generalisation) and CM "
-    "(complete mastery) as shares of all of them, RM (rote memorisation) as a share of CM and RM; the score is the "
-    "mean of 1 for CM, a half for IG, and 0 for IK and RM"
+    "of the problems whose steps were all asked: IK (insufficient knowledge), IG (inadequate "
+    "generalisation) and CM (complete mastery) as shares of all of them, RM (rote memorisation) "
+    "as a share of CM and RM; the score is the mean of 1 for CM, a half for IG, and 0 for IK and "
+    "RM"
 )
 
 
@@ -104,7 +111,10 @@ def _summary(
         at: found for at, found in answers.items() if len(found) == 1 + int(next(iter(found))[0])
     }
     missing = len({ID for ID, _ in answers} - {ID for ID, _ in whole})
-    lacking = f"{amount(missing, 'problem')} without an answer to every step and the whole, left out of the diagnosis"
+    lacking = (
+        f"{amount(missing, 'problem')} without an answer to every step and the whole, left out "
+        "of the diagnosis"
+    )
     warnings = [lacking] if missing else []
     if not whole:
         return OwnFigures(

@@ -19,7 +19,8 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 os.environ.setdefault(
     "TORCH_COMPILE_DISABLE", "1"
 )  # vLLM compiles one sum of its sampler at every start: 2 to 5 s
-# DeepSpeed's operators are compiled once for each Python environment, so that a green run proves that they compile.
+# DeepSpeed's operators are compiled once for each Python environment, so that a green run proves
+# that they compile.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
 
 REPOSITORY = Path(__file__).parents[1]
@@ -33,7 +34,9 @@ Case = Callable[
 
 @pytest.fixture
 def case(tmp_path: Path, subtests: pytest.Subtests) -> Case:
-    """`with case(name) as folder`: all cases of a table are tried, and each that fails is listed by its name."""
+    """`with case(name) as folder`: all cases of a table are tried, and each that fails is listed by
+    its name.
+    """
 
     @contextmanager
     def begun(name: object) -> Iterator[Path]:
@@ -66,7 +69,8 @@ def geometry3k_raw() -> Path:
     folder = SHARED / "data" / "geometry3k_raw"
     if not folder.is_dir():
         pytest.skip(
-            f"the real Geometry3K problems are not beside this checkout ({folder.name} in ../shared/data)"
+            f"the real Geometry3K problems are not beside this checkout ({folder.name} in "
+            "../shared/data)"
         )
     return folder
 
@@ -78,7 +82,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`--cov` counts what quick tests run: measuring would take the slow ones up to twice their time."""
+    """`--cov` counts what quick tests run: measuring would take the slow ones up to twice their
+    time.
+    """
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker("no_cover")

@@ -1,7 +1,8 @@
-"""ADORA (arXiv 2602.10019): a weight for each group, by how much there is to learn from it at this step.
+"""ADORA (arXiv 2602.10019): a weight for each group, by how much there is to learn from it at this
+step.
 
-The criteria call a group temporarily advantageous (TAS) or temporarily disadvantageous (TDS). Attenuation lowers the
-weight of TDS groups, amplification raises that of TAS groups.
+The criteria call a group temporarily advantageous (TAS) or temporarily disadvantageous (TDS).
+Attenuation lowers the weight of TDS groups, amplification raises that of TAS groups.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AdoraWeighting:
-    """The weights of one batch and the reasons for them: `weights_P` is float32, `tds_P` and `tas_P` are bool.
+    """The weights of one batch and the reasons for them: `weights_P` is float32, `tds_P` and
+    `tas_P` are bool.
 
-    A group without a correct rollout may be neither TDS nor TAS. `rate` multiplies the learning rate of this batch.
+    A group without a correct rollout may be neither TDS nor TAS. `rate` multiplies the learning
+    rate of this batch.
     """
 
     weights_P: Tensor
@@ -41,7 +44,8 @@ class Adora(Method):
 
     mode: str = option(
         "attenuation",
-        "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (no weights).",
+        "attenuation (TDS prompts x factor), amplification (TAS prompts x factor) or off (no "
+        "weights).",
         "attenuation",
         "amplification",
         "off",
@@ -64,14 +68,15 @@ class Adora(Method):
     )
     ties: str = option(
         "attenuate",
-        "Length criterion where right and wrong are equally long: attenuate (as the references) or keep.",
+        "Length criterion where right and wrong are equally long: attenuate (as the references) "
+        "or keep.",
         "attenuate",
         "keep",
     )
     no_correct: str = option(
         "keep",
-        "Groups without a correct rollout that meet no criterion, whose rewards can still differ: keep (VLM "
-        "reference) or attenuate (LLM reference).",
+        "Groups without a correct rollout that meet no criterion, whose rewards can still differ: "
+        "keep (VLM reference) or attenuate (LLM reference).",
         "keep",
         "attenuate",
     )
@@ -108,7 +113,8 @@ class Adora(Method):
             raise ValueError(f"tau: {least} to {most} must be above 0 and at most 1")
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
             raise ValueError(
-                f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= first < end"
+                f"steps: {list(self.steps)} must be a half-open range [first, end] with 0 <= "
+                "first < end"
             )
 
     def is_on(self, step: int) -> bool:
@@ -122,10 +128,12 @@ class Adora(Method):
     def assigned(
         self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int
     ) -> AdoraWeighting:
-        """The weighting with the weights of `assign`; what the criteria say stays. `random` shuffles the weights among
-        the groups that carry signal (`signal_P`, bool, of all ranks), by seed and step alone, so all ranks do the same.
-        `reversed` gives the factor to the other side. `rate` gives every group the weight 1, and the mean of the
-        weights of groups with signal as `rate`.
+        """The weighting with the weights of `assign`; what the criteria say stays.
+
+        `random` shuffles the weights among the groups that carry signal (`signal_P`, bool, of all
+        ranks), by seed and step alone, so all ranks do the same. `reversed` gives the factor to the
+        other side. `rate` gives every group the weight 1, and the mean of the weights of groups
+        with signal as `rate`.
         """
         weights_P = weighting.weights_P
         if self.assign == "criterion" or not self.is_on(step):
@@ -153,26 +161,27 @@ class Adora(Method):
         return advantages_PG * run.weighting.weights_P[:, None]
 
     def check(self, keys: RunKeys) -> None:
-        """`assign: rate` scales the learning rate, for whole optimizer steps of one generation each."""
+        """`assign: rate` scales the learning rate, for whole optimizer steps of one generation
+        each.
+        """
         kept = keys.adora_rollouts.replay
         accumulated = keys.gradient_accumulation_steps
         for holds, why in (
             (
                 kept,
-                f"adora_rollouts.replay: {kept} with assign: rate, which would learn from earlier groups at the "
-                "rate of the present ones; set adora_rollouts.replay: 0",
+                f"adora_rollouts.replay: {kept} with assign: rate, which would learn from earlier "
+                "groups at the rate of the present ones; set adora_rollouts.replay: 0",
             ),
             (
                 keys.steps_per_generation * keys.num_iterations % accumulated,
-                f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which needs optimizer steps of one "
-                "generation each; make steps_per_generation x num_iterations a multiple of gradient_accumulation_steps: "
-                f"{accumulated}",
+                f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which "
+                "needs optimizer steps of one generation each; make steps_per_generation x "
+                f"num_iterations a multiple of gradient_accumulation_steps: {accumulated}",
             ),
             (
                 keys.deepspeed is not None or getattr(keys, "deepspeed_plugin", None) is not None,
-                "assign: rate does not "
-                "work with DeepSpeed, which takes its optimizer step before its learning rate can be scaled; train "
-                "without DeepSpeed",
+                "assign: rate does not work with DeepSpeed, which takes its optimizer step before "
+                "its learning rate can be scaled; train without DeepSpeed",
             ),
         ):
             if holds and self.assign == "rate":
@@ -182,25 +191,26 @@ class Adora(Method):
 def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) -> AdoraWeighting:
     """The weight that multiplies the group-normalised advantages of each prompt, and why.
 
-    `options`: None is the reference's attenuation by length. `step`: optimizer steps made. Raises `ValueError` for
-    shapes that differ.
+    `options`: None is the reference's attenuation by length. `step`: optimizer steps made. Raises
+    `ValueError` for shapes that differ.
     """
     options = Adora() if options is None else options
     rewards_PG = groups.rewards_PG
     lengths_PG = groups.lengths_PG
     if rewards_PG.ndim != 2 or rewards_PG.shape != lengths_PG.shape:
         raise ValueError(
-            f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both be (P, G)"
+            f"rewards {tuple(rewards_PG.shape)} and lengths {tuple(lengths_PG.shape)} must both "
+            "be (P, G)"
         )
-    # Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes it as +inf, so the
-    # group is TDS, the LLM reference as -inf, so it is TAS.
+    # Without an untruncated wrong rollout there is no mean to compare with: the VLM reference takes
+    # it as +inf, so the group is TDS, the LLM reference as -inf, so it is TAS.
     nothing = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
     bound_P = torch.where(
         groups.finished_wrong_PG.any(dim=1), groups.mean_finished_wrong_P, nothing
     )
     longer_P = groups.longest_correct_P > bound_P
-    # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means hard now, but solvable. A
-    # group without a scored rollout has no pass rate, so it is not TAS.
+    # Paper, Eq. 6, includes a pass rate of 0. `needs_correct` excludes it, so that TAS means hard
+    # now, but solvable. A group without a scored rollout has no pass rate, so it is not TAS.
     counted_P = (groups.correct_PG if options.needs_correct else groups.scored_PG).any(dim=1)
     verdicts = {
         "length": longer_P | groups.tied_P if options.ties == "keep" else longer_P,

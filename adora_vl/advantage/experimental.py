@@ -1,4 +1,7 @@
-"""Further methods that make advantages, each written from its paper. We have reproduced the results of none."""
+"""Further methods that make advantages, each written from its paper.
+
+We have reproduced the results of none.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class McGrpo(Method):
-    """Median-centred advantages; of an even number of scored rollouts the lower of the two middle ones is the median.
+    """Median-centred advantages; of an even number of scored rollouts the lower of the two middle
+    ones is the median.
 
-    Where one value has the majority the median absolute deviation is 0, and we divide by the standard deviation about
-    the centre instead (the repository uses an eps of 1e-3). The pivot has an advantage of 0, and the G others are
-    multiplied by (G + 1) / G, for losses that divide by sequences; those that divide by tokens still count its own.
+    Where one value has the majority the median absolute deviation is 0, and we divide by the
+    standard deviation about the centre instead (the repository uses an eps of 1e-3). The pivot has
+    an advantage of 0, and the G others are multiplied by (G + 1) / G, for losses that divide by
+    sequences; those that divide by tokens still count its own.
     """
 
     remakes = True
@@ -64,7 +69,9 @@ class McGrpo(Method):
 
 @dataclass(frozen=True)
 class Ngrpo(Method):
-    """GRPO's advantages, computed with `virtual` additional rewards of `max_reward`, which are then removed again."""
+    """GRPO's advantages, computed with `virtual` additional rewards of `max_reward`, which are then
+    removed again.
+    """
 
     remakes = True
     settings: ClassVar[Settings] = {"epsilon": 0.16, "epsilon_high": 0.24}
@@ -87,8 +94,9 @@ class Ngrpo(Method):
 class AGrae(Method):
     """Two factors of p, the pass rate of a prompt, and of R, the mean of p over the batch.
 
-    Curriculum: all advantages x [(1 - R) 0.5 / (1 - sqrt p) + R 0.5 / sqrt p], omitted where p is 0 or 1. Suppression:
-    positive advantages x min(1, R / alpha). The repository's alpha is 1 for mathematics and 0.5 for Geometry3K.
+    Curriculum: all advantages x [(1 - R) 0.5 / (1 - sqrt p) + R 0.5 / sqrt p], omitted where p is 0
+    or 1. Suppression: positive advantages x min(1, R / alpha). The repository's alpha is 1 for
+    mathematics and 0.5 for Geometry3K.
     """
 
     source = "arXiv 2602.05548"
@@ -126,9 +134,9 @@ class AGrae(Method):
 
 
 def upper_half(measure: Tensor) -> Tensor:
-    """The share to which each rollout belongs to the upper half of its group by `measure`, (P, G), float32; 0 for NaN,
-    a rollout that has left its group. Rollouts that tie at the cut share the places that are left, where the authors'
-    repository takes them in the order of the batch.
+    """The share to which each rollout belongs to the upper half of its group by `measure`, (P, G),
+    float32; 0 for NaN, a rollout that has left its group. Rollouts that tie at the cut share the
+    places that are left, where the authors' repository takes them in the order of the batch.
     """
     count = (~torch.isnan(measure)).sum(dim=1, keepdim=True)
     above_PG = (measure[:, :, None] < measure[:, None, :]).sum(dim=2)
@@ -141,7 +149,9 @@ def upper_half(measure: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Canon(Method):
-    """`inter (r - mean of the other half) + (1 - inter) (r - mean of the own half)`, not divided by a deviation."""
+    """`inter (r - mean of the other half) + (1 - inter) (r - mean of the own half)`, not divided by
+    a deviation.
+    """
 
     remakes = True
     settings: ClassVar[Settings] = {
@@ -179,7 +189,9 @@ class Canon(Method):
         inter = self.inter.at(groups.step)
         if (
             inter == 0.5
-        ):  # both halves together are the group: this gives its mean to the bit, also for odd groups
+            # both halves together are the group: this gives its mean to the bit, also for odd
+            # groups
+        ):
             return group_advantages(rewards, scale="none")
         upper_PG = upper_half(torch.where(scored_PG, measure_PG, torch.nan))
         means = []
@@ -206,8 +218,9 @@ class Canon(Method):
 
 
 def most_varied(values: Tensor, keep: int) -> Tensor:
-    """The `keep` values of each row whose variance is largest, as shares between 0 and 1, (P, N): some of the smallest
-    and some of the largest, so there are `keep + 1` candidates. Values that tie at the edge share its places.
+    """The `keep` values of each row whose variance is largest, as shares between 0 and 1, (P, N):
+    some of the smallest and some of the largest, so there are `keep + 1` candidates. Values that
+    tie at the edge share its places.
     """
     count = values.shape[1]
     if keep >= count:
@@ -233,8 +246,9 @@ def most_varied(values: Tensor, keep: int) -> Tensor:
 
 @dataclass(frozen=True)
 class D3s(Method):
-    """Advantages of the rollouts that are kept, scaled so that a mean over all rows is the mean over the kept ones. At
-    least two are kept; all of them is GRPO. The authors begin with few and keep more later. The default of 0.5 is ours.
+    """Advantages of the rollouts that are kept, scaled so that a mean over all rows is the mean
+    over the kept ones. At least two are kept; all of them is GRPO. The authors begin with few and
+    keep more later. The default of 0.5 is ours.
     """
 
     source = "arXiv 2509.22115"
@@ -272,8 +286,8 @@ class D3s(Method):
 
 @dataclass(frozen=True)
 class Ssb(Method):
-    """`A_i (1 + share N_0 |A_i|^alpha / sum |A|^alpha)`, where N_0 is the number of rollouts, of all ranks, that have
-    the advantage 0 and have not left their group.
+    """`A_i (1 + share N_0 |A_i|^alpha / sum |A|^alpha)`, where N_0 is the number of rollouts, of
+    all ranks, that have the advantage 0 and have not left their group.
     """
 
     source = "arXiv 2504.08837, 2504.16656"
@@ -286,7 +300,8 @@ class Ssb(Method):
     def __post_init__(self) -> None:
         if not 0 <= self.share <= 1 or self.replay_alpha < 0:
             raise ValueError(
-                f"share: {self.share} must be in 0 to 1, replay_alpha: {self.replay_alpha} at least 0"
+                f"share: {self.share} must be in 0 to 1, replay_alpha: {self.replay_alpha} at "
+                "least 0"
             )
 
     @property
@@ -308,9 +323,10 @@ class Ssb(Method):
 
 @dataclass(frozen=True)
 class Rrb(Method):
-    """`range`, the rule of published notes on the paper: `A (range / full_range)^range_power`, where the range is the
-    largest reward of the group minus its smallest. `all_low`, as in the repository of DIVA-GRPO: `A low_factor` for a
-    group all of whose rewards are below `low`, and A for every other one.
+    """`range`, the rule of published notes on the paper: `A (range / full_range)^range_power`,
+    where the range is the largest reward of the group minus its smallest. `all_low`, as in the
+    repository of DIVA-GRPO: `A low_factor` for a group all of whose rewards are below `low`, and A
+    for every other one.
     """
 
     source = "arXiv 2603.01106"

@@ -18,7 +18,10 @@ SCALES = ("group", "batch", "none")
 
 
 def is_constant(rewards_PG: Tensor) -> Tensor:
-    """Which groups carry no signal because all their scored rewards are equal. Bool, (P,). NaN means unscored."""
+    """Which groups carry no signal because all their scored rewards are equal.
+
+    Bool, (P,). NaN means unscored.
+    """
     scored_PG = ~torch.isnan(rewards_PG)
     highest_P = torch.where(scored_PG, rewards_PG, -torch.inf).amax(dim=1)
     lowest_P = torch.where(scored_PG, rewards_PG, torch.inf).amin(dim=1)
@@ -26,9 +29,12 @@ def is_constant(rewards_PG: Tensor) -> Tensor:
 
 
 def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
-    """Sample standard deviation about `mean` along the last dimension. NaN is ignored; fewer than two values give 0.
+    """Sample standard deviation about `mean` along the last dimension.
 
-    The order of operations is that of TRL (`trl.trainer.utils.nanstd`), so that both agree to the bit.
+    NaN is ignored; fewer than two values give 0.
+
+    The order of operations is that of TRL (`trl.trainer.utils.nanstd`), so that both agree to the
+    bit.
     """
     count = (~torch.isnan(rewards)).sum(dim=-1, keepdim=True)
     variance = torch.nanmean((rewards - mean) ** 2, dim=-1, keepdim=True) * (
@@ -38,12 +44,13 @@ def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
 
 
 def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
-    """`(r - mean of its group) / (std + eps)`, (P, G), of rewards (P, G), NaN for a rollout that no function scored.
+    """`(r - mean of its group) / (std + eps)`, (P, G), of rewards (P, G), NaN for a rollout that no
+    function scored.
 
-    `scale`, as TRL's `scale_rewards`: the deviation is that of the group or the batch, or `none` divides. `eps`: TRL
-    uses 1e-4, the reference 1e-9. An unscored rollout gets 0, and so does a group of equal rewards, exactly: in float32
-    the mean of seven times 0.1 is not 0.1, and a tiny `eps` would turn that into advantages near 1. Raises `ValueError`
-    for another scale.
+    `scale`, as TRL's `scale_rewards`: the deviation is that of the group or the batch, or `none`
+    divides. `eps`: TRL uses 1e-4, the reference 1e-9. An unscored rollout gets 0, and so does a
+    group of equal rewards, exactly: in float32 the mean of seven times 0.1 is not 0.1, and a tiny
+    `eps` would turn that into advantages near 1. Raises `ValueError` for another scale.
     """
     if scale not in SCALES:
         raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")
@@ -52,7 +59,9 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
 
 
 def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
-    """The rewards about the mean of their group, along the last dimension, in the unit that `scale` says."""
+    """The rewards about the mean of their group, along the last dimension, in the unit that `scale`
+    says.
+    """
     centred = rewards - (mean := torch.nanmean(rewards, dim=-1, keepdim=True))
     unit = torch.ones(())
     if scale == "group":
@@ -65,10 +74,12 @@ def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
 def stock_advantages(
     rewards: Tensor, weights: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4
 ) -> Tensor:
-    """What TRL's `_generate_and_score_completions` makes of (P, G, F) rewards, NaN where a function gave none: (P, G).
+    """What TRL's `_generate_and_score_completions` makes of (P, G, F) rewards, NaN where a function
+    gave none: (P, G).
 
-    `weights`: TRL's `reward_weights`. `scale`: its `scale_rewards`. `sums_rewards`: its `sum_then_normalize`, else its
-    `normalize_then_sum`, which normalises each function by group and the sum by batch.
+    `weights`: TRL's `reward_weights`. `scale`: its `scale_rewards`. `sums_rewards`: its
+    `sum_then_normalize`, else its `normalize_then_sum`, which normalises each function by group and
+    the sum by batch.
     """
     parts = (
         rewards
@@ -86,12 +97,13 @@ def stock_advantages(
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
-    """What DAPO adds to the reward (arXiv 2503.14476, equation 13): 0 up to `max_length - cache` tokens, then falling
-    to -1 at `max_length`. Raises `ValueError` for a `cache` outside of that.
+    """What DAPO adds to the reward (arXiv 2503.14476, equation 13): 0 up to `max_length - cache`
+    tokens, then falling to -1 at `max_length`. Raises `ValueError` for a `cache` outside of that.
     """
     if not 0 < cache <= max_length:
         raise ValueError(
-            f"overlong_cache: {cache} must be above 0 and at most max_completion_length: {max_length}"
+            f"overlong_cache: {cache} must be above 0 and at most max_completion_length: "
+            f"{max_length}"
         )
     return ((max_length - cache - lengths.to(torch.float32)) / cache).clamp(-1.0, 0.0)
 
@@ -116,9 +128,10 @@ class LitePpo(Grpo):
 
 @dataclass(frozen=True)
 class Dapo(Method):
-    """DAPO samples until a batch is full of groups that are neither all right nor all wrong. Dropped groups are not
-    replaced here: the batch becomes smaller, and TRL's token mean is taken over the tokens of the rollouts that have a
-    signal and have not left their group.
+    """DAPO samples until a batch is full of groups that are neither all right nor all wrong.
+
+    Dropped groups are not replaced here: the batch becomes smaller, and TRL's token mean is taken
+    over the tokens of the rollouts that have a signal and have not left their group.
     """
 
     settings: ClassVar[Settings] = {
@@ -135,7 +148,8 @@ class Dapo(Method):
     )
     overlong_cache: int | None = option(
         None,
-        "Over so many last tokens before max_completion_length the reward falls by up to 1; null: it does not.",
+        "Over so many last tokens before max_completion_length the reward falls by up to 1; null: "
+        "it does not.",
     )
 
     @property

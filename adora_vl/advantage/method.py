@@ -32,7 +32,10 @@ class RunKeys(Protocol):
 
 
 def option(default: Any, help: str, *choices: str) -> Any:
-    """An option of a method: a field of its dataclass. `choices`: the words that it takes, or that a list of it has."""
+    """An option of a method: a field of its dataclass.
+
+    `choices`: the words that it takes, or that a list of it has.
+    """
     return field(
         default=default, metadata={"help": help, **({"choices": list(choices)} if choices else {})}
     )
@@ -40,7 +43,8 @@ def option(default: Any, help: str, *choices: str) -> Any:
 
 @dataclass(frozen=True)
 class Method:
-    """A method with its options, which are the fields of its class: each has a default, and `option` gives it a help.
+    """A method with its options, which are the fields of its class: each has a default, and
+    `option` gives it a help.
 
     One that a run names in a file (`adora_method: FILE.py:NAME`) is a subclass too.
     """
@@ -49,7 +53,9 @@ class Method:
     source: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` for a value that an option does not take; its text begins with the option."""
+        """Raises `ValueError` for a value that an option does not take; its text begins with the
+        option.
+        """
         for each in fields(self):
             value = getattr(self, each.name)
             choices = each.metadata.get("choices")
@@ -77,13 +83,17 @@ class Method:
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Which groups have something to teach, bool, (P,); `signal_P` says it of the methods before it."""
+        """Which groups have something to teach, bool, (P,); `signal_P` says it of the methods
+        before it.
+        """
         if self.remakes:
             return self.apply(groups, torch.zeros_like(groups.rewards_PG), run).any(dim=1)
         return signal_P
 
     def check(self, keys: RunKeys) -> None:
-        """Raises `ValueError` where the run's other keys do not fit; its text begins with the option or the key."""
+        """Raises `ValueError` where the run's other keys do not fit; its text begins with the
+        option or the key.
+        """
 
     def costs(self, keys: RunKeys) -> str:
         """What it costs beyond GRPO, for the first lines of the run; nothing is an empty text."""

@@ -42,9 +42,11 @@ class AdvantagePipeline:
         sums_rewards: bool = True,
         seed: int = 0,
     ) -> None:
-        """`chosen`: the methods by name, in order. `scale`: TRL's `scale_rewards`. `max_length`: its
-        `max_completion_length`. `sums_rewards`: whether the advantages come from the sum of the rewards, so that a
-        group of equal sums gets 0. `seed`: that of the run.
+        """`chosen`: the methods by name, in order.
+
+        `scale`: TRL's `scale_rewards`. `max_length`: its `max_completion_length`. `sums_rewards`:
+        whether the advantages come from the sum of the rewards, so that a group of equal sums gets
+        0. `seed`: that of the run.
         """
         self.chosen = dict(chosen)
         adora = self.chosen.get("adora")
@@ -54,7 +56,8 @@ class AdvantagePipeline:
         self.max_length = max_length
         self.sums_rewards = sums_rewards
         self.seed = seed
-        self.rate = 1.0  # by which the learning rate of the present generation's optimizer steps is multiplied
+        # by which the learning rate of the present generation's optimizer steps is multiplied
+        self.rate = 1.0
         self.figures: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None  # of the last batch
         self._daro: DaroWeights | None = None
@@ -66,15 +69,20 @@ class AdvantagePipeline:
         return all(method.plain for method in self.chosen.values())
 
     def weigh(self, groups: Groups) -> AdoraWeighting:
-        """ADORA's weights and their reasons. The weights are 1 if ADORA is not among the methods."""
+        """ADORA's weights and their reasons.
+
+        The weights are 1 if ADORA is not among the methods.
+        """
         weighting = weigh_groups(groups, self.judged_by, groups.step)
         return self.judged_by.assigned(
             weighting, self.signal(groups), seed=self.seed, step=groups.step
         )
 
     def signal(self, groups: Groups) -> Tensor:
-        """Which groups have something to teach, bool, (P,). Each is judged alone, whatever else is in the batch, so
-        groups can be chosen by it before they are weighed; nothing is remembered.
+        """Which groups have something to teach, bool, (P,).
+
+        Each is judged alone, whatever else is in the batch, so groups can be chosen by it before
+        they are weighed; nothing is remembered.
         """
         signal_P = groups.differs_P
         for method in self.chosen.values():
@@ -82,8 +90,10 @@ class AdvantagePipeline:
         return signal_P & groups.scored_PG.any(dim=1)
 
     def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
-        """Turn TRL's advantages of whole groups into the ones to learn from, both (P, G). Call it once in a generation,
-        with all groups that are learned from and no others: some methods weigh a group by the rest, and DARO learns.
+        """Turn TRL's advantages of whole groups into the ones to learn from, both (P, G).
+
+        Call it once in a generation, with all groups that are learned from and no others: some
+        methods weigh a group by the rest, and DARO learns.
 
         Afterwards `weighting` holds the weights that were applied, and their reasons.
         """
@@ -109,7 +119,10 @@ class AdvantagePipeline:
         return self._daro
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs, in a form that JSON can hold. Empty if no method remembers anything."""
+        """What a resumed run needs, in a form that JSON can hold.
+
+        Empty if no method remembers anything.
+        """
         daro = self._daro.state() if self._daro is not None else self._saved
         rate = {"rate": self.rate} if self.judged_by.assign == "rate" else {}
         return {**({} if daro is None else {"daro": daro}), **rate}

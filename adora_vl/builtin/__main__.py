@@ -1,7 +1,8 @@
-"""`python -m adora_vl.builtin --output DIR [--family FAMILY]`: build and warm-start a tiny model from scratch.
+"""`python -m adora_vl.builtin --output DIR [--family FAMILY]`: build and warm-start a tiny model
+from scratch.
 
-`--start perimeter` and `--start zoom` build the models of two tasks, which go on from the shipped `tiny`. `--find NAME`
-prints the folder of a tiny model, built in the cache where it is missing.
+`--start perimeter` and `--start zoom` build the models of two tasks, which go on from the shipped
+`tiny`. `--find NAME` prints the folder of a tiny model, built in the cache where it is missing.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""What the tiny models, `synthetic` and `knights` stand for in a config: made where they are missing."""
+"""What the tiny models, `synthetic` and `knights` stand for in a config: made where they are
+missing.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -37,8 +39,8 @@ BUILDERS: dict[str, tuple[Callable[[Path], object], Any]] = {  # each with the p
 
 
 def resolve_model(name: str) -> str:
-    """As `local_model`, but the tiny models are built in this process where they are missing, or were built by another
-    plan than this version's. Machines that share the folder build it once.
+    """As `local_model`, but the tiny models are built in this process where they are missing, or
+    were built by another plan than this version's. Machines that share the folder build it once.
     """
     if name not in BUILDERS or (
         name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file()
@@ -55,8 +57,9 @@ def resolve_model(name: str) -> str:
 
 
 def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = None) -> str:
-    """The folder of `rows` training rows for `synthetic` and `knights` (puzzles with two people); with `columns`
-    (`adora_columns`) that of a table, folder or hub id, converted here; any other name, or a prepared folder, as it is.
+    """The folder of `rows` training rows for `synthetic` and `knights` (puzzles with two people);
+    with `columns` (`adora_columns`) that of a table, folder or hub id, converted here; any other
+    name, or a prepared folder, as it is.
     """
     if name == KNIGHTS_DATA:
         drawn = puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
@@ -90,8 +93,9 @@ def data_folders(script: AdoraScriptArguments) -> list[str]:
         )
     if columns is not None and all(map(_is_prepared, script.dataset_name)):
         raise UserError(
-            f"adora_columns: {columns} names columns of a table, but dataset_name: {', '.join(script.dataset_name)} "
-            "has its columns already; leave adora_columns out, or name the table"
+            f"adora_columns: {columns} names columns of a table, but dataset_name: "
+            f"{', '.join(script.dataset_name)} has its columns already; leave adora_columns out, "
+            "or name the table"
         )
     return [
         resolve_dataset(name, script.adora_synthetic_rows, columns) for name in script.dataset_name

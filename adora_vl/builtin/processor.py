@@ -1,4 +1,6 @@
-"""The tiny models' processors: the families' own classes around a small tokenizer with Qwen's special tokens."""
+"""The tiny models' processors: the families' own classes around a small tokenizer with Qwen's
+special tokens.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -31,12 +33,15 @@ SPECIAL_TOKENS = (
 )
 MAX_PIXELS = 448 * 448
 
-# The behaviour of Qwen2.5-VL's template for text and images, in our own words (no tools, no videos, no image ids).
+# The behaviour of Qwen2.5-VL's template for text and images, in our own words (no tools, no videos,
+# no image ids).
 CHAT_TEMPLATE = (PRETRAINED / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """A tokenizer with Qwen's special tokens whose at most `VOCABULARY` entries are learnt from `texts`."""
+    """A tokenizer with Qwen's special tokens whose at most `VOCABULARY` entries are learnt from
+    `texts`.
+    """
     made = Tokenizer(models.BPE())
     # Single digits: a model this small adds and halves numbers only if their digits are its tokens.
     digits = pre_tokenizers.Digits(individual_digits=True)

@@ -1,4 +1,6 @@
-"""What small models have in common: one training loop, and a folder that holds a whole model or none."""
+"""What small models have in common: one training loop, and a folder that holds a whole model or
+none.
+"""
 
 import json
 import statistics
@@ -18,14 +20,18 @@ from adora_vl.utils.files import check_folder, read_object, replacing_folder, wr
 
 
 def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """What `make` makes, its matrices drawn from the seed. The caller's random state is left alone."""
+    """What `make` makes, its matrices drawn from the seed.
+
+    The caller's random state is left alone.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make()
         for name, parameter in model.named_parameters():
             if parameter.ndim < 2 or "norm" in name:
                 continue
-            # Wider than the default 0.02, which at this width leaves the first hundreds of steps without a gradient.
+            # Wider than the default 0.02, which at this width leaves the first hundreds of steps
+            # without a gradient.
             looked_up = "embed_tokens" in name or "pos_embed" in name
             std = (
                 0.05
@@ -41,8 +47,8 @@ def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, see
 
 
 def fit(model: Any, loss_of: Callable[[int], Tensor], steps: int, learning_rate: float) -> float:
-    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate; then evaluation mode. Returns
-    the mean loss of the last 50 steps.
+    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate; then
+    evaluation mode. Returns the mean loss of the last 50 steps.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -74,7 +80,8 @@ def check_place(folder: Path) -> None:
             raise UserError(f"output: {str(folder)!r} is a file; choose a folder")
         if there and any(folder.iterdir()) and not (folder / _FACTS).is_file():
             raise UserError(
-                f"output: {str(folder)!r} holds something else than a tiny model; choose another folder"
+                f"output: {str(folder)!r} holds something else than a tiny model; choose another "
+                "folder"
             )
 
 
@@ -87,8 +94,9 @@ def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
 def save_built(
     folder: Path, model: Any, processor: Any, plan: Any, **more: object
 ) -> dict[str, object]:
-    """Save a model, its processor and how both were made (`build.json`), which is returned: `plan`, a dataclass, and
-    `more`. What was at `folder` goes when they are whole. Raises `UserError` where that cannot be written.
+    """Save a model, its processor and how both were made (`build.json`), which is returned: `plan`,
+    a dataclass, and `more`. What was at `folder` goes when they are whole. Raises `UserError` where
+    that cannot be written.
     """
     facts = {"parameters": sum(p.numel() for p in model.parameters()), **more, "plan": asdict(plan)}
     with written_to("output", folder), replacing_folder(folder) as made:

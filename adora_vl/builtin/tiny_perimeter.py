@@ -1,4 +1,6 @@
-"""`tiny_perimeter`, the demo's start: the tiny model, taught to add up sides that it reads, and also to guess."""
+"""`tiny_perimeter`, the demo's start: the tiny model, taught to add up sides that it reads, and
+also to guess.
+"""
 
 import random
 from collections.abc import Callable
@@ -24,8 +26,9 @@ _DATA_SEED = 2000  # other problems than any training run draws by default
 
 @dataclass(frozen=True)
 class PerimeterStart:
-    """Two stages: right workings until they are learned, the first part of it with short prompts; then a teacher that
-    guesses with the share `guesses`, and else slips with the share `slips` in each of a working's places.
+    """Two stages: right workings until they are learned, the first part of it with short prompts;
+    then a teacher that guesses with the share `guesses`, and else slips with the share `slips` in
+    each of a working's places.
     """
 
     steps: int = 400
@@ -40,7 +43,10 @@ class PerimeterStart:
 
 
 def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) -> str:
-    """What the second stage copies. Without knowing the kind of problem, it guesses one of the two usual digits."""
+    """What the second stage copies.
+
+    Without knowing the kind of problem, it guesses one of the two usual digits.
+    """
     return guess(rng) if rng.random() < plan.guesses else working(rng, sides, slip_share=plan.slips)
 
 

@@ -1,7 +1,9 @@
-"""The tiny text-only policy: a Qwen2.5 language model with its own small vocabulary, for knights and knaves.
+"""The tiny text-only policy: a Qwen2.5 language model with its own small vocabulary, for knights
+and knaves.
 
-It is built where it is missing. A teacher shows right answers to puzzles with two people and stops early: most greedy
-answers are right then, but few sampled ones, and reinforcement learning has the rest to teach.
+It is built where it is missing. A teacher shows right answers to puzzles with two people and stops
+early: most greedy answers are right then, but few sampled ones, and reinforcement learning has the
+rest to teach.
 """
 
 import random
@@ -24,7 +26,10 @@ _DATA_SEED = 1000  # other puzzles than any training run draws by default
 
 @dataclass(frozen=True)
 class TextStart:
-    """Steps of `batch_size` puzzles with (fewest, most) people. More of them leave less to learn."""
+    """Steps of `batch_size` puzzles with (fewest, most) people.
+
+    More of them leave less to learn.
+    """
 
     steps: int = 80
     batch_size: int = 64

@@ -25,10 +25,11 @@ from data_prep.synthetic.generate import generate
 WIDTH = 96
 LAYERS = 3
 HEAD_SIZE = 32
-# What the families' configs differ in. Qwen3-VL interleaves the three kinds of positions, which vLLM reads from the
-# config and Transformers always does. Deepstack features enter behind the first two of three layers, so that their
-# number is not that of the layers, and the position embeddings are a grid of 8 x 8. Qwen3.5 has linear attention in all
-# layers but the last, and rotates a quarter of each head there as published.
+# What the families' configs differ in. Qwen3-VL interleaves the three kinds of positions, which
+# vLLM reads from the config and Transformers always does. Deepstack features enter behind the first
+# two of three layers, so that their number is not that of the layers, and the position embeddings
+# are a grid of 8 x 8. Qwen3.5 has linear attention in all layers but the last, and rotates a
+# quarter of each head there as published.
 _OWN: dict[
     str, tuple[Any, dict[str, Any], dict[str, Any], dict[str, Any]]
 ] = {  # config, text, rotary, vision
@@ -62,7 +63,8 @@ _OWN: dict[
 def language_settings(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """Of the language model in a config: three layers, untied embeddings.
 
-    Untied, because the CPU engine refreshes only one use of a tied embedding when weights are synced.
+    Untied, because the CPU engine refreshes only one use of a tied embedding when weights are
+    synced.
     """
     return {
         "vocab_size": len(tokenizer),
@@ -119,13 +121,16 @@ def build_model(
     return fresh_model(make, tokenizer, seed)
 
 
-# Share of slips in the teacher's answers, by family: where it is above one half, greedy decoding is wrong at first.
+# Share of slips in the teacher's answers, by family: where it is above one half, greedy decoding is
+# wrong at first.
 SLIPS = {"isosceles": 0.7, "polygon": 0.35, "right_triangle": 0.7, "crossing": 0.35, "circle": 0.7}
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids (rows, 3)."""
+    """`rows` as tensors: prompts (list of (T,) int64), pixels (rows, patches, values) half, grids
+    (rows, 3).
+    """
 
     prompts: list[Tensor]
     pixels: Tensor | None = None
@@ -176,7 +181,10 @@ def token_loss(model: Any, sequences: list[Tensor], labels: list[Tensor], **seen
 
 
 def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> float:
-    """Train `model` in place on `rows` (synthetic, one image each). Returns the mean loss of the last 50 steps."""
+    """Train `model` in place on `rows` (synthetic, one image each).
+
+    Returns the mean loss of the last 50 steps.
+    """
     rng = random.Random(plan.seed)
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
@@ -199,9 +207,11 @@ _DATA_SEED = 1000  # other problems than any training run draws by default
 def build_tiny_model(
     folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY
 ) -> dict[str, object]:
-    """Build, warm-start and save the tiny model and its processor. Returns and saves (`build.json`) how it was made.
-    Other families than the first have its tokenizer. `folder` appears complete or not at all. The same versions and
-    number of threads give the same weights. Raises `UserError` where `folder` holds anything else.
+    """Build, warm-start and save the tiny model and its processor.
+
+    Returns and saves (`build.json`) how it was made. Other families than the first have its
+    tokenizer. `folder` appears complete or not at all. The same versions and number of threads give
+    the same weights. Raises `UserError` where `folder` holds anything else.
     """
     check_place(folder)
     plan = plan or WarmStart()

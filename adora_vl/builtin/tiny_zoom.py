@@ -1,4 +1,5 @@
-"""`tiny_zoom`: the tiny model, taught to look at a corner of a picture again, or to guess the number that stands there.
+"""`tiny_zoom`: the tiny model, taught to look at a corner of a picture again, or to guess the
+number that stands there.
 
 It sees 56 x 56 of 448 x 448 pixels (`max_pixels: 3136`), in which no number can be read.
 """
@@ -34,9 +35,9 @@ Part = tuple[str, bool]  # of a conversation: a text, and whether the model says
 
 @dataclass(frozen=True)
 class ZoomStart:
-    """Two stages: to read single corners, behind short prompts, by which a vision tower learns several times faster;
-    then conversations of a teacher that calls with the share `calls`, half of the time for any corner, and
-    else guesses.
+    """Two stages: to read single corners, behind short prompts, by which a vision tower learns
+    several times faster; then conversations of a teacher that calls with the share `calls`, half of
+    the time for any corner, and else guesses.
 
     `tool`: without it the number is told at once, which nobody can see.
     """

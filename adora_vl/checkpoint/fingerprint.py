@@ -1,4 +1,6 @@
-"""The fingerprint of a run, compared with a checkpoint's and between ranks: equal ones take the same steps."""
+"""The fingerprint of a run, compared with a checkpoint's and between ranks: equal ones take the
+same steps.
+"""
 
 import contextlib
 import dataclasses
@@ -21,7 +23,8 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears
 from adora_vl.utils.hidden import masked
 
-# These keys may differ between a run and its continuation: where it writes, what it shows, how long it goes on.
+# These keys may differ between a run and its continuation: where it writes, what it shows, how long
+# it goes on.
 _FREE_KEYS = {
     "output_dir",
     "overwrite_output_dir",
@@ -99,9 +102,11 @@ def fingerprint(
     own: Mapping[str, str] | None = None,
     left_out: Sequence[str] = (),
 ) -> Fingerprint:
-    """Every key that influences the steps, with its value as text. `settings`: the run's dataclasses. `data`: the
-    folders of its data sets in their order. `model`: a folder or hub id. `sharding`: from `sharding_of`. `own`: the
-    hash of each file of the user's code, by what it is for. `left_out`: the ids of rows that are not trained on.
+    """Every key that influences the steps, with its value as text.
+
+    `settings`: the run's dataclasses. `data`: the folders of its data sets in their order. `model`:
+    a folder or hub id. `sharding`: from `sharding_of`. `own`: the hash of each file of the user's
+    code, by what it is for. `left_out`: the ids of rows that are not trained on.
     """
     values: dict[str, Any] = {}
     for each in settings:
@@ -131,16 +136,20 @@ def fingerprint(
         **({"rows left out": without} if left_out else {}),
         "processes": str(processes),
         "sharding": sharding,
-        # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a stream.
+        # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a
+        # stream.
         "dataset": "+".join(
-            data_hash(Path(text)) if os.path.isdir(text) else str(text) for text in data
-        ),  # noqa: PTH112
+            data_hash(Path(text)) if os.path.isdir(text) else str(text)  # noqa: PTH112
+            for text in data
+        ),
         "model": model_hash(str(model), revision) or f"{model}@{revision}",
     }
 
 
 def sharding_of(config: Any) -> str:
-    """How `config`, a `TrainingArguments`, shards the model over processes: `zero1` to `zero3`, or `none`."""
+    """How `config`, a `TrainingArguments`, shards the model over processes: `zero1` to `zero3`, or
+    `none`.
+    """
     plugin = getattr(config, "deepspeed_plugin", None)
     return f"zero{plugin.zero_stage}" if plugin is not None and plugin.zero_stage else "none"
 
@@ -157,7 +166,9 @@ _PREFIX = ".seen-by-all-"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank found: its machine, whether its output_dir is the first rank's, and which settings differ."""
+    """What one rank found: its machine, whether its output_dir is the first rank's, and which
+    settings differ.
+    """
 
     machine: str
     shares: bool
@@ -165,7 +176,10 @@ class Seen:
 
 
 def leave_token(output_dir: Path) -> str:
-    """Leave a file that the other ranks look for, and return its name. The first rank calls this. Raises `OSError`."""
+    """Leave a file that the other ranks look for, and return its name.
+
+    The first rank calls this. Raises `OSError`.
+    """
     for forgotten in output_dir.glob(f"{_PREFIX}*"):
         forgotten.unlink(missing_ok=True)
     name = f"{_PREFIX}{secrets.token_hex(8)}"
@@ -181,8 +195,8 @@ def check_ranks(
     *,
     patience_s: float = NFS_DELAY_S,
 ) -> None:
-    """Raise `UserError` on all ranks where one of them does not see the `token` of the first rank in `output_dir`, or
-    has another fingerprint than the `first` rank. All ranks call this together.
+    """Raise `UserError` on all ranks where one of them does not see the `token` of the first rank
+    in `output_dir`, or has another fingerprint than the `first` rank. All ranks call this together.
     """
     seen = Seen(
         socket.gethostname(), appears(output_dir / token, patience_s), differences(first, mine)
@@ -197,7 +211,10 @@ def check_ranks(
 
 def problem_among(everyone: Sequence[Seen], output_dir: Path) -> str | None:
     """What is wrong with what the ranks have found, listed in their order; None if nothing is."""
-    remedy = "all machines write into one checkpoint, so name a folder on a disk that they share, by the same path"
+    remedy = (
+        "all machines write into one checkpoint, so name a folder on a disk that they share, by "
+        "the same path"
+    )
     for rank, seen in enumerate(everyone):
         where = f"on {seen.machine} (rank {rank})"
         first = f"the folder that rank 0 has on {everyone[0].machine}"

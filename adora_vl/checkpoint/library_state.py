@@ -1,4 +1,6 @@
-"""What libraries hold in memory at a step and save nowhere: a reference model that moves, and the sums of losses."""
+"""What libraries hold in memory at a step and save nowhere: a reference model that moves, and the
+sums of losses.
+"""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -22,7 +24,9 @@ _LOSSES = "losses"  # the key in the manifest
 
 
 def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-    """Write named tensors, which are copied one by one, into files of `_FILE_BYTES` and a little more."""
+    """Write named tensors, which are copied one by one, into files of `_FILE_BYTES` and a little
+    more.
+    """
     files: list[dict[str, Tensor]] = [{}]
     for name, tensor in tensors:
         files[-1][name] = tensor.detach().to("cpu", copy=True).contiguous()
@@ -34,10 +38,16 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
 
 
 class MovingReference:
-    """The reference model of `sync_ref_model`, which TRL saves nowhere. All ranks call every method together."""
+    """The reference model of `sync_ref_model`, which TRL saves nowhere.
+
+    All ranks call every method together.
+    """
 
     def __init__(self, model: Any, *, moves: bool, is_main: bool, zero3: bool) -> None:
-        """`model`: TRL's, unwrapped, or None. `moves`: whether it is synced; one that does not is the base model."""
+        """`model`: TRL's, unwrapped, or None.
+
+        `moves`: whether it is synced; one that does not is the base model.
+        """
         self.model = model
         self.moves = moves and model is not None
         self.is_main = is_main
@@ -66,9 +76,14 @@ class MovingReference:
         save_tensors(tensors(), checkpoint / REFERENCE)
 
     def load(self, checkpoint: Path) -> None:
-        """Raises `UserError` for a checkpoint without the reference, `RunError` for one of another model."""
+        """Raises `UserError` for a checkpoint without the reference, `RunError` for one of another
+        model.
+        """
         files = sorted((checkpoint / REFERENCE).glob("*.safetensors"))
-        lacks = f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which sync_ref_model: true moves"
+        lacks = (
+            f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which "
+            "sync_ref_model: true moves"
+        )
         refuse(
             (
                 self.moves and not files,
@@ -78,7 +93,8 @@ class MovingReference:
         )
         if not files or self.model is None:
             return
-        self.moves = True  # also where it is not synced any more: it is not the base model, so it is saved again
+        # also where it is not synced any more: it is not the base model, so it is saved again
+        self.moves = True
         parameters = dict(self.model.named_parameters())
         for file in files:
             with safe_open(file, framework="pt") as saved:
@@ -91,12 +107,16 @@ class MovingReference:
                             parameter.copy_(saved.get_tensor(name))
         if parameters:
             raise RunError(
-                f"{checkpoint / REFERENCE}: {next(iter(parameters))} of the reference model is missing"
+                f"{checkpoint / REFERENCE}: {next(iter(parameters))} of the reference model is "
+                "missing"
             )
 
 
 class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The sums behind `loss` and `train_loss`. Transformers sets them to 0 at every start, and divides by all steps."""
+    """The sums behind `loss` and `train_loss`.
+
+    Transformers sets them to 0 at every start, and divides by all steps.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -123,7 +143,10 @@ class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         )
 
     def load(self, checkpoint: Path) -> None:
-        """Take the sums from a checkpoint of ours. They are put in place when the training begins."""
+        """Take the sums from a checkpoint of ours.
+
+        They are put in place when the training begins.
+        """
         self._before = (
             facts_of(checkpoint).get(_LOSSES) if (checkpoint / MANIFEST).is_file() else None
         )

@@ -18,7 +18,10 @@ LOCK = ".lock"  # in output_dir
 
 
 def lock_output_dir(output_dir: Path) -> FileLock:
-    """A lock on `output_dir` while this process lives. Raises `UserError` if another has it, or it cannot be made."""
+    """A lock on `output_dir` while this process lives.
+
+    Raises `UserError` if another has it, or it cannot be made.
+    """
     refuse_dangling("output_dir", output_dir)
     here = repr(str(output_dir))
     try:
@@ -36,7 +39,9 @@ def lock_output_dir(output_dir: Path) -> FileLock:
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Where the run begins (a checkpoint, or None for the first step), and what to tell the user about it."""
+    """Where the run begins (a checkpoint, or None for the first step), and what to tell the user
+    about it.
+    """
 
     checkpoint: str | None
     notes: list[str]
@@ -52,10 +57,11 @@ def choose_start(
     *,
     clear: bool = True,
 ) -> StartPoint:
-    """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None too), which resumes if
-    `output_dir` holds a run with the same fingerprint, and starts at the first step if it holds none. `inputs`: keys
-    and the folders that they name, which the run reads. `clear`: what a killed run has left half written. Raises
-    `UserError` for another run, and for a checkpoint that is not whole. One process calls this.
+    """`wanted` is `resume_from_checkpoint`: a folder, `true`, `false`, or `auto` (None too), which
+    resumes if `output_dir` holds a run with the same fingerprint, and starts at the first step if
+    it holds none. `inputs`: keys and the folders that they name, which the run reads. `clear`: what
+    a killed run has left half written. Raises `UserError` for another run, and for a checkpoint
+    that is not whole. One process calls this.
     """
     word = str(wanted).lower()
     named = None if wanted is None or word in ("auto", "true", "false") else Path(str(wanted))
@@ -78,7 +84,8 @@ def choose_start(
     if found is None:
         if skipped:
             raise UserError(
-                f"output_dir: no checkpoint in {here} is whole; {skipped[0]}; {_or_anew(output_dir)}"
+                f"output_dir: no checkpoint in {here} is whole; {skipped[0]}; "
+                f"{_or_anew(output_dir)}"
             )
         if word == "true":
             raise UserError(
@@ -96,13 +103,16 @@ def choose_start(
         _refuse_another_world(found, before, now)
         more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
         raise UserError(
-            f"output_dir: {holds} of another run: {changed[0]}{more}; set it back, {_or_anew(output_dir)}"
+            f"output_dir: {holds} of another run: {changed[0]}{more}; set it back, "
+            f"{_or_anew(output_dir)}"
         )
     return StartPoint(str(found), [*skipped, f"going on from {found}"])
 
 
 def _or_anew(output_dir: Path) -> str:
-    """The remedies for a folder that holds a run: another folder, or a new start, with what that deletes or refuses."""
+    """The remedies for a folder that holds a run: another folder, or a new start, with what that
+    deletes or refuses.
+    """
     with written_to("output_dir", output_dir):
         own = own_files(output_dir)
         goes = [path.name for path in of_a_run(output_dir) if path.name not in own]
@@ -121,7 +131,10 @@ def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> N
     for key, name in inputs:
         place = Path(name).resolve()
         inside = [path for path in (place, *place.parents) if output_dir.resolve() in path.parents]
-        where = f"{key}: {name!r} is in {str(output_dir)!r}, whose run overwrite_output_dir: true replaces"
+        where = (
+            f"{key}: {name!r} is in {str(output_dir)!r}, whose run overwrite_output_dir: true "
+            "replaces"
+        )
         refuse(
             (
                 doomed & {place, *inside},
@@ -131,7 +144,10 @@ def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> N
 
 
 def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> StartPoint:
-    """The start with `overwrite_output_dir`. A checkpoint that the user named is used or refused, but never deleted."""
+    """The start with `overwrite_output_dir`.
+
+    A checkpoint that the user named is used or refused, but never deleted.
+    """
     inside = word == "true" or (
         named is not None and output_dir.resolve() in named.resolve().parents
     )
@@ -139,20 +155,26 @@ def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprin
     refuse(
         (
             inside,
-            f"{asked} is of the run that overwrite_output_dir: true replaces; leave out one of the two, or "
-            "choose another output_dir",
+            f"{asked} is of the run that overwrite_output_dir: true replaces; leave out one of "
+            "the two, or choose another output_dir",
         )
     )
     start = StartPoint(None, []) if named is None else _start_at(named, now)
     if not holds_a_run(output_dir):
         return start
     old = f"the run in {output_dir} ({some([path.name for path in of_a_run(output_dir)])})"
-    note = f"{old} is put aside, into {output_dir / ASIDE}, and deleted when this one has its first checkpoint"
+    note = (
+        f"{old} is put aside, into {output_dir / ASIDE}, and deleted when this one has its first "
+        "checkpoint"
+    )
     return StartPoint(start.checkpoint, [*start.notes, note], replaces=True)
 
 
 def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
-    """The start from a checkpoint that the user named. It must be whole; settings that differ are reported."""
+    """The start from a checkpoint that the user named.
+
+    It must be whole; settings that differ are reported.
+    """
     where = f"resume_from_checkpoint: {str(checkpoint)!r}"
     refuse(
         (
@@ -169,7 +191,9 @@ def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
 
 
 def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprint) -> None:
-    """Raise `UserError` if the shards were written by another number of processes or in another ZeRO stage."""
+    """Raise `UserError` if the shards were written by another number of processes or in another
+    ZeRO stage.
+    """
     was, is_now = (
         {key: each.get(key) for key in ("processes", "sharding")} for each in (before, now)
     )
@@ -178,14 +202,14 @@ def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprin
     refuse(
         (
             was["sharding"] not in (None, is_now["sharding"]),
-            f"{where} with sharding {was['sharding']} and this run has "
-            f"{is_now['sharding']}; launch it as before, or begin anew from its weights: {export}, then "
+            f"{where} with sharding {was['sharding']} and this run has {is_now['sharding']}; "
+            f"launch it as before, or begin anew from its weights: {export}, then "
             "--model_name_or_path OUT",
         ),
         (
             shards_of(checkpoint) is not None
             and was["processes"] not in (None, is_now["processes"]),
-            f"{where} by {was['processes']} processes and this run has {is_now['processes']}; convert it: {export} "
-            "--universal, then --resume_from_checkpoint OUT",
+            f"{where} by {was['processes']} processes and this run has {is_now['processes']}; "
+            f"convert it: {export} --universal, then --resume_from_checkpoint OUT",
         ),
     )

@@ -32,7 +32,9 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def mark_stopped(output_dir: Path, step: int) -> None:
-    """For scripts that see the launcher's exit code only: the run was stopped by a signal and can be started again."""
+    """For scripts that see the launcher's exit code only: the run was stopped by a signal and can
+    be started again.
+    """
     facts = {
         "exit_code": EXIT_STOPPED,
         "step": step,
@@ -42,8 +44,10 @@ def mark_stopped(output_dir: Path, step: int) -> None:
 
 
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """The first signal to any rank saves and ends the run after the current optimizer step. A signal that comes
-    `REPEAT_S` seconds later or more ends it at once, except SIGHUP: closing a terminal does not mean that.
+    """The first signal to any rank saves and ends the run after the current optimizer step.
+
+    A signal that comes `REPEAT_S` seconds later or more ends it at once, except SIGHUP: closing a
+    terminal does not mean that.
     """
 
     def __init__(self) -> None:
@@ -57,12 +61,15 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """After an error the launcher sends SIGTERM to all ranks, which must not end the one that reports the error."""
+        """After an error the launcher sends SIGTERM to all ranks, which must not end the one that
+        reports the error.
+        """
         self._failed = kind is not None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for number in _SIGNALS:
-            # nohup ignores SIGHUP, but torch's launcher handles it all the same and kills processes that outlast it
+            # nohup ignores SIGHUP, but torch's launcher handles it all the same and kills processes
+            # that outlast it
             if (
                 number == signal.SIGHUP
                 and signal.getsignal(number) is signal.SIG_IGN
@@ -74,8 +81,10 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
             print(TOO_SHORT, file=sys.stderr, flush=True)
 
     def release(self) -> None:
-        """Restore the handlers when all ranks have written everything. A stopped run ignores signals from now on, so
-        that its exit code stays: the launcher sends one to the others as soon as the first rank has ended.
+        """Restore the handlers when all ranks have written everything.
+
+        A stopped run ignores signals from now on, so that its exit code stays: the launcher sends
+        one to the others as soon as the first rank has ended.
         """
         ends = self.stopped or self.received is not None
         for number, handler in self._before.items():
@@ -83,8 +92,11 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         self._before.clear()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The ranks agree here on whether to stop, because a signal may reach them in different steps."""
-        mute_lost_outputs()  # before anything is logged: a closed terminal is gone before its SIGHUP is passed on
+        """The ranks agree here on whether to stop, because a signal may reach them in different
+        steps.
+        """
+        # before anything is logged: a closed terminal is gone before its SIGHUP is passed on
+        mute_lost_outputs()
         mine = torch.tensor([int(self.received is not None)], device=PartialState().device)
         if bool(gather(mine).any()):
             self.stopped = True

@@ -39,9 +39,10 @@ def checkpoints(output_dir: Path) -> list[Path]:
 def publish(
     staged: Path, final: Path, facts: dict[str, Any], written: Collection[str] = ()
 ) -> None:
-    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename; what stands there already (one
-    that was damaged) is moved away first. One process calls this, after all have written. `written`: the files of other
-    machines, which a shared disk may not list here yet. Raises `OSError` where one of them does not appear.
+    """Seal `staged` with `facts` in its manifest, and make it `final` in one rename; what stands
+    there already (one that was damaged) is moved away first. One process calls this, after all have
+    written. `written`: the files of other machines, which a shared disk may not list here yet.
+    Raises `OSError` where one of them does not appear.
     """
     missing = next((name for name in written if not appears(staged / name)), None)
     if missing is not None:
@@ -94,7 +95,9 @@ def facts_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
-    """Write what one rank keeps for a resumed run into the checkpoint `folder`, which may not be there yet."""
+    """Write what one rank keeps for a resumed run into the checkpoint `folder`, which may not be
+    there yet.
+    """
     import torch  # in here, since it takes seconds
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -121,8 +124,9 @@ def newest_valid(output_dir: Path) -> tuple[Path | None, list[tuple[Path, str]]]
 
 
 def rotate(output_dir: Path, keep: int | None) -> None:
-    """Delete all finished checkpoints except the newest `keep` (None keeps all), each renamed first, so that none is
-    ever half there. Folders without the mark are neither counted nor touched. Call it after the newest is published.
+    """Delete all finished checkpoints except the newest `keep` (None keeps all), each renamed
+    first, so that none is ever half there. Folders without the mark are neither counted nor
+    touched. Call it after the newest is published.
     """
     finished = [path for path in checkpoints(output_dir) if (path / MARK).is_file()]
     for checkpoint in finished[keep:] if keep else []:

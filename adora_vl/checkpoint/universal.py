@@ -1,4 +1,6 @@
-"""DeepSpeed checkpoints for another number of processes: each parameter is whole, with its optimizer state."""
+"""DeepSpeed checkpoints for another number of processes: each parameter is whole, with its
+optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,9 @@ _ALSO_CODE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 @contextlib.contextmanager
 def without_code(checkpoint: Path | str) -> Iterator[None]:
-    """Inside, unpickling makes tensors, plain values and the classes that checkpoints of DeepSpeed 0.19 have, and runs
-    nothing else, whatever a caller of `torch.load` asks for. Raises `UserError` for a file that asks for more.
+    """Inside, unpickling makes tensors, plain values and the classes that checkpoints of DeepSpeed
+    0.19 have, and runs nothing else, whatever a caller of `torch.load` asks for. Raises `UserError`
+    for a file that asks for more.
     """
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -71,20 +74,24 @@ def is_universal(checkpoint: Path) -> bool:
 
 
 def shards_of(checkpoint: Path) -> Path | None:
-    """The folder with DeepSpeed's file of each rank; None for a checkpoint without DeepSpeed, or a universal one."""
+    """The folder with DeepSpeed's file of each rank; None for a checkpoint without DeepSpeed, or a
+    universal one.
+    """
     return None if is_universal(checkpoint) else next(iter(sorted(checkpoint.glob(_SHARDS))), None)
 
 
 def write_universal(checkpoint: Path, output: Path) -> None:
-    """Write `output`, a whole checkpoint with the content of `checkpoint`, for any number of DeepSpeed processes.
-    DeepSpeed's converter reads the shards with pickle, hence `without_code`: hashes say that a checkpoint is whole, and
-    not who made it. Raises `UserError` where there are no shards to convert, or they ask for code.
+    """Write `output`, a whole checkpoint with the content of `checkpoint`, for any number of
+    DeepSpeed processes. DeepSpeed's converter reads the shards with pickle, hence `without_code`:
+    hashes say that a checkpoint is whole, and not who made it. Raises `UserError` where there are
+    no shards to convert, or they ask for code.
     """
     shards = shards_of(checkpoint)
     if shards is None:
         remedy = f"go on from it with --resume_from_checkpoint {checkpoint}"
         raise UserError(
-            f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; {remedy}"
+            f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; "
+            f"{remedy}"
         )
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
@@ -109,9 +116,15 @@ def write_universal(checkpoint: Path, output: Path) -> None:
 
 
 def expect_universal(trainer: Trainer) -> None:
-    """Have DeepSpeed read the universal folder. Call it before `trainer.train`. Raises `UserError` without it."""
+    """Have DeepSpeed read the universal folder.
+
+    Call it before `trainer.train`. Raises `UserError` without it.
+    """
     launch = "accelerate launch --num_processes 1 with the config of before"
-    needs = f"resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: {launch}"
+    needs = (
+        "resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: "
+        f"{launch}"
+    )
     refuse((not trainer.is_deepspeed_enabled, needs))
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
@@ -119,9 +132,10 @@ def expect_universal(trainer: Trainer) -> None:
 
 
 class _GroupsAsBefore(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Corrects, before the first step, what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal checkpoint: every
-    group gets the first group's weight decay, so norms and biases would decay too (Transformers makes two groups: with
-    decay, and without), and all groups share one tensor as their Adam step, which each of them advances.
+    """Corrects, before the first step, what DeepSpeed 0.19 mixes up when ZeRO-3 loads a universal
+    checkpoint: every group gets the first group's weight decay, so norms and biases would decay too
+    (Transformers makes two groups: with decay, and without), and all groups share one tensor as
+    their Adam step, which each of them advances.
     """
 
     def on_train_begin(

@@ -1,9 +1,10 @@
-"""Writes the checkpoints of a run, puts an older run aside until the new one has a checkpoint of its own, and knows
-what a run wrote into its folder: that alone may be deleted with `--overwrite_output_dir`.
+"""Writes the checkpoints of a run, puts an older run aside until the new one has a checkpoint of
+its own, and knows what a run wrote into its folder: that alone may be deleted with
+`--overwrite_output_dir`.
 
-checkpoint-N     by its manifest, which names its files
-the record       by its content: metrics.jsonl, manifest.json, stopped.json, rollouts/, completions/
-a final model    by written.json: the hash of each saved file; during a save, the names of files that are not the run's
+checkpoint-N     by its manifest, which names its files the record       by its content:
+metrics.jsonl, manifest.json, stopped.json, rollouts/, completions/ a final model    by
+written.json: the hash of each saved file; during a save, the names of files that are not the run's
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ _SHOWN = 5
 
 
 def of_a_run(folder: Path) -> list[Path]:
-    """The entries of the folder whose names a run uses. Anything else there is the user's, and stays."""
+    """The entries of the folder whose names a run uses.
+
+    Anything else there is the user's, and stays.
+    """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
     steps = sorted((path for path in entries if CHECKPOINT.fullmatch(path.name)), key=step_of)
     patterns = (*_MODEL, *_RECORD, WRITTEN)
@@ -80,8 +84,9 @@ def model_of_a_run(folder: Path) -> list[Path]:
 
 
 def own_files(folder: Path, paths: Iterable[Path] | None = None) -> list[str]:
-    """The files below `paths` (by default `of_a_run`) that no run is known to have written, by their names in the
-    folder; links too, as a run makes none. A `checkpoint-N` without a manifest is named as a whole. Raises `OSError`.
+    """The files below `paths` (by default `of_a_run`) that no run is known to have written, by
+    their names in the folder; links too, as a run makes none. A `checkpoint-N` without a manifest
+    is named as a whole. Raises `OSError`.
     """
     notes = _notes(folder)
     own = list[Path]()
@@ -105,8 +110,10 @@ def some(names: Sequence[str]) -> str:
 
 @contextmanager
 def noted(output_dir: Path, writes: bool) -> Iterator[None]:
-    """Note in `written.json` what the block saves of a model into `output_dir`. `writes`: this process saves it. If the
-    run is killed inside, whatever was not there before counts as the run's, so that it can resume. Raises `OSError`.
+    """Note in `written.json` what the block saves of a model into `output_dir`.
+
+    `writes`: this process saves it. If the run is killed inside, whatever was not there before
+    counts as the run's, so that it can resume. Raises `OSError`.
     """
     if not writes:
         yield
@@ -140,7 +147,10 @@ def _model_files(output_dir: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _below(path: Path) -> Iterator[Path]:
-    """The files in a folder and in its folders, or the file itself. A link is a file, wherever it leads."""
+    """The files in a folder and in its folders, or the file itself.
+
+    A link is a file, wherever it leads.
+    """
     if path.is_symlink() or not path.is_dir():
         yield path
     else:
@@ -149,7 +159,10 @@ def _below(path: Path) -> Iterator[Path]:
 
 
 def _own_of_checkpoint(checkpoint: Path) -> list[Path]:
-    """The files in a `checkpoint-N` that no run wrote. A damaged checkpoint is a run's too: its mark is not read."""
+    """The files in a `checkpoint-N` that no run wrote.
+
+    A damaged checkpoint is a run's too: its mark is not read.
+    """
     found = list(_below(checkpoint))
     try:
         facts = facts_of(checkpoint)
@@ -199,7 +212,9 @@ _RECORD = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "comple
 
 
 def _is_record(path: Path, top: str, inside: str) -> bool:
-    """Whether a file of the record is a run's: `inside` is its name in the folder `top`, empty for a file."""
+    """Whether a file of the record is a run's: `inside` is its name in the folder `top`, empty for
+    a file.
+    """
     if (
         top == "rollouts"
     ):  # a part has the run's settings in its metadata; a diagram is named by its hash
@@ -238,8 +253,9 @@ def begun(output_dir: Path) -> bool:
 
 
 def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
-    """Raise `UserError` for what no run is known to have written, where this one would write over it or delete it: of a
-    run that resumes the final model alone, and the place of what is put aside.
+    """Raise `UserError` for what no run is known to have written, where this one would write over
+    it or delete it: of a run that resumes the final model alone, and the place of what is put
+    aside.
     """
     with written_to("output_dir", output_dir):
         resumes = holds_a_run(output_dir) and begun(output_dir) and not overwrite
@@ -265,9 +281,12 @@ def _own_hidden(output_dir: Path) -> list[str]:
 
 
 def set_aside(output_dir: Path) -> str | None:
-    """Move the old run out of the way by renaming. Returns where it is now, or None if there was none. No start resumes
-    from it, even if the new run ends before its first checkpoint; what such a run has left is deleted by the next call,
-    the old one kept. One process calls this. Raises `UserError` for files of the user's that have come since.
+    """Move the old run out of the way by renaming.
+
+    Returns where it is now, or None if there was none. No start resumes from it, even if the new
+    run ends before its first checkpoint; what such a run has left is deleted by the next call, the
+    old one kept. One process calls this. Raises `UserError` for files of the user's that have come
+    since.
     """
     refuse_own_files(output_dir, overwrite=True)
     aside = output_dir / ASIDE
@@ -301,7 +320,10 @@ Save = Callable[
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one run. Every method but `where_to_go_on` is called by all ranks together."""
+    """Writes the checkpoints of one run.
+
+    Every method but `where_to_go_on` is called by all ranks together.
+    """
 
     def __init__(self, output_dir: Path, keep: int | None, accelerator: Accelerator) -> None:
         """`keep`: TRL's `save_total_limit`."""
@@ -313,8 +335,10 @@ class CheckpointWriter:
         self.staging: Path | None = None  # where TRL writes `checkpoint-N`, while it does
 
     def write(self, step: int, save: Save) -> None:
-        """Write a checkpoint. `save` writes its files; when all are there it appears, and older ones are deleted.
-        Raises `RunError` if a file cannot be written; older checkpoints are then as they were.
+        """Write a checkpoint.
+
+        `save` writes its files; when all are there it appears, and older ones are deleted. Raises
+        `RunError` if a file cannot be written; older checkpoints are then as they were.
         """
         from accelerate.utils import gather_object
 
@@ -322,7 +346,8 @@ class CheckpointWriter:
         self.staging = staging = self.output_dir / STAGING
         try:
             facts = save(staging / name)
-            self.accelerator.wait_for_everyone()  # nobody has a file on the way to its name any more
+            # nobody has a file on the way to its name any more
+            self.accelerator.wait_for_everyone()
             written = set(gather_object(store.names_in(staging / name)))
             if self.accelerator.is_main_process:
                 store.publish(

@@ -20,7 +20,8 @@ KEEP = "keep_settings"  # beside a method's options: the keys of TRL that it mus
 
 # What TRL has under other keys than a method's name.
 KEYS_OF_TRL = {
-    "gspo": "importance_sampling_level: sequence, epsilon: 3e-4, epsilon_high: 4e-4, loss_type: grpo, beta: 0.0",
+    "gspo": "importance_sampling_level: sequence, epsilon: 3e-4, epsilon_high: 4e-4, loss_type: "
+    "grpo, beta: 0.0",
     **{name: f"loss_type: {name}" for name in ("bnpo", "cispo", "luspo", "sapo", "vespo")},
 }
 
@@ -36,7 +37,10 @@ class OwnFunction(Method):
 
 
 def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
-    """The methods in `adora_method`, in order, with the options given. Raises `UserError` for an unknown one."""
+    """The methods in `adora_method`, in order, with the options given.
+
+    Raises `UserError` for an unknown one.
+    """
     if isinstance(value, str):
         names = [name.strip() for name in value.split("+")]
         if len(set(names)) < len(names):
@@ -49,12 +53,14 @@ def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
         refuse(
             (
                 unknown and keys,
-                f"adora_method: {name} is in TRL's own keys; set {keys}, and adora_method: grpo or adora",
+                f"adora_method: {name} is in TRL's own keys; set {keys}, and adora_method: grpo "
+                "or adora",
             ),
             (unknown, f"adora_method: unknown method {name!r}, {meant}"),
             (
                 options is not None and not isinstance(options, Mapping),
-                f"adora_method.{own_name(str(name))}: {options!r:.60} is not a mapping of its options",
+                f"adora_method.{own_name(str(name))}: {options!r:.60} is not a mapping of its "
+                "options",
             ),
         )
     return {name: dict(options or {}) for name, options in value.items()}
@@ -74,7 +80,10 @@ def method_hashes(config: Any) -> dict[str, str]:
 
 
 def settle_methods(config: Any) -> list[str]:
-    """Settle `adora_method` with all options, and the keys of TRL it sets, with a note on each. Raises `UserError`."""
+    """Settle `adora_method` with all options, and the keys of TRL it sets, with a note on each.
+
+    Raises `UserError`.
+    """
     notes = []
     settled = {}
     for name, given in asked_methods(config.adora_method).items():
@@ -84,7 +93,8 @@ def settle_methods(config: Any) -> list[str]:
         if not isinstance(keep, list) or not set(map(str, keep)) <= method.settings.keys():
             able = ", ".join(method.settings) or "none"
             raise UserError(
-                f"adora_method.{own_name(name)}.{KEEP}: {keep!r} must list keys that {name} sets: {able}"
+                f"adora_method.{own_name(name)}.{KEEP}: {keep!r} must list keys that {name} sets: "
+                f"{able}"
             )
         for key, value in method.settings.items():
             before = getattr(config, key)
@@ -116,7 +126,10 @@ def _made(name: str, options: dict[str, Any]) -> Method:
 
 
 def chosen_methods(config: Any) -> dict[str, Method]:
-    """The methods with their options, in order. Raises `UserError` for an unknown option or a wrong value."""
+    """The methods with their options, in order.
+
+    Raises `UserError` for an unknown option or a wrong value.
+    """
     asked = asked_methods(config.adora_method)
     chosen = {
         own_name(name): _made(name, {key: value for key, value in options.items() if key != KEEP})
@@ -125,7 +138,8 @@ def chosen_methods(config: Any) -> dict[str, Method]:
     for name, method in list(chosen.items())[1:]:
         if method.remakes:
             raise UserError(
-                f"adora_method: {'+'.join(asked)}: {name} starts from the rewards, so it must stand first"
+                f"adora_method: {'+'.join(asked)}: {name} starts from the rewards, so it must "
+                "stand first"
             )
     return chosen
 
@@ -142,18 +156,23 @@ def method_run(config: Any) -> AdvantagePipeline:
 
 
 def check_method(config: Any) -> None:
-    """Check that the other keys fit the methods, and try those of the user's. Raises `UserError`."""
+    """Check that the other keys fit the methods, and try those of the user's.
+
+    Raises `UserError`.
+    """
     for name, method in chosen_methods(config).items():
         share = config.adora_extensions.noisy_rollouts.share
         refuse(
             (
                 method.remakes and config.multi_objective_aggregation != "sum_then_normalize",
-                f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one reward each",
+                f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one "
+                "reward each",
             ),
             (
                 method.reads_surprisal and share,
-                f"adora_extensions.noisy_rollouts.share: {share} leaves {name}'s "
-                "measure: entropy without log-probabilities on the clean image; set measure: length, or the share to 0",
+                f"adora_extensions.noisy_rollouts.share: {share} leaves {name}'s measure: entropy "
+                "without log-probabilities on the clean image; set measure: length, or the share "
+                "to 0",
             ),
         )
         try:
@@ -166,7 +185,10 @@ def check_method(config: Any) -> None:
 
 
 def _try(name: str, method: Method, config: Any) -> None:
-    """Two groups as they come, one of them without signal. Raises `UserError` where the user's method fails."""
+    """Two groups as they come, one of them without signal.
+
+    Raises `UserError` where the user's method fails.
+    """
     rewards_PG = torch.zeros(2, config.num_generations)
     rewards_PG[0, 0] = 1.0
     lengths_PG = torch.full_like(rewards_PG, config.max_completion_length)

@@ -1,4 +1,6 @@
-"""The arithmetic of batches and groups, for runs and shipped configs; and whether micro-batches keep groups whole."""
+"""The arithmetic of batches and groups, for runs and shipped configs; and whether micro-batches
+keep groups whole.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ from adora_vl.utils.errors import refuse
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
 
-# Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo is not among them, because
-# it divides each micro-batch by its own number of tokens.
+# Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo is not
+# among them, because it divides each micro-batch by its own number of tokens.
 REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "vespo"})
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a generation. Rows are the rollouts of one process; batches are sequences over all of them."""
+    """The sizes of a generation.
+
+    Rows are the rollouts of one process; batches are sequences over all of them.
+    """
 
     rows: int  # per micro-batch: per_device_train_batch_size
     generations: int  # rollouts per prompt (G): num_generations
@@ -52,12 +57,17 @@ class Shape:
 
     @property
     def updates(self) -> int:
-        """How many optimizer steps learn from one generation; 1 where a step takes several generations."""
+        """How many optimizer steps learn from one generation; 1 where a step takes several
+        generations.
+        """
         return max(1, self.cycle // self.accumulated)
 
     @property
     def chunk(self) -> int:
-        """How many micro-batches of one generation belong to one optimizer step. All but the last may be empty."""
+        """How many micro-batches of one generation belong to one optimizer step.
+
+        All but the last may be empty.
+        """
         steps = self.steps
         accumulated = self.accumulated
         return (
@@ -93,20 +103,26 @@ class Shape:
 
     def describe(self) -> str:
         return (
-            f"{amount(self.prompts_per_generation, 'prompt')} per generation ({self.generation_batch} rollouts), "
-            f"{self.optimizer_batch} sequences an optimizer step in micro-batches of {self.global_batch} over all "
-            f"ranks, {self.updates_per_generation:g} optimizer step{'' if self.updates_per_generation == 1 else 's'} a "
-            "generation"
+            f"{amount(self.prompts_per_generation, 'prompt')} per generation "
+            f"({self.generation_batch} rollouts), {self.optimizer_batch} sequences an optimizer "
+            f"step in micro-batches of {self.global_batch} over all ranks, "
+            f"{self.updates_per_generation:g} optimizer "
+            f"step{'' if self.updates_per_generation == 1 else 's'} a generation"
         )
 
 
 def unit_size(rows: int, generations: int) -> int:
-    """How many rows stay together: a whole group, or its largest part that fits evenly into micro-batches of `rows`."""
+    """How many rows stay together: a whole group, or its largest part that fits evenly into
+    micro-batches of `rows`.
+    """
     return math.gcd(rows, generations)
 
 
 def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
-    """How a run divides its sequences, by TRL's rules. Raises `UserError` where a generation has no whole groups."""
+    """How a run divides its sequences, by TRL's rules.
+
+    Raises `UserError` where a generation has no whole groups.
+    """
     plan = Shape.of(config, processes)
     of_groups = f"does not divide into groups of num_generations: {plan.generations}"
     remedy = "make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
@@ -118,7 +134,9 @@ def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
 
 
 def check_rows(plan: Shape, rows: int) -> None:
-    """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps in silence."""
+    """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps
+    in silence.
+    """
     needed = plan.prompts_per_generation
     remedy = "lower per_device_train_batch_size or steps_per_generation"
     few = f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed} prompts"
@@ -134,7 +152,9 @@ def regroups(config: AdoraGRPOConfig) -> bool:
 
 
 def regroup_obstacle(config: AdoraGRPOConfig) -> str:
-    """The setting, if any, that makes the loss depend on which rows share a micro-batch; otherwise empty."""
+    """The setting, if any, that makes the loss depend on which rows share a micro-batch; otherwise
+    empty.
+    """
     if config.loss_type not in REGROUPABLE:
         return f"loss_type: {config.loss_type}"
     if config.top_entropy_quantile < 1:  # of each micro-batch's tokens

@@ -1,5 +1,6 @@
-"""The blocks of options among the keys: how a generation is filled, and the methods that nobody has reproduced here.
-Beside its options each has what it needs from a run, and its costs, as a method has (`advantage/method.py`).
+"""The blocks of options among the keys: how a generation is filled, and the methods that nobody has
+reproduced here. Beside its options each has what it needs from a run, and its costs, as a method
+has (`advantage/method.py`).
 """
 
 from collections.abc import Sequence
@@ -15,7 +16,10 @@ _NOISE = {"gaussian": (500.0, 999, "diffusion steps"), "rotate": (15.0, 180, "de
 
 
 def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any:
-    """A field of a dataclass of keys. `default`: also a function that makes one. `choices`: the words that it takes."""
+    """A field of a dataclass of keys.
+
+    `default`: also a function that makes one. `choices`: the words that it takes.
+    """
     made: dict[str, Any] = (
         {"default_factory": default} if callable(default) else {"default": default}
     )
@@ -28,8 +32,8 @@ class RolloutOptions:
 
     refill: Annotated[int, Field(ge=0)] = key(
         0,
-        "DAPO's dynamic sampling: sample further problems up to so many times per generation, to replace groups whose "
-        "advantages are all zero.",
+        "DAPO's dynamic sampling: sample further problems up to so many times per generation, to "
+        "replace groups whose advantages are all zero.",
     )
     budget: (
         Annotated[int, Field(ge=1)]
@@ -37,22 +41,23 @@ class RolloutOptions:
         | None
     ) = key(
         None,
-        "Partial rollouts: stop a generation after so many tokens and go on with unfinished answers in the next one; "
-        "auto: the length that nine of ten of the last answers had at most, where the longest are much longer. Null: "
-        "all are sampled to their ends.",
+        "Partial rollouts: stop a generation after so many tokens and go on with unfinished "
+        "answers in the next one; auto: the length that nine of ten of the last answers had at "
+        "most, where the longest are much longer. Null: all are sampled to their ends.",
     )
     ahead: Annotated[int, Field(ge=0, le=4)] = key(
         0,
-        "vLLM servers that get weights by files sample so many generations ahead, while the policy learns: each by the "
-        "weights of so many generations before. 0: one after the other.",
+        "vLLM servers that get weights by files sample so many generations ahead, while the "
+        "policy learns: each by the weights of so many generations before. 0: one after the "
+        "other.",
     )
     staleness: Annotated[int, Field(ge=1)] = key(
         4, "With a budget, answers begun so many generations ago are sampled to their end."
     )
     replay: Annotated[int, Field(ge=0)] = key(
         0,
-        "Sample replay: keep up to so many groups with signal per process, and learn from some of them again in the "
-        "places of groups whose advantages are all zero; 0 is off.",
+        "Sample replay: keep up to so many groups with signal per process, and learn from some of "
+        "them again in the places of groups whose advantages are all zero; 0 is off.",
     )
     replay_alpha: Annotated[float, Field(ge=0)] = key(
         1.0, "A kept group is drawn with a chance like the sum of its |advantages| to this power."
@@ -63,7 +68,10 @@ class RolloutOptions:
         kept = (
             f"sample replay: up to {self.replay} groups per process, in memory and every checkpoint"
         )
-        clip = "sample replay: without TRL's delta, a token of a wrong answer that is likely by now is not clipped"
+        clip = (
+            "sample replay: without TRL's delta, a token of a wrong answer that is likely by now "
+            "is not clipped"
+        )
         return [kept, *([clip] if keys.delta is None else [])] if self.replay else []
 
 
@@ -96,7 +104,9 @@ class ExtensionKind:
         return False
 
     def check(self, keys: Any) -> None:
-        """Raises `ValueError` where the run's other keys do not fit; its text begins with the option."""
+        """Raises `ValueError` where the run's other keys do not fit; its text begins with the
+        option.
+        """
 
     def check_model(self, config: Any) -> None:
         """Raises `ValueError`, as `check`, where this Transformers config of a model does not fit."""
@@ -112,14 +122,14 @@ class NoiseOptions(ExtensionKind):
 
     share: Annotated[float, Field(ge=0, lt=1)] = key(
         0.0,
-        "This share of each group's rollouts sees a distorted image, all are learned from on the clean one. The "
-        "authors use 0.5; 0 is off.",
+        "This share of each group's rollouts sees a distorted image, all are learned from on the "
+        "clean one. The authors use 0.5; 0 is off.",
     )
     kind: str = key("gaussian", "gaussian (the authors' choice) or rotate.", choices=[*_NOISE])
     strength: Annotated[float, Field(ge=0)] | None = key(
         None,
-        "At the beginning: diffusion steps of 1,000 for gaussian (the authors use 400 to 500), degrees for rotate; "
-        "null: 500 or 15.",
+        "At the beginning: diffusion steps of 1,000 for gaussian (the authors use 400 to 500), "
+        "degrees for rotate; null: 500 or 15.",
     )
     schedule: str = key(
         "sigmoid",
@@ -148,7 +158,10 @@ class NoiseOptions(ExtensionKind):
         return _NOISE[self.kind][0] if self.strength is None else self.strength
 
     def count(self, generations: int) -> int:
-        """Distorted rollouts per group. Raises `ValueError` if the share does not give whole ones."""
+        """Distorted rollouts per group.
+
+        Raises `ValueError` if the share does not give whole ones.
+        """
         count = self.share * generations
         half = max(1, generations // 2) / generations
         if abs(count - round(count)) > 1e-6:
@@ -168,13 +181,13 @@ class VisualOptions(ExtensionKind):
 
     share: Annotated[float, Field(gt=0, le=1)] = key(
         1.0,
-        "The share of each rollout's tokens that the loss learns from, those that depend most on the image. The "
-        "authors use 0.4; 1 learns from all.",
+        "The share of each rollout's tokens that the loss learns from, those that depend most on "
+        "the image. The authors use 0.4; 1 learns from all.",
     )
     scale_min: Annotated[float, Field(ge=0, le=1)] = key(
         1.0,
-        "The factor of the advantage of the rollout that depends least on its image; the factors of all have a mean "
-        "of 1. The authors use 0.9; 1 leaves all alike.",
+        "The factor of the advantage of the rollout that depends least on its image; the factors "
+        "of all have a mean of 1. The authors use 0.9; 1 leaves all alike.",
     )
 
     @property

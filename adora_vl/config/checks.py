@@ -1,4 +1,6 @@
-"""What is refused before a weight is loaded, because keys do not fit each other, the model or the machine."""
+"""What is refused before a weight is loaded, because keys do not fit each other, the model or the
+machine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from adora_vl.utils.errors import UserError, did_you_mean, in_one_line, refuse
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
 
-ANY_LENGTH = 1000  # updates, where their number is not known; without a warmup in steps the curve is the same
+# updates, where their number is not known; without a warmup in steps the curve is the same
+ANY_LENGTH = 1000
 _NEED_A_MODEL = (
     "galore",
     "apollo",
@@ -29,7 +32,10 @@ _NEED_A_MODEL = (
 
 
 def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
-    """Raise `UserError` for the first fault of the keys alone. `trl_evaluates`: on a data set that Python gave."""
+    """Raise `UserError` for the first fault of the keys alone.
+
+    `trl_evaluates`: on a data set that Python gave.
+    """
     _check_unsupported(config)
     if not trl_evaluates:
         _check_evaluation(config)
@@ -54,11 +60,13 @@ def _check_unsupported(config: AdoraGRPOConfig) -> None:
         (
             config.trust_remote_code
             or dict(config.model_init_kwargs or {}).get("trust_remote_code"),
-            "trust_remote_code: true: code that comes with a model is not run here; set it to false",
+            "trust_remote_code: true: code that comes with a model is not run here; set it to "
+            "false",
         ),
         (
             config.use_transformers_continuous_batching or config.use_transformers_paged,
-            "use_transformers_continuous_batching: true is not supported; set use_vllm: true instead",
+            "use_transformers_continuous_batching: true is not supported; set use_vllm: true "
+            "instead",
         ),
         (
             config.torch_compile,
@@ -105,8 +113,8 @@ def _check_rollouts(config: AdoraGRPOConfig) -> None:
     refuse(
         (
             unguarded and config.adora_max_drift is not None,
-            "vllm_importance_sampling_correction: false leaves the "
-            "drift guard nothing to measure; set it to true, or adora_max_drift: null to train unguarded",
+            "vllm_importance_sampling_correction: false leaves the drift guard nothing to "
+            "measure; set it to true, or adora_max_drift: null to train unguarded",
         ),
     )
     check_servers(config)
@@ -118,12 +126,13 @@ def _check_rollouts(config: AdoraGRPOConfig) -> None:
     refuse(
         (
             config.truncated_at is not None and config.truncated_at > longest,
-            f"adora_truncated: {config.truncated_at} is above max_completion_length: {longest}, no rollout would ever "
-            "count as truncated; remove it to derive it",
+            f"adora_truncated: {config.truncated_at} is above max_completion_length: {longest}, "
+            "no rollout would ever count as truncated; remove it to derive it",
         ),
         (
             config.use_vllm and limit is not None and limit <= longest,
-            f"vllm_max_model_length: {limit} leaves no room for a prompt beside max_completion_length: {longest}",
+            f"vllm_max_model_length: {limit} leaves no room for a prompt beside "
+            f"max_completion_length: {longest}",
         ),
     )
 
@@ -139,7 +148,8 @@ def check_servers(config: Any) -> None:
     refuse(
         (
             config.use_cpu,
-            "adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true; set it to file",
+            "adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true; set it to "
+            "file",
         ),
         (
             "," in (config.vllm_server_base_url or ""),
@@ -162,9 +172,9 @@ def check_filling(config: Any) -> None:
         refuse(
             (
                 rows % config.num_generations,
-                f"{key} needs whole groups on every process, but one samples {rows} "
-                f"rollouts at a time and num_generations is {config.num_generations}; make per_device_train_batch_size a "
-                "multiple of it",
+                f"{key} needs whole groups on every process, but one samples {rows} rollouts at a "
+                f"time and num_generations is {config.num_generations}; make "
+                "per_device_train_batch_size a multiple of it",
             ),
         )
         _refuse_beside(
@@ -179,8 +189,8 @@ def _rows(config: Any) -> int:
     return int(config.per_device_train_batch_size * config.steps_per_generation)
 
 
-# Of vLLM's parameters those that say nothing about the beginning or the length of an answer. A loop that had begun
-# before an answer goes on is found some repetitions later.
+# Of vLLM's parameters those that say nothing about the beginning or the length of an answer. A loop
+# that had begun before an answer goes on is found some repetitions later.
 _KNOW_NO_BEGINNING = {
     "logit_bias",
     "stop_token_ids",
@@ -223,9 +233,9 @@ def check_budget(config: Any) -> None:
     refuse(
         (
             mode.startswith("sequence"),
-            f"{key} learns less from an answer the longer it is where the ratio to the "
-            f"earlier weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's default is "
-            "sequence_mask); set vllm_importance_sampling_mode: token_truncate",
+            f"{key} learns less from an answer the longer it is where the ratio to the earlier "
+            f"weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's "
+            "default is sequence_mask); set vllm_importance_sampling_mode: token_truncate",
         ),
     )
 
@@ -241,7 +251,10 @@ def _refuse_beside(key: str, *others: tuple[object, str]) -> None:
 
 
 def check_async(config: Any) -> None:
-    """Check rollouts that are asked for a generation ahead against the other keys. Raises `UserError`."""
+    """Check rollouts that are asked for a generation ahead against the other keys.
+
+    Raises `UserError`.
+    """
     if not config.adora_rollouts.ahead:
         return
     by_file = (
@@ -267,7 +280,8 @@ _KEYS = {
     **dict.fromkeys(("n", "num_return_sequences"), "num_generations"),
     "cache_implementation": "cache_implementation",
 }
-# Those that the trainer sets, since it reads what comes of them, or takes another way of sampling for granted
+# Those that the trainer sets, since it reads what comes of them, or takes another way of sampling
+# for granted
 _OWN = {
     "logprobs",
     "prompt_logprobs",
@@ -292,7 +306,8 @@ _OWN = {
     "stop_strings",
     "disable_compile",
 }
-# They move probability between the tokens that are left, as a temperature does; a ban or a filter takes tokens away
+# They move probability between the tokens that are left, as a temperature does; a ban or a filter
+# takes tokens away
 _SHIFTS = {
     "presence_penalty",
     "frequency_penalty",
@@ -307,21 +322,25 @@ _EVERY = GenerationConfig()
 def engine_scores_raw(
     temperature: float, repetition_penalty: float, further: Mapping[str, Any]
 ) -> bool:
-    """Whether the engine can be asked for log-probabilities before filters and bans, as the trainer computes them: not
-    where temperature or penalties have changed what it samples from. `further`: `generation_kwargs`.
+    """Whether the engine can be asked for log-probabilities before filters and bans, as the trainer
+    computes them: not where temperature or penalties have changed what it samples from. `further`:
+    `generation_kwargs`.
     """
     return (temperature, repetition_penalty) == (1.0, 1.0) and not _SHIFTS & {*further}
 
 
 def check_sampling_keys(config: Any) -> None:
-    """Raise `UserError` for `generation_kwargs` beside a key, and for sampling that the trainer cannot account for."""
+    """Raise `UserError` for `generation_kwargs` beside a key, and for sampling that the trainer
+    cannot account for.
+    """
     given = dict(config.generation_kwargs or {})
     for name, value in given.items():
         meant = did_you_mean(name, [known for known in vars(_EVERY) if not known.startswith("_")])
         refuse(
             (
                 name in _KEYS,
-                f"generation_kwargs: {name}: {value} is what the key {_KEYS.get(name)} says; set that one",
+                f"generation_kwargs: {name}: {value} is what the key {_KEYS.get(name)} says; set "
+                "that one",
             ),
             (
                 name in _OWN,
@@ -329,7 +348,8 @@ def check_sampling_keys(config: Any) -> None:
             ),
             (
                 not config.use_vllm and not hasattr(_EVERY, name),
-                f"generation_kwargs: {name}: {value} is nothing that Transformers knows{meant}; leave it out",
+                f"generation_kwargs: {name}: {value} is nothing that Transformers knows{meant}; "
+                "leave it out",
             ),
         )
     lost = sampling_needs(config)
@@ -337,17 +357,19 @@ def check_sampling_keys(config: Any) -> None:
     refuse(
         (
             "structured_outputs" in given and config.vllm_structured_outputs_regex,
-            "generation_kwargs: structured_outputs contradicts vllm_structured_outputs_regex; leave out one",
+            "generation_kwargs: structured_outputs contradicts vllm_structured_outputs_regex; "
+            "leave out one",
         ),
         (
             config.use_vllm and config.temperature < COOLEST,
-            f"temperature: {config.temperature:g} is below {COOLEST}: "
-            f"vLLM would sample at another one than the trainer computes with; set {COOLEST} or more",
+            f"temperature: {config.temperature:g} is below {COOLEST}: vLLM would sample at "
+            f"another one than the trainer computes with; set {COOLEST} or more",
         ),
         (
             lost and mode.startswith("sequence"),
-            f"{''.join(lost)}, and vllm_importance_sampling_mode: {mode} multiplies "
-            "this over a whole answer; set it to token_truncate, or sample at temperature: 1.0 without penalties",
+            f"{''.join(lost)}, and vllm_importance_sampling_mode: {mode} multiplies this over a "
+            "whole answer; set it to token_truncate, or sample at temperature: 1.0 without "
+            "penalties",
         ),
     )
 
@@ -367,7 +389,10 @@ def sampling_needs(config: Any) -> list[str]:
         "vllm_structured_outputs_regex": bool(config.vllm_structured_outputs_regex),
         **{f"generation_kwargs: {name}": name in given for name in sorted(_FILTERS)},
     }
-    lacks = "with another temperature than 1, or a penalty: each token's ratio to the engine lacks the share that"
+    lacks = (
+        "with another temperature than 1, or a penalty: each token's ratio to the engine lacks "
+        "the share that"
+    )
     return [f"{name} {lacks} was cut off" for name, on in filters.items() if on][:1]
 
 
@@ -389,10 +414,13 @@ def is_curve(schedule: Any) -> bool:
 
 
 def check_optimizer(config: Any) -> None:
-    """Raises `UserError` for an optimizer or kernels not installed here, or an optimizer that refuses its arguments."""
+    """Raises `UserError` for an optimizer or kernels not installed here, or an optimizer that
+    refuses its arguments.
+    """
     if config.use_liger_kernel and find_spec("liger_kernel") is None:
         raise UserError(
-            "use_liger_kernel: true is not installed here; pip install liger-kernel, or leave it out"
+            "use_liger_kernel: true is not installed here; pip install liger-kernel, or leave it "
+            "out"
         )
     name = spelled(config.optim)
     for pair in (config.optim_args or "").replace(" ", "").split(",") if config.optim_args else ():
@@ -403,7 +431,8 @@ def check_optimizer(config: Any) -> None:
             "infinity",
         ):
             raise UserError(
-                f"optim_args: {config.optim_args!r} is not NAME=VALUE,NAME=VALUE with finite numbers"
+                f"optim_args: {config.optim_args!r} is not NAME=VALUE,NAME=VALUE with finite "
+                "numbers"
             )
     try:
         made = Trainer.get_optimizer_cls_and_kwargs(config)
@@ -421,14 +450,17 @@ def check_optimizer(config: Any) -> None:
 
 
 def check_schedule(config: Any) -> None:
-    """Raises `UserError` for a schedule that Transformers cannot make of its arguments, or that takes none."""
+    """Raises `UserError` for a schedule that Transformers cannot make of its arguments, or that
+    takes none.
+    """
     name = spelled(config.lr_scheduler_type)
     updates = config.max_steps if config.max_steps > 0 else ANY_LENGTH
     given = dict(config.lr_scheduler_kwargs or {})
     check_finite("lr_scheduler_kwargs", given)
     if given and name.startswith("constant"):  # Transformers does not look at them
         raise UserError(
-            f"lr_scheduler_kwargs: {given} has no meaning for lr_scheduler_type: {name}; leave it out"
+            f"lr_scheduler_kwargs: {given} has no meaning for lr_scheduler_type: {name}; leave it "
+            "out"
         )
     try:
         schedule = schedule_of(config, updates)
@@ -440,7 +472,10 @@ def check_schedule(config: Any) -> None:
 
 
 def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
-    """Raise `UserError` for what several machines, or one process, cannot do. `processes`: of all machines together."""
+    """Raise `UserError` for what several machines, or one process, cannot do.
+
+    `processes`: of all machines together.
+    """
     parts = config.vllm_tensor_parallel_size
     local = processes // machines
     several = machines > 1
@@ -448,12 +483,14 @@ def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> No
     refuse(
         (
             config.fsdp and processes == 1,
-            f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate launch",
+            f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate "
+            "launch",
         ),
         (
             several and config.save_on_each_node,
-            "save_on_each_node: true is not supported, because a checkpoint is one "
-            "folder into which all machines write; leave it out, and choose an output_dir on a disk that they share",
+            "save_on_each_node: true is not supported, because a checkpoint is one folder into "
+            "which all machines write; leave it out, and choose an output_dir on a disk that they "
+            "share",
         ),
         (
             several and divided and local % parts,
@@ -466,7 +503,9 @@ def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> No
 def check_tensor_parallel(
     config: AdoraGRPOConfig, model_config: PretrainedConfig, processes: int
 ) -> None:
-    """Refuse a division that vLLM would refuse only when it loads the weights: each process gets an equal part."""
+    """Refuse a division that vLLM would refuse only when it loads the weights: each process gets an
+    equal part.
+    """
     parts = config.vllm_tensor_parallel_size
     if not config.use_vllm or config.vllm_mode != "colocate" or parts == 1:
         return
@@ -478,7 +517,8 @@ def check_tensor_parallel(
         *(
             (
                 number % parts,
-                f"{of_parts}{number} {things}; an engine is divided into equal parts, one per process",
+                f"{of_parts}{number} {things}; an engine is divided into equal parts, one per "
+                "process",
             )
             for number, things in (
                 (processes, "processes"),
@@ -497,7 +537,10 @@ def check_tensor_parallel(
 def check_tools(
     config: Any, *, tools: bool, environments: bool, trl_evaluates: bool = False
 ) -> None:
-    """Check rollouts of several turns, with tools or environments, against the other keys. Raises `UserError`."""
+    """Check rollouts of several turns, with tools or environments, against the other keys.
+
+    Raises `UserError`.
+    """
     rollouts = config.adora_rollouts
     others = config.adora_extensions
     if environments:

@@ -1,5 +1,6 @@
-"""Every key of a training config with its default and help, and what `--help` and `--help-all` print of them. Those of
-TRL and Transformers are read from the sources of their dataclasses, since importing these takes seconds.
+"""Every key of a training config with its default and help, and what `--help` and `--help-all`
+print of them. Those of TRL and Transformers are read from the sources of their dataclasses, since
+importing these takes seconds.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _DATACLASSES = ("GRPOConfig", "ModelConfig")
 
 @dataclass(frozen=True)
 class Key:
-    """`default` is MISSING where the source computes it. `library` declared the key last, and so its default."""
+    """`default` is MISSING where the source computes it.
+
+    `library` declared the key last, and so its default.
+    """
 
     name: str
     default: Any
@@ -50,7 +54,10 @@ class Key:
 
 @cache
 def read_keys() -> dict[str, Key]:
-    """Every key by its name. Raises `UserError` where a library keeps its class elsewhere, as in another version."""
+    """Every key by its name.
+
+    Raises `UserError` where a library keeps its class elsewhere, as in another version.
+    """
     try:
         own = [*_our_keys(AdoraScriptArguments), *_our_keys(AdoraKeys)]
         return _keys_of_libraries() | {key.name: key for key in own}
@@ -84,7 +91,10 @@ def _our_keys(dataclass: Any) -> list[Key]:
 
 
 def _keys_of_class(name: str, classes: Mapping[str, tuple[ast.ClassDef, str]]) -> dict[str, Key]:
-    """The fields of a class and of those that it inherits from. Raises `KeyError` for a class that is not there."""
+    """The fields of a class and of those that it inherits from.
+
+    Raises `KeyError` for a class that is not there.
+    """
     node, library = classes[name]
     found: dict[str, Key] = {}
     for base in node.bases:
@@ -100,7 +110,9 @@ def _keys_of_class(name: str, classes: Mapping[str, tuple[ast.ClassDef, str]]) -
 
 
 def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
-    """A field from what stands behind its `=`: a value, or `field(default=..., metadata={"help": ...})`."""
+    """A field from what stands behind its `=`: a value, or `field(default=..., metadata={"help":
+    ...})`.
+    """
     if not isinstance(value, ast.Call):
         return Key(name, _literal(value), "", library)
     given = {word.arg: word.value for word in value.keywords}
@@ -194,7 +206,10 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def help_text(arguments: Sequence[str]) -> str:
-    """The help that the arguments ask for. Raises `UserError` where the installed libraries cannot be read."""
+    """The help that the arguments ask for.
+
+    Raises `UserError` where the installed libraries cannot be read.
+    """
     if "--version" in arguments:
         return f"adora_vl {installed('adora-vl') or 'of a checkout that is not installed'}"
     keys = read_keys()

@@ -1,5 +1,6 @@
-"""What a user wrote, read once: the file, the command line laid over it, each value as its key takes it. Nothing slow
-is imported here, so a mistake is named at once; values of keys whose types TRL and Transformers know are read later.
+"""What a user wrote, read once: the file, the command line laid over it, each value as its key
+takes it. Nothing slow is imported here, so a mistake is named at once; values of keys whose types
+TRL and Transformers know are read later.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ REMOVED = {
     "adora_weight_folder": "write adora_weight_transfer: ./FOLDER, or nothing where it was null",
     "adora_reward_options": "write adora_reward: [{NAME: OPTIONS}]",
     "adora_rounding": "write adora_reward: [{adora: {rounding: true}}], or nothing where it was false",
-    "adora_mode": "write adora_method: {adora: {mode: amplification}}, or grpo for off, or nothing for attenuation",
+    "adora_mode": "write adora_method: {adora: {mode: amplification}}, or grpo for off, or nothing for "
+    "attenuation",
     "adora_method_options": "write adora_method: {METHOD: OPTIONS}",
     **{
         f"adora_{part}": f"write adora_stock_step: [{part}], or nothing where it was true"
@@ -88,7 +90,9 @@ T = TypeVar("T")
 
 
 class Words(list[str]):
-    """The words behind a key on the command line, which become a value once it is known what the key takes."""
+    """The words behind a key on the command line, which become a value once it is known what the
+    key takes.
+    """
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,10 @@ class Given:
         )
 
     def build(self, kind: type[T]) -> T:
-        """The dataclass with the given keys. Raises `UserError`, also with the one line of TRL or Transformers."""
+        """The dataclass with the given keys.
+
+        Raises `UserError`, also with the one line of TRL or Transformers.
+        """
         keys: Any = kind
         try:
             return kind(
@@ -132,8 +139,11 @@ class Given:
 
 
 def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
-    """The command. Raises `UserError` for a key that no training config has, a file that cannot be read, a value that
-    its key does not take, and without a model, unless not `whole`. Sets the environment that the file asks for.
+    """The command.
+
+    Raises `UserError` for a key that no training config has, a file that cannot be read, a value
+    that its key does not take, and without a model, unless not `whole`. Sets the environment that
+    the file asks for.
     """
     known = read_keys()
     spoken = _by_key(arguments)
@@ -167,7 +177,9 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
 
 
 def recipe(name: str) -> Path:
-    """The file of that name, or else the recipe that comes with this package, as `adora_3b_1gpu_lora`."""
+    """The file of that name, or else the recipe that comes with this package, as
+    `adora_3b_1gpu_lora`.
+    """
     file = Path(name)
     word = Path(name).with_suffix("").name
     homes = (
@@ -192,7 +204,9 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def check_output_dir(value: Any) -> None:
-    """Raise `UserError` for a place that nobody means: null would be a folder of Transformers' choice."""
+    """Raise `UserError` for a place that nobody means: null would be a folder of Transformers'
+    choice.
+    """
     refuse(
         (is_null(value), "output_dir: null is no folder; name one for this run, such as runs/first")
     )
@@ -212,7 +226,8 @@ def refuse_stray(words: Sequence[str]) -> None:
         *(
             (
                 1,
-                f"command line: {word!r} belongs to no key; write --config FILE.yaml, or --key value",
+                f"command line: {word!r} belongs to no key; write --config FILE.yaml, or --key "
+                "value",
             )
             for word in words
         )
@@ -220,7 +235,10 @@ def refuse_stray(words: Sequence[str]) -> None:
 
 
 def refuse_old(key: str, value: Any, where: str) -> None:
-    """Raise `UserError` for a key of earlier configs. `where`: the file or the caller, else `command line`."""
+    """Raise `UserError` for a key of earlier configs.
+
+    `where`: the file or the caller, else `command line`.
+    """
     refuse((key in REMOVED, f"{where}: the key '{key}' was removed; {REMOVED.get(key)}"))
     if key not in MOVED:
         return
@@ -254,7 +272,9 @@ def _by_key(arguments: Sequence[str]) -> list[tuple[str, Words]]:
 def _check_key(
     key: str, value: Any, where: str, known: Mapping[str, Key], options: Collection[str] = ()
 ) -> None:
-    """Raises `UserError` for a key that is not `known`, with the nearest one that is, or of the `options`."""
+    """Raises `UserError` for a key that is not `known`, with the nearest one that is, or of the
+    `options`.
+    """
     if key in known:
         return
     refuse_old(key, value, where)
@@ -272,7 +292,10 @@ def _check_key(
 
 
 def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[str, Key]) -> None:
-    """Put what the command line says of a key over what the file says. A dot reaches into a mapping."""
+    """Put what the command line says of a key over what the file says.
+
+    A dot reaches into a mapping.
+    """
     key, *names = spoken.split(".")
     if key not in known and key.startswith("no_"):
         refuse_old(key[3:], False, "command line")
@@ -290,7 +313,9 @@ def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[
 
 
 def _judging(words: Words, recipe: Any) -> Any:
-    """The methods that the command line names, with ADORA's criteria of the recipe for the log if ADORA is not one."""
+    """The methods that the command line names, with ADORA's criteria of the recipe for the log if
+    ADORA is not one.
+    """
     given = recipe.get("adora") if isinstance(recipe, Mapping) else None
     kept = (
         {name: value for name, value in given.items() if name in _JUDGES}
@@ -308,7 +333,10 @@ def _judging(words: Words, recipe: Any) -> Any:
 
 
 def _with(key: str, base: Any, names: Sequence[str], value: Any) -> Any:
-    """`base` with another value below `names`. Of a word or a list the first name has to be one of them already."""
+    """`base` with another value below `names`.
+
+    Of a word or a list the first name has to be one of them already.
+    """
     if not names:
         return value
     name = names[0]
@@ -358,7 +386,8 @@ def _set_environment(variables: object, where: str) -> None:
     """As TRL does with the `env` of a file."""
     if not isinstance(variables, dict):
         raise UserError(
-            f"{where}: env: {variables!r:.60} is not a mapping of environment variables, such as {{A: 1}}"
+            f"{where}: env: {variables!r:.60} is not a mapping of environment variables, such as "
+            "{A: 1}"
         )
     for name, value in variables.items():
         text = f"{name}{value}"
@@ -370,6 +399,7 @@ def _set_environment(variables: object, where: str) -> None:
             or isinstance(value, dict | list)
         ):
             raise UserError(
-                f"{where}: env: {name!r:.60}: {value!r:.60} is not a name and a text; write such as A: 1"
+                f"{where}: env: {name!r:.60}: {value!r:.60} is not a name and a text; write such "
+                "as A: 1"
             )
     os.environ.update({name: str(value) for name, value in variables.items()})

@@ -39,8 +39,12 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         """Raises `UserError` for our checks, and `ValueError` for those of TRL."""
         check_fields(self, GRPOConfig)
         check_device(self)
-        # The best of many evaluations on one set is a choice on that set, and Transformers' evaluation is not ours.
-        instead = "keep checkpoints with save_total_limit: null and `python -m adora_vl.export OUT/checkpoint-N BEST`"
+        # The best of many evaluations on one set is a choice on that set, and Transformers'
+        # evaluation is not ours.
+        instead = (
+            "keep checkpoints with save_total_limit: null and `python -m adora_vl.export "
+            "OUT/checkpoint-N BEST`"
+        )
         refuse(
             (
                 self.load_best_model_at_end,
@@ -78,7 +82,9 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
                 raise UserError(f"{left_out}; write it, or log in with `hf auth login` for the hub")
 
     def _check_groups(self, batch: int | None, steps: int | None) -> None:
-        """Raise `UserError` in the keys as they were given, where TRL's words have a number made of them."""
+        """Raise `UserError` in the keys as they were given, where TRL's words have a number made of
+        them.
+        """
         made = self.generation_batch_size
         rows = self.per_device_train_batch_size
         each = self.num_generations
@@ -90,11 +96,16 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             f"{rows} x {key}: {steps or self.gradient_accumulation_steps} x {processes} process"
         )
         product += f"{'' if processes == 1 else 'es'} = {made} rollouts"
-        whole = f"which do not divide into groups of num_generations: {each}; make the product a multiple of it"
+        whole = (
+            f"which do not divide into groups of num_generations: {each}; make the product a "
+            "multiple of it"
+        )
         raise UserError(f"per_device_train_batch_size: {product}, {whole}")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Every checkpoint has a pickle of the config (training_args.bin), and is made to be handed on."""
+        """Every checkpoint has a pickle of the config (training_args.bin), and is made to be handed
+        on.
+        """
         return dict(masked(vars(self), hidden=None))
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,14 +133,17 @@ class NoGPUError(UserError):
 
 
 def check_device(config: Any) -> None:
-    """Raises `NoGPUError` or `UserError` for settings that Transformers refuses without naming a key or a remedy."""
+    """Raises `NoGPUError` or `UserError` for settings that Transformers refuses without naming a
+    key or a remedy.
+    """
     if config.use_cpu:
         return
     bf16 = bool(config.bf16) if config.bf16 is not None else not config.fp16  # as TRL fills it in
     if bf16 and not is_torch_bf16_gpu_available() and not is_torch_xla_available():
         if is_torch_cuda_available():
             raise UserError(
-                "bf16: true, but this GPU cannot compute in bfloat16; set bf16: false and fp16: true"
+                "bf16: true, but this GPU cannot compute in bfloat16; set bf16: false and fp16: "
+                "true"
             )
         raise NoGPUError("bf16")
     if config.fp16 and not is_torch_cuda_available():

@@ -1,8 +1,10 @@
-"""What a user wrote for a key becomes a value of the key's type, or one line: `key: VALUE is not WHAT IT SHOULD BE`.
+"""What a user wrote for a key becomes a value of the key's type, or one line: `key: VALUE is not
+WHAT IT SHOULD BE`.
 
-A key takes what its annotation says. The ranges of our keys stand beside their fields; `RANGES` has those of the keys
-of TRL and Transformers that configs/train/annotated.yaml explains, or that our own code computes with. What the value
-of any other key of theirs means is left to their own checks. NaN and infinity are refused everywhere.
+A key takes what its annotation says. The ranges of our keys stand beside their fields; `RANGES` has
+those of the keys of TRL and Transformers that configs/train/annotated.yaml explains, or that our
+own code computes with. What the value of any other key of theirs means is left to their own checks.
+NaN and infinity are refused everywhere.
 """
 
 import json
@@ -36,7 +38,8 @@ _Positive = Annotated[float, Field(gt=0)]
 _NotNegative = Annotated[float, Field(ge=0)]
 _literal: Any = Literal  # mypy takes a Literal only of names that are written out
 
-# Narrower than their own annotations, or wider where TRL and Transformers take more than they declare.
+# Narrower than their own annotations, or wider where TRL and Transformers take more than they
+# declare.
 RANGES: dict[str, Any] = {
     **dict.fromkeys(("model_name_or_path", "output_dir"), Name | None),
     **dict.fromkeys(
@@ -120,8 +123,10 @@ _SHOWN = 80
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value from the command line or a YAML file to `hint`, what `key` takes. Raises `UserError`. A dataclass
-    is a block of options; one with a `shorthand` may be given as the value of that field alone.
+    """Convert a value from the command line or a YAML file to `hint`, what `key` takes.
+
+    Raises `UserError`. A dataclass is a block of options; one with a `shorthand` may be given as
+    the value of that field alone.
     """
     kinds = {_kind(arm) for arm in _arms(hint)}
     names = _names(hint)
@@ -156,8 +161,10 @@ def convert(key: str, value: Any, hint: Any) -> Any:
 
 
 def check_fields(config: Any, theirs: type | None = None) -> None:
-    """Check the values of a dataclass, and convert ours, which is the same twice. `theirs`: the dataclass
-    of a library, whose keys have to be finite, and in their range if `RANGES` has one. Raises `UserError`.
+    """Check the values of a dataclass, and convert ours, which is the same twice.
+
+    `theirs`: the dataclass of a library, whose keys have to be finite, and in their range if
+    `RANGES` has one. Raises `UserError`.
     """
     left = {key.name for key in fields(theirs)} if theirs else set()
     kind: Any = type(config)
@@ -232,7 +239,10 @@ def declared(dataclass: Any) -> dict[str, Any]:
 
 @cache
 def _range_of(key: str) -> Any:
-    """The entry of a key in `RANGES`, or None. Only `report_to` imports Transformers, which takes seconds."""
+    """The entry of a key in `RANGES`, or None.
+
+    Only `report_to` imports Transformers, which takes seconds.
+    """
     if key == "report_to":
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
@@ -247,7 +257,9 @@ def _adapter(hint: Any) -> TypeAdapter[Any]:
 
 
 def check_finite(key: str, value: Any) -> None:
-    """Raises `UserError` for NaN and infinity, also inside a mapping or list: JSON and YAML can contain both."""
+    """Raises `UserError` for NaN and infinity, also inside a mapping or list: JSON and YAML can
+    contain both.
+    """
     if isinstance(value, Mapping | list):
         for name, inside in value.items() if isinstance(value, Mapping) else enumerate(value):
             check_finite(f"{key}: {name}", inside)
@@ -256,7 +268,9 @@ def check_finite(key: str, value: Any) -> None:
 
 
 def _with_names(hint: Any, choices: Any = None) -> Any:
-    """`hint` as a `Literal` where the field lists its choices, or where it is an `Enum` (such as `Kind | str`)."""
+    """`hint` as a `Literal` where the field lists its choices, or where it is an `Enum` (such as
+    `Kind | str`).
+    """
     kinds = [arm for arm in _arms(hint) if isinstance(arm, type) and issubclass(arm, Enum)]
     names = tuple(choices or (one.value for kind in kinds for one in kind))
     if not names:
@@ -293,7 +307,9 @@ def _entry(hint: Any) -> Any:
 
 
 def _read(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
-    """`value` as the kind that was meant: on the command line, and for some words in YAML, it is a text."""
+    """`value` as the kind that was meant: on the command line, and for some words in YAML, it is a
+    text.
+    """
     if bool in kinds and (word := truth(value)) is not None:
         return word
     if names and str(value).lower() == "false":
@@ -310,7 +326,10 @@ def _read(key: str, value: Any, kinds: set[Any], names: list[str]) -> Any:
 
 
 def _number(value: int | float | str, *, whole: bool) -> Any:
-    """The number in a text: YAML reads 1e3 as a text, for instance. A text that is no number stays a text."""
+    """The number in a text: YAML reads 1e3 as a text, for instance.
+
+    A text that is no number stays a text.
+    """
     number: Any = value
     for read in (int, float):
         try:
@@ -357,7 +376,10 @@ def _or_mapping(key: str, word: Any) -> list[Any]:
 
 
 def _mapping(key: str, value: Any, *, or_text: bool) -> Any:
-    """A mapping, also of JSON, of `{a: 1}`, or in a JSON file. `or_text`: a text is checked and stays one, of JSON."""
+    """A mapping, also of JSON, of `{a: 1}`, or in a JSON file.
+
+    `or_text`: a text is checked and stays one, of JSON.
+    """
     if isinstance(value, Mapping):
         return value
     text = value.strip() if isinstance(value, str) else ""
@@ -404,6 +426,8 @@ def _described(arm: Any) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """The value as a person writes it, in one line: null for None, numbers without quotes, other text with them."""
+    """The value as a person writes it, in one line: null for None, numbers without quotes, other
+    text with them.
+    """
     is_number = isinstance(value, str) and not isinstance(_number(value, whole=False), str)
     return shown(value.strip(), _SHOWN).strip("'") if is_number else shown(value, _SHOWN)

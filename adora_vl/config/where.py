@@ -1,5 +1,6 @@
-"""Where a run takes place, or would: how it is spread over GPUs, by an accelerate config or by the environment of
-`accelerate launch`, what of this machine counts for it, and the flags of a dry run, which TRL's parser does not see.
+"""Where a run takes place, or would: how it is spread over GPUs, by an accelerate config or by the
+environment of `accelerate launch`, what of this machine counts for it, and the flags of a dry run,
+which TRL's parser does not see.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.launch import SEVERAL
 
 _FSDP = (
-    "its memory is not predicted, and neither its checkpoints nor its weights in the engine have been tested here; use "
-    "DeepSpeed (configs/accelerate/zero3.yaml)"
+    "its memory is not predicted, and neither its checkpoints nor its weights in the engine have "
+    "been tested here; use DeepSpeed (configs/accelerate/zero3.yaml)"
 )
 
 
@@ -57,8 +58,10 @@ class Sharding:
 def from_file(
     path: str | Path, processes: int | None = None, machines: int | None = None
 ) -> Sharding:
-    """The sharding of an accelerate config. With other `machines` each has as many processes as in the file, unless
-    `processes` says the sum. Raises `UserError` for no such file, for FSDP, and for what machines cannot start from.
+    """The sharding of an accelerate config.
+
+    With other `machines` each has as many processes as in the file, unless `processes` says the
+    sum. Raises `UserError` for no such file, for FSDP, and for what machines cannot start from.
     """
     content = read_mapping("--accelerate-config", Path(path))
     where = f"--accelerate-config: {str(path)!r}"
@@ -81,7 +84,8 @@ def from_file(
         ),
         (
             not isinstance(deepspeed, dict),
-            f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a mapping",
+            f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a "
+            "mapping",
         ),
     )
     launcher = deepspeed.get("deepspeed_multinode_launcher")
@@ -89,14 +93,13 @@ def from_file(
     refuse(  # what several machines would wait for in vain, or fail on after minutes
         (
             in_file > 1 and content.get("main_process_port") == 0,
-            f"{where} has main_process_port: 0, which becomes "
-            f"another port on each machine, so that they never meet; choose one port for all, {seen}",
+            f"{where} has main_process_port: 0, which becomes another port on each machine, so "
+            f"that they never meet; choose one port for all, {seen}",
         ),
         (
             in_file > 1 and kind == "DEEPSPEED" and launcher != "standard",
-            f"{where} would start the machines with "
-            "DeepSpeed's launcher, which needs pdsh and a hostfile; set deepspeed_multinode_launcher: standard, "
-            f"{seen}",
+            f"{where} would start the machines with DeepSpeed's launcher, which needs pdsh and a "
+            f"hostfile; set deepspeed_multinode_launcher: standard, {seen}",
         ),
         (
             kind == "DEEPSPEED" and "deepspeed_config_file" in deepspeed,
@@ -131,8 +134,8 @@ class DryRunOptions:
 
 
 def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[str]]:
-    """The options of a dry run, None where none is asked for, and the training arguments that are left. Raises
-    `UserError` for a bad value, and for an option without `--dry-run`.
+    """The options of a dry run, None where none is asked for, and the training arguments that are
+    left. Raises `UserError` for a bad value, and for an option without `--dry-run`.
     """
     parser = Parser(prog="python -m adora_vl.train", add_help=False, argument_default=SUPPRESS)
     parser.add_argument("--dry-run", "--dry_run", action="store_true")
@@ -161,8 +164,10 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
 
 @dataclass(frozen=True)
 class Where:
-    """What the checks before a run may look at. `here`: this machine will run it, so its packages, device, servers and
-    folders count. `folder`: what becomes of `output_dir`. `paper`: nothing will run, so what is not here is not wrong.
+    """What the checks before a run may look at.
+
+    `here`: this machine will run it, so its packages, device, servers and folders count. `folder`:
+    what becomes of `output_dir`. `paper`: nothing will run, so what is not here is not wrong.
     """
 
     here: bool
@@ -204,7 +209,9 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
 
 
 def spread_over(processes: int, machines: int) -> None:
-    """Raise `UserError` unless every machine gets the same number of processes, as accelerate starts them."""
+    """Raise `UserError` unless every machine gets the same number of processes, as accelerate
+    starts them.
+    """
     uneven = f"--machines: {processes} processes cannot be spread evenly over {machines} machines"
     together = "num_processes (here --processes) is the number on all of them together"
     refuse((processes % machines or processes < machines, f"{uneven}; {together}"))

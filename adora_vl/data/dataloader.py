@@ -1,4 +1,6 @@
-"""From rows on disk to the generations of a run: the order, each row read once, and images read ahead."""
+"""From rows on disk to the generations of a run: the order, each row read once, and images read
+ahead.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class KeptImage(Image.Image):
 
     @cached_property
     def digest(self) -> str:
-        """`content_digest`, computed once for the processor of the trainer, that of the engine, and the engine."""
+        """`content_digest`, computed once for the processor of the trainer, that of the engine, and
+        the engine.
+        """
         return content_digest(self)
 
 
@@ -47,15 +51,18 @@ ROW_NUMBER = (
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
-    """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its images.
+    """A dataset that decodes each row of a batch once; the copies that a sampler asks for share its
+    images.
 
-    TRL's sampler repeats the rows of a generation for each of its micro-batches, so those of the last batch are kept.
-    `read_ahead` is called on another thread (by `ImagePrefetch`), everything else on the loader's.
+    TRL's sampler repeats the rows of a generation for each of its micro-batches, so those of the
+    last batch are kept. `read_ahead` is called on another thread (by `ImagePrefetch`), everything
+    else on the loader's.
     """
 
     def __init__(self, rows: Any, *, numbered: bool = False, share: bool = True) -> None:
-        """`numbered`: each row says its number, in the column `ROW_NUMBER`. `share`: copies of a row are read once;
-        else each is read, as stock TRL does.
+        """`numbered`: each row says its number, in the column `ROW_NUMBER`.
+
+        `share`: copies of a row are read once; else each is read, as stock TRL does.
         """
         self._rows = rows
         self._numbered = numbered
@@ -88,7 +95,10 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return list(self._last)
 
     def read_ahead(self, index: int) -> dict[str, Any]:
-        """A row of the batch to come, read now and kept until the batch asks for it. Raises what reading it raises."""
+        """A row of the batch to come, read now and kept until the batch asks for it.
+
+        Raises what reading it raises.
+        """
         row = self._last.get(index, self._ahead.get(index))
         if row is None:
             row = self._ahead[index] = self._read(index)
@@ -97,7 +107,10 @@ class DistinctRows(Dataset[dict[str, Any]]):
     def rows_after(
         self, numbers: Sequence[int], order: EpochRepeatSampler, generations: int = 1
     ) -> list[Any]:
-        """The rows that take the places of these so many generations later, read now. Empty where that is not known."""
+        """The rows that take the places of these so many generations later, read now.
+
+        Empty where that is not known.
+        """
         distinct = list(dict.fromkeys(numbers))
         after = dict(
             zip(distinct, order.following(distinct, order.epoch, generations), strict=False)
@@ -106,7 +119,9 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return [dict(read(after[number])) for number in numbers] if after else []
 
     def forget_ahead(self, but: Collection[int] = ()) -> None:
-        """Let go of rows that were read ahead and that no batch has asked for, `but` of those that may still be."""
+        """Let go of rows that were read ahead and that no batch has asked for, `but` of those that
+        may still be.
+        """
         self._ahead = {index: row for index, row in self._ahead.items() if index in but}
 
     def _read(self, index: int) -> dict[str, Any]:
@@ -135,15 +150,18 @@ class NoPrefetch:
 
 
 class ImagePrefetch(NoPrefetch):
-    """Reads and processes the next generation's images on a thread, while the policy learns from the present one. It
-    draws no random number and moves no loader, so a run with it takes the same steps; a row that cannot be read or
-    processed is skipped, and the error raised where the loader reads it.
+    """Reads and processes the next generation's images on a thread, while the policy learns from
+    the present one. It draws no random number and moves no loader, so a run with it takes the same
+    steps; a row that cannot be read or processed is skipped, and the error raised where the loader
+    reads it.
     """
 
     def __init__(
         self, rows: DistinctRows, order: EpochRepeatSampler, process: Process, limit_bytes: int
     ) -> None:
-        """It stops after `limit_bytes` of processed images: with more, the cache would drop some before their use."""
+        """It stops after `limit_bytes` of processed images: with more, the cache would drop some
+        before their use.
+        """
         self._rows = rows
         self._order = order
         self._process = process
@@ -152,7 +170,9 @@ class ImagePrefetch(NoPrefetch):
         self._ending = threading.Event()
 
     def start(self) -> None:
-        """Process the loader's last batch, which may be ahead of the generation, then read and process the next one."""
+        """Process the loader's last batch, which may be ahead of the generation, then read and
+        process the next one.
+        """
         self.finish()
         latest = self._rows.latest
         coming = dict.fromkeys([*latest, *self._order.following(latest, self._order.epoch)])
@@ -181,8 +201,9 @@ class ImagePrefetch(NoPrefetch):
 
 
 class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped to mypy
-    """Seeds the generator for each epoch from (seed, epoch); epoch 0 has the same order as in TRL. Stock TRL draws all
-    orders from one generator, so a resumed run repeats the first epoch's.
+    """Seeds the generator for each epoch from (seed, epoch); epoch 0 has the same order as in TRL.
+
+    Stock TRL draws all orders from one generator, so a resumed run repeats the first epoch's.
     """
 
     epoch = 0
@@ -210,8 +231,9 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         self.epoch = epoch
 
     def following(self, rows: Sequence[int], epoch: int, generations: int = 1) -> list[int]:
-        """The rows that take the places of `rows`, one process's distinct ones of a generation of this epoch, so many
-        generations later; empty where they are not of one. No random state is used or changed.
+        """The rows that take the places of `rows`, one process's distinct ones of a generation of
+        this epoch, so many generations later; empty where they are not of one. No random state is
+        used or changed.
         """
         order = self._order(epoch)
         size = self.batch_size

@@ -1,4 +1,6 @@
-"""A prepared data set on disk: Parquet files with the images inside, and a manifest that says where they come from."""
+"""A prepared data set on disk: Parquet files with the images inside, and a manifest that says where
+they come from.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ REQUIRED_COLUMNS = ("id", "images", "problem", "answer")
 COLUMNS = {
     "id": "text",  # unique and stable, e.g. geometry3k/train/15
     "images": "images",  # RGB, upright
-    "problem": "text",  # an <image> for each image, where each stands; or none, and they stand before it
+    # an <image> for each image, where each stands; or none, and they stand before it
+    "problem": "text",
     "answer": "text",  # the reference answer in canonical form
     "answer_raw": "text",  # as the source has it
     "choices": "texts",  # null where the problem is open
@@ -43,7 +46,8 @@ META = {
     "family": "text",  # synthetic problems only, else empty
     "kind": "text",  # which case of its family, where there are several (synthetic problems only)
     "solution": "text",  # a worked answer where the source has one, else empty
-    "slip": "text",  # a typical wrong answer to the same problem (synthetic problems only), else empty
+    # a typical wrong answer to the same problem (synthetic problems only), else empty
+    "slip": "text",
 }
 Row = dict[str, Any]
 Manifest = dict[str, Any]
@@ -78,8 +82,10 @@ def schema() -> Features:
 def write_split(
     rows: Iterable[Row], folder: Path, split: str, features: Features | None = None
 ) -> int:
-    """Write one split into `folder`, a batch at a time. Returns the number of rows. An image is a Pillow image, stored
-    as PNG, or already `{"bytes": ..., "path": ...}`. `features`: the schema, with the user's columns behind it.
+    """Write one split into `folder`, a batch at a time.
+
+    Returns the number of rows. An image is a Pillow image, stored as PNG, or already `{"bytes":
+    ..., "path": ...}`. `features`: the schema, with the user's columns behind it.
     """
     features = features or schema()
     (folder / "data").mkdir(parents=True, exist_ok=True)
@@ -87,7 +93,8 @@ def write_split(
     stored = (_stored(row, features) for row in rows)
     count = 0
     path = folder / "data" / f"{split}-00000-of-00001.parquet"
-    # Statistics would keep the least and the greatest picture of every row group in memory and in the file.
+    # Statistics would keep the least and the greatest picture of every row group in memory and in
+    # the file.
     with pq.ParquetWriter(path, arrow, write_statistics=False) as writer:
         while batch := list(_group(stored)):
             writer.write_table(pa.Table.from_pylist(batch, schema=arrow))
@@ -130,8 +137,9 @@ def write_manifest(
     leaks: Mapping[str, Any] | None = None,
     noted: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write and return the manifest of `folder`, whose other files are complete. `description`: source, input, revision
-    and arguments. It names no time and no machine.
+    """Write and return the manifest of `folder`, whose other files are complete.
+
+    `description`: source, input, revision and arguments. It names no time and no machine.
     """
     manifest = {
         **description,
@@ -150,13 +158,17 @@ def write_manifest(
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder that we prepared; None where there is no manifest or it is not one of ours."""
+    """The manifest of a folder that we prepared; None where there is no manifest or it is not one
+    of ours.
+    """
     manifest = read_object(folder / MANIFEST_NAME)
     return manifest if manifest.get("made_by") == MADE_BY else None
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """SHA-256 in hexadecimal of every file below `folder` but the manifest, by its path inside `folder`."""
+    """SHA-256 in hexadecimal of every file below `folder` but the manifest, by its path inside
+    `folder`.
+    """
     files = {
         path.relative_to(folder).as_posix(): path
         for path in sorted(folder.rglob("*"))
@@ -166,12 +178,17 @@ def file_hashes(folder: Path) -> dict[str, str]:
 
 
 def data_hash(folder: Path, split: str = "*") -> str:
-    """The `content_hash` of a prepared folder's manifest, where there is one, and of the files of `split`, or all."""
+    """The `content_hash` of a prepared folder's manifest, where there is one, and of the files of
+    `split`, or all.
+    """
     return content_hash([*folder.glob(MANIFEST_NAME), *folder.glob(f"data/{split}-*.parquet")])
 
 
 def split_files(folder: Path) -> dict[str, list[Path]]:
-    """The Parquet files of each split of a prepared folder. Raises `UserError` where there is no such folder."""
+    """The Parquet files of each split of a prepared folder.
+
+    Raises `UserError` where there is no such folder.
+    """
     if not folder.is_dir():
         refuse_dangling("dataset", folder)
         raise UserError(f"dataset: no folder {str(folder)!r}; make one with `python -m data_prep`")
@@ -182,8 +199,9 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
 
 
 def stored_rows(folder: Path, split: str) -> Iterator[Row]:
-    """The rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`, a batch in memory at a time,
-    without a copy in the cache of `datasets`. Raises `UserError` as `load_split` does.
+    """The rows of a split with images as they are stored, `{"bytes": ..., "path": ...}`, a batch in
+    memory at a time, without a copy in the cache of `datasets`. Raises `UserError` as `load_split`
+    does.
     """
     for path in _files_of(folder, split):
         with _parquet(path) as file:
@@ -193,8 +211,8 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
 
 
 def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
-    """A row to show, with its images as they are stored: the first with choices, else the first; None without any row.
-    No image of another row is read. Raises `UserError`.
+    """A row to show, with its images as they are stored: the first with choices, else the first;
+    None without any row. No image of another row is read. Raises `UserError`.
     """
     first: tuple[Path, int, int] | None = None
     for path in (path for split in splits for path in _files_of(folder, split)):
@@ -231,7 +249,9 @@ def row_count(folder: Path, split: str) -> int:
 
 
 def features_of(folder: Path, split: str) -> Features:
-    """The schema of a split: ours, and behind it the columns of the user's own (`data_prep convert`)."""
+    """The schema of a split: ours, and behind it the columns of the user's own (`data_prep
+    convert`).
+    """
     from datasets import Features, Value
 
     with _parquet(_files_of(folder, split)[0]) as file:
@@ -240,8 +260,10 @@ def features_of(folder: Path, split: str) -> Features:
 
 
 def load_split(folder: str | Path, split: str) -> Dataset:
-    """One split of a prepared folder, images decoded on access. Raises `UserError` where the folder, the split, its
-    rows or a required column are missing, a file is damaged, or the disk is full.
+    """One split of a prepared folder, images decoded on access.
+
+    Raises `UserError` where the folder, the split, its rows or a required column are missing, a
+    file is damaged, or the disk is full.
     """
     from datasets import config, disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetGenerationError
@@ -255,12 +277,14 @@ def load_split(folder: str | Path, split: str) -> Dataset:
             rows += file.metadata.num_rows
     if not rows:
         raise UserError(
-            f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or name one"
+            f"dataset: {str(folder)!r} has no rows in the split {split!r}; prepare it again, or "
+            "name one"
         )
     if not sys.stderr.isatty():
         disable_progress_bars()  # a log is no place for one, and an error is one line
     try:
-        # The library knows a file by its path and its time; the name is a part of what its cache goes by.
+        # The library knows a file by its path and its time; the name is a part of what its cache
+        # goes by.
         held = f"content-{content_hash(files)}"
         return load_dataset(
             "parquet", held, data_files={split: [str(path) for path in files]}, split=split
@@ -308,5 +332,8 @@ def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
     refuse((missing is not None, lacks))
     images = schema.field("images").type
     listed = pa.types.is_list(images) or pa.types.is_large_list(images)
-    other = f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of images; {remedy}"
+    other = (
+        f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of images; "
+        f"{remedy}"
+    )
     refuse((not listed, other))

@@ -45,7 +45,10 @@ FORMATS = (
 
 
 def open_picture(source: Any) -> Image.Image:
-    """A picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded. Raises what Pillow raises."""
+    """A picture of one of the `FORMATS`, or in HEIC where it is registered, not decoded.
+
+    Raises what Pillow raises.
+    """
     return Image.open(source, formats=(*FORMATS, *({"HEIF"} & Image.OPEN.keys())))
 
 
@@ -53,7 +56,10 @@ def open_picture(source: Any) -> Image.Image:
 def model_size(
     width: int, height: int, unit: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Width and height, multiples of `unit`, that a processor with these limits resizes to. Raises `ValueError`."""
+    """Width and height, multiples of `unit`, that a processor with these limits resizes to.
+
+    Raises `ValueError`.
+    """
     from transformers.models.qwen2_vl.image_processing_qwen2_vl import (
         smart_resize,
     )  # seconds, so only where needed
@@ -63,11 +69,17 @@ def model_size(
 
 
 def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: object) -> int:
-    """Tokens of a picture of a row, by the processor's own rule. Raises `UserError` where the processor refuses it."""
+    """Tokens of a picture of a row, by the processor's own rule.
+
+    Raises `UserError` where the processor refuses it.
+    """
     try:
         width, height = model_size(*size, unit, low, high)
     except ValueError as error:
-        what = f"row {row} has an image of {size[0]} x {size[1]} pixels, which the model's processor refuses"
+        what = (
+            f"row {row} has an image of {size[0]} x {size[1]} pixels, which the model's "
+            "processor refuses"
+        )
         raise UserError(f"dataset: {what} ({error}); remove the row") from error
     return width // unit * (height // unit)
 
@@ -79,8 +91,9 @@ def size_within(
     max_pixels: int | None,
     unit: int = VISIONS[DEFAULT_FAMILY].unit,
 ) -> tuple[int, int]:
-    """The size to store: unchanged where a processor with these limits would only round it to multiples of `unit`, else
-    the size that it would choose. Raises `ValueError` where its rule has none within the limits.
+    """The size to store: unchanged where a processor with these limits would only round it to
+    multiples of `unit`, else the size that it would choose. Raises `ValueError` where its rule has
+    none within the limits.
     """
     rounded = round(width / unit) * round(height / unit) * unit**2
     if (min_pixels or 0) <= rounded <= (max_pixels or sys.maxsize):
@@ -94,7 +107,10 @@ def size_within(
 
 
 class UnreadableImageError(ValueError):
-    """The picture cannot be used. `kind`: the rule in one word, such as `image_truncated`; the message says why."""
+    """The picture cannot be used.
+
+    `kind`: the rule in one word, such as `image_truncated`; the message says why.
+    """
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -104,9 +120,10 @@ class UnreadableImageError(ValueError):
 def clean_image(
     encoded: bytes, low: int | None = None, high: int | None = None, unit: int = UNIT
 ) -> Image.Image:
-    """The picture upright, flattened on white, in mode RGB, and resized where its pixels are not within `low` and
-    `high` (None: no limit). `unit`: the side of an image token, in pixels. Raises `UnreadableImageError`: as
-    `decoded_image`, with nothing on it, or with values of which it cannot be told what is white.
+    """The picture upright, flattened on white, in mode RGB, and resized where its pixels are not
+    within `low` and `high` (None: no limit). `unit`: the side of an image token, in pixels. Raises
+    `UnreadableImageError`: as `decoded_image`, with nothing on it, or with values of which it
+    cannot be told what is white.
     """
     flat = decoded_image(encoded)
     _refuse_degenerate(flat)
@@ -120,7 +137,10 @@ def clean_image(
 
 
 def png_bytes(image: Image.Image, **how: int) -> bytes:
-    """The image as PNG without metadata, so that equal pixels are equal bytes. `how`: options of Pillow's writer."""
+    """The image as PNG without metadata, so that equal pixels are equal bytes.
+
+    `how`: options of Pillow's writer.
+    """
     stream = io.BytesIO()
     image.save(stream, "PNG", icc_profile=None, **how)
     return stream.getvalue()
@@ -145,9 +165,10 @@ _TURNS = range(2, 9)  # EXIF's orientations but the upright one
 
 
 def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
-    """What to store for `image`, which `clean_image` made of `encoded`: the file itself, without a camera's data, texts
-    and profiles, where it is a PNG or JPEG with these pixels, since encoding takes as long as all other work on a row;
-    else a new PNG. Of a JPEG that lies on its side the tag that says so stays.
+    """What to store for `image`, which `clean_image` made of `encoded`: the file itself, without a
+    camera's data, texts and profiles, where it is a PNG or JPEG with these pixels, since encoding
+    takes as long as all other work on a row; else a new PNG. Of a JPEG that lies on its side the
+    tag that says so stays.
     """
     with open_picture(io.BytesIO(encoded)) as original:
         if original.mode == "RGB" and original.format == "PNG" and original.size == image.size:
@@ -212,9 +233,10 @@ def diagram_hash(image: Image.Image) -> str:
 
 
 def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
-    """The file to which a relative path from a data set leads, from `folder`. Raises `UnreadableImageError` if it leads
-    out of `root` (None: the folder), also by a link: a data set from elsewhere must not show a model any file of this
-    machine.
+    """The file to which a relative path from a data set leads, from `folder`.
+
+    Raises `UnreadableImageError` if it leads out of `root` (None: the folder), also by a link: a
+    data set from elsewhere must not show a model any file of this machine.
     """
     try:
         file = (folder / name).resolve()
@@ -228,7 +250,10 @@ def file_within(folder: Path, name: str, root: Path | None = None) -> Path:
 
 
 def image_size(encoded: bytes) -> tuple[int, int]:
-    """Width and height that `decoded_image` would give, from the header alone. Raises what Pillow raises."""
+    """Width and height that `decoded_image` would give, from the header alone.
+
+    Raises what Pillow raises.
+    """
     with open_picture(io.BytesIO(encoded)) as image:
         if (
             image.format == "PNG" and "exif" not in image.info
@@ -262,7 +287,9 @@ _HEIF = re.compile(
 
 
 def named_content(start: bytes) -> tuple[str, str] | None:
-    """A word for a file that begins with these bytes and is neither picture nor table, and what it is; else None."""
+    """A word for a file that begins with these bytes and is neither picture nor table, and what it
+    is; else None.
+    """
     if _HEIF.match(start):
         return "heic", "a photograph in HEIC that cannot be read; save it as JPEG"
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()
@@ -275,7 +302,10 @@ def is_picture(encoded: bytes) -> bool:
 
 
 def _register_heif(encoded: bytes) -> None:
-    """Let Pillow read a picture in HEIC. Raises `UnreadableImageError` where pillow-heif is missing."""
+    """Let Pillow read a picture in HEIC.
+
+    Raises `UnreadableImageError` where pillow-heif is missing.
+    """
     if not _HEIF.match(encoded):
         return
     try:
@@ -287,8 +317,9 @@ def _register_heif(encoded: bytes) -> None:
 
 
 def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
-    """The picture upright, flattened on white, in mode RGB; of several frames the first, where `first_frame` is asked
-    for. Raises `UnreadableImageError`: not a picture, truncated, too large to decode, or with several frames.
+    """The picture upright, flattened on white, in mode RGB; of several frames the first, where
+    `first_frame` is asked for. Raises `UnreadableImageError`: not a picture, truncated, too large
+    to decode, or with several frames.
     """
     with warnings.catch_warnings():
         warnings.simplefilter(
@@ -298,7 +329,10 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
             _register_heif(encoded)
             with open_picture(io.BytesIO(encoded)) as image:
                 if image.width * image.height > MAX_DECODED_PIXELS:
-                    why = f"{image.width} x {image.height} pixels are over the limit of {MAX_DECODED_PIXELS}"
+                    why = (
+                        f"{image.width} x {image.height} pixels are over the limit of "
+                        f"{MAX_DECODED_PIXELS}"
+                    )
                     raise UnreadableImageError("image_too_large", why)
                 # a phone's second one is no motion
                 frames = (
@@ -353,7 +387,10 @@ def _refuse_degenerate(image: Image.Image) -> None:
             "image_degenerate", f"all of its {width} x {height} pixels are {colour}"
         )
     if max(width, height) > WIDEST * min(width, height):
-        wrong = f"{width} x {height}: one side is over {WIDEST} times the other, which the model refuses"
+        wrong = (
+            f"{width} x {height}: one side is over {WIDEST} times the other, which the model "
+            "refuses"
+        )
         raise UnreadableImageError("image_shape", wrong)
 
 
@@ -365,8 +402,10 @@ def _of_one_colour(image: Image.Image) -> bool:
 
 
 def _scaled(image: Image.Image) -> Image.Image:
-    """A grey picture of more than 8 bits, or of floats, in 8 bits. The file does not say what is white: it is the
-    largest number of 8, 10, 12, 14 or 16 bits, or 1 for floats, that the picture comes near.
+    """A grey picture of more than 8 bits, or of floats, in 8 bits.
+
+    The file does not say what is white: it is the largest number of 8, 10, 12, 14 or 16 bits, or 1
+    for floats, that the picture comes near.
     """
     values = np.asarray(image)
     floats = image.mode == "F"
@@ -388,7 +427,9 @@ _NO_WHITE = (
 
 
 def _refuse_dark(image: Image.Image) -> None:
-    """Refuse colours of 16 bits that are used for 14 or less: Pillow keeps the upper 8 alone, so no scale helps."""
+    """Refuse colours of 16 bits that are used for 14 or less: Pillow keeps the upper 8 alone, so no
+    scale helps.
+    """
     colours = [image.getchannel(band) for band in image.getbands() if band != "A"]
     if max(int(np.max(np.asarray(colour))) for colour in colours) < 64:
         raise UnreadableImageError(
@@ -397,7 +438,10 @@ def _refuse_dark(image: Image.Image) -> None:
 
 
 def _flattened(image: Image.Image) -> Image.Image:
-    """RGB on white. A transparent diagram is drawn for white paper; Pillow alone would put its lines on black."""
+    """RGB on white.
+
+    A transparent diagram is drawn for white paper; Pillow alone would put its lines on black.
+    """
     if image.mode in ("I", "F") or image.mode.startswith(
         "I;16"
     ):  # Pillow clips them at 255 instead of scaling them

@@ -64,8 +64,10 @@ def _decoded(stored: dict[str, Any]) -> Any:
 
 
 def only_decodes(dataset: Any) -> bool:
-    """Whether reading a row gives the same at any time and on any thread. A transform of the user's may draw random
-    numbers, and so may a data set of the user's own class.
+    """Whether reading a row gives the same at any time and on any thread.
+
+    A transform of the user's may draw random numbers, and so may a data set of the user's own
+    class.
     """
     if not isinstance(dataset, Dataset):
         return False
@@ -74,14 +76,16 @@ def only_decodes(dataset: Any) -> bool:
 
 
 def mark_unreadable(dataset: Dataset) -> Dataset:
-    """`dataset` with its images decoded on access, and an `UnreadableImage` where that fails: an error would be raised
-    in the data loader of one rank, without the row's id, while the others wait.
+    """`dataset` with its images decoded on access, and an `UnreadableImage` where that fails: an
+    error would be raised in the data loader of one rank, without the row's id, while the others
+    wait.
     """
     feature = dataset.features.get("images")
     if not isinstance(feature, List) or not isinstance(feature.feature, Image):
         return dataset
     assert dataset._indices is None, "the table has to be in the order of the rows"
-    # cast_column would write all images to the disk once more; what is stored is the same with and without decoding
+    # cast_column would write all images to the disk once more; what is stored is the same with and
+    # without decoding
     info = DatasetInfo(features=Features({**dataset.features, "images": List(Image(decode=False))}))
     return Dataset(dataset.data, info, dataset.split).with_transform(decoded_rows)
 
@@ -96,15 +100,18 @@ def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return list(found.items())
 
 
-# The rows of all data sets and the texts of their problems -> the numbers of those to train on, ascending.
+# The rows of all data sets and the texts of their problems -> the numbers of those to train on,
+# ascending.
 Fitting = Callable[[Dataset, Sequence[str]], Sequence[int]]
 
 
 def load_rows(
     script: Any, folders: Sequence[str], seed: int, fitting: Fitting | None = None
 ) -> Dataset:
-    """The rows with a conversational `prompt` column; images are decoded when a row is read. `script`: the keys of the
-    data. `fitting`: says which rows to train on, before data sets are mixed by their shares. Raises `UserError`.
+    """The rows with a conversational `prompt` column; images are decoded when a row is read.
+
+    `script`: the keys of the data. `fitting`: says which rows to train on, before data sets are
+    mixed by their shares. Raises `UserError`.
     """
     split = script.dataset_train_split
     made = template(script.adora_prompt) if script.adora_prompt else None
@@ -132,7 +139,10 @@ def load_rows(
     ends = [bisect_left(kept, end) for end in accumulate(len(part) for part in parts)]
     sizes = [end - start for start, end in pairwise([0, *ends])]
     if 0 in sizes:
-        empty = f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but adora_overlong_prompts: drop"
+        empty = (
+            f"adora_mixture: {Path(folders[sizes.index(0)]).name} has a share, but "
+            "adora_overlong_prompts: drop"
+        )
         raise UserError(
             f"{empty} leaves none of its rows; remove it from dataset_name, or raise the limit"
         )
@@ -142,8 +152,9 @@ def load_rows(
 
 
 def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[str]:
-    """The text of each row's message: its problem, or what the template makes of its columns. Raises `UserError` for a
-    column that is not there, and for a row whose text has a fault.
+    """The text of each row's message: its problem, or what the template makes of its columns.
+
+    Raises `UserError` for a column that is not there, and for a row whose text has a fault.
     """
     if made is None:
         return list(dataset["problem"])
@@ -162,8 +173,10 @@ def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[s
 
 
 def as_asked(script: Any, table: pa.Table) -> Any:
-    """The arguments for a fingerprint. `adora_prompt` is None in them if the template gives each row its problem alone,
-    so that a run with such a template, and one without any, can resume each other.
+    """The arguments for a fingerprint.
+
+    `adora_prompt` is None in them if the template gives each row its problem alone, so that a run
+    with such a template, and one without any, can resume each other.
     """
     known = copy(script)
     if script.adora_prompt and template(script.adora_prompt).asks_the_problem_alone(
@@ -174,8 +187,8 @@ def as_asked(script: Any, table: pa.Table) -> Any:
 
 
 def mixed_rows(sizes: Sequence[int], shares: Sequence[float], seed: int) -> list[int]:
-    """Row numbers of data sets that stand one after the other, drawn by `shares` until each row has come once. Rows of
-    a data set that is too small for its share are repeated.
+    """Row numbers of data sets that stand one after the other, drawn by `shares` until each row has
+    come once. Rows of a data set that is too small for its share are repeated.
     """
     ends = pairwise([0, *accumulate(sizes)])
     numbers = [Dataset.from_dict({"row": list(range(first, end))}) for first, end in ends]
@@ -201,7 +214,8 @@ def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> 
             ),
             (
                 double is not None,
-                f"dataset_name: {names} both have a row {double!r}; convert one with another --name",
+                f"dataset_name: {names} both have a row {double!r}; convert one with another "
+                "--name",
             ),
         )
         seen.update(dict.fromkeys(ids, folder))

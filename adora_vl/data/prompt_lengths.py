@@ -1,5 +1,5 @@
-"""How long the prompts of a run are, and which of them leave no room for an answer: known before a weight is loaded,
-and without decoding an image.
+"""How long the prompts of a run are, and which of them leave no room for an answer: known before a
+weight is loaded, and without decoding an image.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ KEY = "adora_overlong_prompts"
 _SERVER_SECONDS = 5.0
 _SHOW_AFTER_S = 2.0  # a progress bar
 
-TEXT_TOKENS = 300  # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
+# assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
+TEXT_TOKENS = 300
 CHARACTERS_A_TOKEN = (
     2.5  # assumed where the tokenizer is not at hand; English mathematics has 3 to 4
 )
 _TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two messages
 
-# A problem, or the prompt of a row of Python's, and its number of images -> tokens, each image one of them
+# A problem, or the prompt of a row of Python's, and its number of images -> tokens, each image one
+# of them
 TextTokens = Callable[[Any, int], int]
 Size = tuple[int, int]  # of an image: width and height in pixels
 Rows = Iterable[tuple[str, Any, Sequence[Size | None]]]
@@ -82,9 +84,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class ContextLimit:
-    """How many tokens a prompt and its completion may have together. `name`: what sets the limit. `raised`: the words
-    before a larger number, such as `set it to`; empty for the model's own limit. `most`: that limit, where it is known.
-    `cuts`: whether the engine ends an answer at the limit.
+    """How many tokens a prompt and its completion may have together.
+
+    `name`: what sets the limit. `raised`: the words before a larger number, such as `set it to`;
+    empty for the model's own limit. `most`: that limit, where it is known. `cuts`: whether the
+    engine ends an answer at the limit.
     """
 
     tokens: int
@@ -101,7 +105,10 @@ class ContextLimit:
 
 @dataclass(frozen=True)
 class LengthCheck:
-    """Prompts and the limit. `of`: what messages put behind "prompts", such as ` of the evaluation mmstar`."""
+    """Prompts and the limit.
+
+    `of`: what messages put behind "prompts", such as ` of the evaluation mmstar`.
+    """
 
     limit: ContextLimit
     measured: Measured
@@ -118,7 +125,9 @@ class LengthCheck:
 
     @cached_property
     def cut(self) -> list[int]:
-        """The prompts that fit, but leave less than `max_completion_length`: vLLM ends longer answers at the limit."""
+        """The prompts that fit, but leave less than `max_completion_length`: vLLM ends longer
+        answers at the limit.
+        """
         least = self.limit.tokens - self.limit.completion
         return [
             number
@@ -127,8 +136,10 @@ class LengthCheck:
         ]
 
     def kept(self, policy: str | None) -> list[int]:
-        """The numbers of the prompts that are used. `policy`: the value of `adora_overlong_prompts`, None where Python
-        gave the rows. Raises `UserError` for prompts that are too long unless it is `drop`, and where none is left.
+        """The numbers of the prompts that are used.
+
+        `policy`: the value of `adora_overlong_prompts`, None where Python gave the rows. Raises
+        `UserError` for prompts that are too long unless it is `drop`, and where none is left.
         """
         refused = set(self.refused)
         if refused and policy != "drop":
@@ -142,7 +153,10 @@ class LengthCheck:
     def enough(self) -> str:
         """What to say where all have room."""
         total = f"{amount(len(self.measured.prompt), 'prompt')}{self.of}"
-        return f"{self.limit.name} leaves all of {total} room for max_completion_length: {self.limit.completion}"
+        return (
+            f"{self.limit.name} leaves all of {total} room for max_completion_length: "
+            f"{self.limit.completion}"
+        )
 
     def refusal(self, *, droppable: bool = True) -> str:
         """Which prompts are too long, and every remedy that would help, in one line."""
@@ -167,13 +181,16 @@ class LengthCheck:
         more = f", the longest {longest}" if prompt[first] < longest else ""
         *others, last = ways
         return (
-            f"{limit.name} is too short for {len(self.refused)} of {amount(len(prompt), 'prompt')}{self.of}: row "
-            f"{self.measured.ids[first]} has {prompt[first]} tokens{images}{more}; "
+            f"{limit.name} is too short for {len(self.refused)} of "
+            f"{amount(len(prompt), 'prompt')}{self.of}: row {self.measured.ids[first]} has "
+            f"{prompt[first]} tokens{images}{more}; "
             f"{', '.join(others)}{', or ' if others else ''}{last}"
         )
 
     def notes(self) -> list[str]:
-        """What to say of prompts that are left out, and of those whose answers are cut: one line each."""
+        """What to say of prompts that are left out, and of those whose answers are cut: one line
+        each.
+        """
         limit = self.limit
         prompt = self.measured.prompt
         found = []
@@ -182,8 +199,9 @@ class LengthCheck:
                 f" ({limit.needed(max(prompt))} would hold all of them)" if limit.raised else ""
             )
             found.append(
-                f"{KEY}: drop leaves out {len(self.refused)} of {amount(len(prompt), 'row')}{self.of}, for whose "
-                f"prompts {limit.name} is too short{enough}"
+                f"{KEY}: drop leaves out {len(self.refused)} of "
+                f"{amount(len(prompt), 'row')}{self.of}, for whose prompts {limit.name} is too "
+                f"short{enough}"
             )
         if self.cut:
             longest = max(prompt[number] for number in self.cut)
@@ -194,9 +212,9 @@ class LengthCheck:
             )
             enough = f"; {limit.needed(longest)} would leave room" if limit.raised else ""
             found.append(
-                f"{limit.name} leaves {len(self.cut)} of {amount(len(prompt), 'prompt')}{self.of} less than "
-                f"max_completion_length: {limit.completion}, {limit.tokens - longest} at the least, and longer answers "
-                f"{then}{enough}"
+                f"{limit.name} leaves {len(self.cut)} of {amount(len(prompt), 'prompt')}{self.of} "
+                f"less than max_completion_length: {limit.completion}, {limit.tokens - longest} "
+                f"at the least, and longer answers {then}{enough}"
             )
         return found
 
@@ -215,8 +233,10 @@ class OverlongPrompts:
         paper: bool = False,
         most: int | None = None,
     ) -> None:
-        """`limit`: None where nothing is to be checked. `policy`: as in `LengthCheck.kept`. `speaks`: whether to say
-        what is found. `paper`: for a dry run, which wants the lengths without a limit too; `most`: of so many rows.
+        """`limit`: None where nothing is to be checked.
+
+        `policy`: as in `LengthCheck.kept`. `speaks`: whether to say what is found. `paper`: for a
+        dry run, which wants the lengths without a limit too; `most`: of so many rows.
         """
         self.left_out: list[str] = []  # ids of rows
         self.checks: list[LengthCheck] = []
@@ -246,8 +266,10 @@ class OverlongPrompts:
         return [*kept, *range(count, total)]
 
     def fits(self, rows: Rows, total: int, of: str) -> Sequence[int]:
-        """The numbers of the prompts of an evaluation that are used. `of` as in `LengthCheck`. Raises `UserError`, also
-        for an image that the model's processor refuses.
+        """The numbers of the prompts of an evaluation that are used.
+
+        `of` as in `LengthCheck`. Raises `UserError`, also for an image that the model's processor
+        refuses.
         """
         return range(total) if self.limit is None else self._kept(rows, total, of)[1]
 
@@ -265,8 +287,9 @@ class OverlongPrompts:
 
 
 def context_limit(config: Any, model_config: Any, served: int | None = None) -> ContextLimit | None:
-    """The limit of a run: that of its server (`served`, where it says so), `vllm_max_model_length`, or without them,
-    and without vLLM, the number of positions of the model. None where that is not known.
+    """The limit of a run: that of its server (`served`, where it says so), `vllm_max_model_length`,
+    or without them, and without vLLM, the number of positions of the model. None where that is not
+    known.
     """
     most = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     tokens = most
@@ -291,11 +314,16 @@ def uncountable(model_config: Any) -> str:
     """Why the image tokens of this model cannot be counted; empty where they can."""
     if family_of(model_config) is not None or not sees_images(model_config):
         return ""
-    return f"model_type {model_config.model_type} is not among the known families, so its image tokens are not known"
+    return (
+        f"model_type {model_config.model_type} is not among the known families, so its image "
+        "tokens are not known"
+    )
 
 
 def served_length(config: Any) -> int | None:
-    """The `--max-model-len` of the run's vLLM server, the least of several; None where none answers (yet)."""
+    """The `--max-model-len` of the run's vLLM server, the least of several; None where none answers
+    (yet).
+    """
     addresses = (
         config.vllm_server_base_url or f"http://{config.vllm_server_host}:{config.vllm_server_port}"
     )
@@ -321,8 +349,8 @@ def served_length(config: Any) -> int | None:
 
 
 def limits_of(processor: Any, model: Any, min_pixels: int | None, max_pixels: int | None) -> Limits:
-    """The pixel limits that images will be resized to: the config's, else the processor's own, else those published for
-    the family of `model`, a Transformers config.
+    """The pixel limits that images will be resized to: the config's, else the processor's own, else
+    those published for the family of `model`, a Transformers config.
     """
     family = family_of(model)
     published = (family.vision if family is not None else None) or VISIONS[DEFAULT_FAMILY]
@@ -353,7 +381,9 @@ def _chat_tokens(processor: Any, messages: Any, options: TemplateOptions) -> int
 def tokenizer_counter(
     processor: Any, system_prompt: str | None, options: TemplateOptions = None
 ) -> TextTokens:
-    """Counts by the trainer's own template and tokenizer; an image is one token, its run is added by the caller."""
+    """Counts by the trainer's own template and tokenizer; an image is one token, its run is added
+    by the caller.
+    """
     with_parts = hasattr(processor, "tokenizer")  # a tokenizer's own template takes none
 
     def count(problem: str, images: int) -> int:
@@ -400,7 +430,9 @@ def character_counter(system_prompt: str | None) -> TextTokens:
 
 
 def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
-    """One row of the worst kind, for data that are not here, with an image of `max_pixels`; and what to say of it."""
+    """One row of the worst kind, for data that are not here, with an image of `max_pixels`; and
+    what to say of it.
+    """
     tokens = limits.high // limits.unit**2 if sees else 0
     picture = f"one image of {tokens} tokens and " if sees else ""
     words = f"assumed: {picture}{TEXT_TOKENS} tokens{' of text' if sees else ''} in every prompt"
@@ -410,9 +442,9 @@ def assumed(limits: Limits, *, sees: bool) -> tuple[Measured, str]:
 def measured(
     rows: Rows, text_tokens: TextTokens, limits: Limits, total: int, *, show: bool = True
 ) -> Measured:
-    """The lengths of rows, each given by its id, its text and the sizes of its images, which count nothing where they
-    cannot be read. `show`: a progress bar, on a terminal and where it takes longer. Raises `UserError` for an image
-    that the model's processor refuses.
+    """The lengths of rows, each given by its id, its text and the sizes of its images, which count
+    nothing where they cannot be read. `show`: a progress bar, on a terminal and where it takes
+    longer. Raises `UserError` for an image that the model's processor refuses.
     """
     # None: unless it is a terminal
     found = Measured([], [], [])
@@ -429,7 +461,9 @@ def measured(
 
 
 def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
-    """For each row of a table of the schema the sizes of its images, read from the bytes where they lie."""
+    """For each row of a table of the schema the sizes of its images, read from the bytes where they
+    lie.
+    """
     for chunk in table["images"].chunks:
         values = iter(chunk.flatten())
         for count in chunk.value_lengths().to_pylist():

@@ -1,4 +1,6 @@
-"""From a row to its prompt: the conversation that the model reads, and a template of one's own for it."""
+"""From a row to its prompt: the conversation that the model reads, and a template of one's own for
+it.
+"""
 
 import json
 import re
@@ -12,8 +14,8 @@ from adora_vl.utils.cli import shown
 from adora_vl.utils.errors import UserError, did_you_mean
 
 PLACEHOLDER = "<image>"  # in a problem: the place of its next image
-# Qwen2.5-VL's tokenizer reads each of these in a prompt as the token itself, not as text: an image without pixels
-# ends the forward, an <|im_end|> ends the user's turn.
+# Qwen2.5-VL's tokenizer reads each of these in a prompt as the token itself, not as text: an image
+# without pixels ends the forward, an <|im_end|> ends the user's turn.
 CONTROL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
@@ -38,7 +40,8 @@ CONTROL_TOKENS = (
 )
 # The prompt of the ADORA reference's recipe (shadecloak/ADORA, VLM preset).
 SYSTEM_PROMPT = r"Please reason step by step, and put your final answer within \boxed{}."
-# The words for `adora_system_prompt`. What two of them ask for beside the box has the wording of R1's template.
+# The words for `adora_system_prompt`. What two of them ask for beside the box has the wording of
+# R1's template.
 SYSTEM_PROMPTS = {
     "boxed": SYSTEM_PROMPT,
     "think": (
@@ -51,7 +54,8 @@ SYSTEM_PROMPTS = {
         r"<think> reasoning process here </think><answer> \boxed{answer here} </answer>"
     ),
 }
-# What Qwen2.5's template writes behind the system prompt for the schemas of tools; those of Qwen3-VL write the same.
+# What Qwen2.5's template writes behind the system prompt for the schemas of tools; those of
+# Qwen3-VL write the same.
 _TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -66,7 +70,8 @@ For each function call, return a json object with function name and arguments wi
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
 NO_CALLS_LEFT = "No calls are left."
-# Both the letter and the value are graded as right; a letter is what most models give, and what MathVista asks for.
+# Both the letter and the value are graded as right; a letter is what most models give, and what
+# MathVista asks for.
 _ASKS_FOR_A_LETTER = "Answer with the letter of the right choice."
 Message = dict[str, Any]
 DEFAULT_PROMPT = "{problem}\n{multiple_choice}"
@@ -78,7 +83,10 @@ _HIDDEN = ("answer", "answer_raw", "meta")  # the reference answer, and what giv
 
 @dataclass(frozen=True)
 class Template:
-    """A template, read and checked. `lines`: each line as pieces of (text, name of a column or None)."""
+    """A template, read and checked.
+
+    `lines`: each line as pieces of (text, name of a column or None).
+    """
 
     source: str
     lines: tuple[tuple[tuple[str, str | None], ...], ...]
@@ -102,11 +110,15 @@ class Template:
             if name not in known and name != _CHOICES:
                 close = did_you_mean(name, [*known, _MADE])
                 raise UserError(
-                    f"adora_prompt: {name!r} is no column of {where}{close}; it has {', '.join(known)}"
+                    f"adora_prompt: {name!r} is no column of {where}{close}; it has "
+                    f"{', '.join(known)}"
                 )
 
     def asks_the_problem_alone(self, *, with_choices: bool) -> bool:
-        """Whether the text of every row is its problem alone. `with_choices`: whether some row has choices."""
+        """Whether the text of every row is its problem alone.
+
+        `with_choices`: whether some row has choices.
+        """
         others = dict.fromkeys(self.columns, "another column")
         return self({**others, "problem": "?", _CHOICES: ["!"] if with_choices else None}) == "?"
 
@@ -126,10 +138,14 @@ class Template:
 
 
 def template(source: str) -> Template:
-    """Read a template. Raises `UserError` for anything but text and `{column}`; `{{` and `}}` are braces."""
+    """Read a template.
+
+    Raises `UserError` for anything but text and `{column}`; `{{` and `}}` are braces.
+    """
     if not isinstance(source, str) or not source.strip():
         raise UserError(
-            f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave it out"
+            f"adora_prompt: {source!r} is not a text such as '{{problem}}'; write one, or leave "
+            "it out"
         )
     lines: list[list[tuple[str, str | None]]] = [[]]
     try:
@@ -169,12 +185,15 @@ def _value_text(value: Any) -> str:
 
 def _wrong(source: str, why: str) -> UserError:
     return UserError(
-        f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for a brace"
+        f"adora_prompt: {shown(source)} {why}; write {{column}} for a value, and {{{{ or }}}} for "
+        "a brace"
     )
 
 
 def lettered(values: Sequence[Any]) -> list[str]:
-    """`(A) 12`, `(B) 13`: a list as it stands in every prompt, in the form of MathVista; after Z come numbers."""
+    """`(A) 12`, `(B) 13`: a list as it stands in every prompt, in the form of MathVista; after Z
+    come numbers.
+    """
     values = without_letters(values)
     letters = [
         *ascii_uppercase,
@@ -199,12 +218,17 @@ def without_letters(values: Sequence[Any]) -> Sequence[Any]:
 
 
 def multiple_choice(choices: Sequence[str] | None) -> str | None:
-    """What stands below a problem with choices: a line for each, and what to answer. None without any choice."""
+    """What stands below a problem with choices: a line for each, and what to answer.
+
+    None without any choice.
+    """
     return "\n".join(["Choices:", *lettered(choices), _ASKS_FOR_A_LETTER]) if choices else None
 
 
 def asks_for_answer_tags(*prompts: str | None) -> bool:
-    """Whether a system prompt or a template asks for `<answer> </answer>`, so that an answer may stand there alone."""
+    """Whether a system prompt or a template asks for `<answer> </answer>`, so that an answer may
+    stand there alone.
+    """
     return any("<answer>" in (prompt or "") for prompt in prompts)
 
 
@@ -217,12 +241,16 @@ def with_tools(system_prompt: str | None, schemas: Sequence[Mapping[str, Any]]) 
 
 
 def tool_response(parts: Sequence[Any]) -> list[Any]:
-    """What a user's turn says of a call: texts and pictures of the tool, between the template's marks."""
+    """What a user's turn says of a call: texts and pictures of the tool, between the template's
+    marks.
+    """
     return ["<tool_response>\n", *parts, "\n</tool_response>"]
 
 
 def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> list[Message]:
-    """Messages for a problem without `<image>`; TRL puts the row's images before the text of the first user message."""
+    """Messages for a problem without `<image>`; TRL puts the row's images before the text of the
+    first user message.
+    """
     messages: list[Message] = [{"role": "user", "content": problem}]
     if system_prompt:
         messages.insert(0, {"role": "system", "content": system_prompt})
@@ -232,7 +260,9 @@ def conversation(problem: str, system_prompt: str | None = SYSTEM_PROMPT) -> lis
 def conversation_with_images(
     problem: str, n_images: int, system_prompt: str | None = SYSTEM_PROMPT
 ) -> list[Message]:
-    """The same with one placeholder an image, as a chat template expects it: at each `<image>`, or before the text."""
+    """The same with one placeholder an image, as a chat template expects it: at each `<image>`, or
+    before the text.
+    """
     messages = conversation(problem, system_prompt)
     messages[-1] = {"role": "user", "content": _parts(problem, n_images)}
     return messages
@@ -241,8 +271,8 @@ def conversation_with_images(
 def conversations(
     problems: list[str], n_images: list[int], system_prompt: str | None
 ) -> list[list[Message]]:
-    """The conversations of a whole data set, in one form, since a column of a table has one type: plain texts, unless
-    an image has its place inside a problem.
+    """The conversations of a whole data set, in one form, since a column of a table has one type:
+    plain texts, unless an image has its place inside a problem.
     """
     if not any(PLACEHOLDER in problem for problem in problems):
         return [conversation(problem, system_prompt) for problem in problems]

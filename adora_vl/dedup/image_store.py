@@ -1,4 +1,6 @@
-"""Processed images, each held once: a cache of the processor's results, and banks that batches refer to."""
+"""Processed images, each held once: a cache of the processor's results, and banks that batches
+refer to.
+"""
 
 import hashlib
 import json
@@ -106,7 +108,9 @@ class ImageCache:
         return entry
 
     def preprocess(self, image_processor: Any) -> Preprocess:
-        """The processor's `preprocess` with this cache before it: the same arguments, the same output."""
+        """The processor's `preprocess` with this cache before it: the same arguments, the same
+        output.
+        """
 
         def cached(images: Any, **overrides: Any) -> BatchFeature:
             settings = effective_settings(image_processor, overrides)
@@ -163,7 +167,10 @@ def first_patches(references: Tensor, grids: Tensor) -> list[int]:
 
 
 class ImageBank:
-    """The patches of distinct images. `first` is the number of the first patch; no two banks share numbers."""
+    """The patches of distinct images.
+
+    `first` is the number of the first patch; no two banks share numbers.
+    """
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -181,7 +188,10 @@ class ImageBank:
     def references(
         self, image: ProcessedImage, normalize: Callable[[Tensor], Tensor], device: torch.device
     ) -> Tensor:
-        """(R, 1) numbers of the patches of `image`. An image that is new is normalised and moved to `device` first."""
+        """(R, 1) numbers of the patches of `image`.
+
+        An image that is new is normalised and moved to `device` first.
+        """
         if image.key in self._starts:
             return self._numbers(self._starts[image.key])
         return self.hold(
@@ -189,7 +199,10 @@ class ImageBank:
         )
 
     def hold(self, key: str, patches_RD: Tensor, grid_3: Tensor) -> Tensor:
-        """(R, 1) numbers of these patches, which are ready for the model. They are stored if `key` is new."""
+        """(R, 1) numbers of these patches, which are ready for the model.
+
+        They are stored if `key` is new.
+        """
         if key not in self._starts:
             self._starts[key] = self.end
             self._images[self.end] = (key, patches_RD, grid_3)
@@ -233,7 +246,10 @@ class ImageBanks:
         return self._banks[mode]
 
     def more(self, mode: str = "train") -> ImageBank | None:
-        """The bank of the batch, to which every rank is about to add images. None before the first batch."""
+        """The bank of the batch, to which every rank is about to add images.
+
+        None before the first batch.
+        """
         bank = self._banks.get(mode)
         if bank is not None:
             bank.features_due = True

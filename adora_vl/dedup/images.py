@@ -1,4 +1,6 @@
-"""Each distinct image of a generation: processed once, held once, and seen by the vision tower once."""
+"""Each distinct image of a generation: processed once, held once, and seen by the vision tower
+once.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -61,8 +63,10 @@ class DistinctImages:
         *,
         draws: bool = False,
     ) -> None:
-        """`models`: the policy, and the reference model if there is one. `dataset`: the rows that are trained on.
-        `draws`: whether an image may be shown on the way where a row has none.
+        """`models`: the policy, and the reference model if there is one.
+
+        `dataset`: the rows that are trained on. `draws`: whether an image may be shown on the way
+        where a row has none.
         """
         self.banks = ImageBanks()
         self.vision = SharedVision(self.banks)
@@ -81,7 +85,10 @@ class DistinctImages:
 
     @property
     def cache(self) -> ImageCache | None:
-        """The cache of processed images, which the engine uses too. None if sharing is impossible or switched off."""
+        """The cache of processed images, which the engine uses too.
+
+        None if sharing is impossible or switched off.
+        """
         return self._cache if self._config.own("cache_images") else None
 
     @property
@@ -90,7 +97,10 @@ class DistinctImages:
         return can_cache(self.image_processor)
 
     def process(self, row: Mapping[str, Any]) -> int:
-        """Put the images of a row into the cache, for a generation to come. Returns the bytes that they take there."""
+        """Put the images of a row into the cache, for a generation to come.
+
+        Returns the bytes that they take there.
+        """
         cache = self.cache
         processor = self.image_processor
         assert cache is not None
@@ -99,9 +109,12 @@ class DistinctImages:
         return sum(entry.patches_RD.nbytes for entry in entries)
 
     def prefetch(self, rows: DistinctRows, order: EpochRepeatSampler, dataset: Any) -> NoPrefetch:
-        """What reads and processes the next generation's images. `dataset`: the data set behind `rows`.
+        """What reads and processes the next generation's images.
 
-        It does nothing where a worker of the loader reads ahead, or where reading a row may draw a random number.
+        `dataset`: the data set behind `rows`.
+
+        It does nothing where a worker of the loader reads ahead, or where reading a row may draw a
+        random number.
         """
         if not reads_ahead(self._device) or self.cache is None or not self.shown:
             return NoPrefetch()
@@ -119,9 +132,11 @@ class DistinctImages:
     def prompts(self, rows: Sequence[Row], mode: str, *, further: bool) -> PromptBatch:
         """The prompts of these rows; their images are held until the next generation of this mode.
 
-        `mode` is `train` or `eval`. With `further` the rows join the present batch; else its images are released.
+        `mode` is `train` or `eval`. With `further` the rows join the present batch; else its images
+        are released.
         """
-        # Without a cache there are no references, and every pass takes the tower's way, also on a rank without images.
+        # Without a cache there are no references, and every pass takes the tower's way, also on a
+        # rank without images.
         self.vision.share = self._config.own("share_vision") and self.cache is not None
         self.vision.batch_windows(self._config.own("batch_windows"))
         bank = self.banks.more() if further else None
@@ -134,8 +149,8 @@ class DistinctImages:
     def shown_later(
         self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
     ) -> PromptBatch:
-        """The prompts with the images of each row behind its own that its rollout was shown on the way, (B,). They are
-        held as long as those of the batch. All ranks call it together.
+        """The prompts with the images of each row behind its own that its rollout was shown on the
+        way, (B,). They are held as long as those of the batch. All ranks call it together.
         """
         bank = self.banks.more(mode)
         cache = self.cache

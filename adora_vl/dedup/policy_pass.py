@@ -28,7 +28,8 @@ Result = tuple[
 ]  # log-probabilities (B, C), entropies, auxiliary loss
 Seen = Callable[[Tensor], None]
 Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
-# What TRL hands on to a pass besides tokens, as in its `_compute_loss`, and which of them are not the policy's
+# What TRL hands on to a pass besides tokens, as in its `_compute_loss`, and which of them are not
+# the policy's
 _INPUTS = (
     "pixel_values",
     "image_grid_thw",
@@ -45,7 +46,9 @@ _INPUTS = (
 
 
 def bound_of(dtype: torch.dtype) -> float:
-    """How far packed and separate log-probabilities may differ by rounding in this dtype, on average, in nats."""
+    """How far packed and separate log-probabilities may differ by rounding in this dtype, on
+    average, in nats.
+    """
     return 1e-5 if torch.finfo(dtype).bits >= 32 else 0.05
 
 
@@ -77,9 +80,12 @@ class PackedForward:
         separate: Callable[..., Result],
         host: HostRows | None = None,
     ) -> Result | None:
-        """As TRL's `_get_per_token_logps_and_entropies`. None if separate rows are less work or the only way.
+        """As TRL's `_get_per_token_logps_and_entropies`.
 
-        `separate`: of the first rows, given their number and inputs. `host`: what the host knows of these rows already.
+        None if separate rows are less work or the only way.
+
+        `separate`: of the first rows, given their number and inputs. `host`: what the host knows of
+        these rows already.
         """
         config = self._accelerator.unwrap_model(model).config
         if not packable(config):
@@ -132,7 +138,10 @@ class PackedForward:
         mask_BC: Tensor,
         pays: bool,
     ) -> None:
-        """Compare both passes over one chunk, on every rank. If they disagree, go on with separate rows and say so."""
+        """Compare both passes over one chunk, on every rank.
+
+        If they disagree, go on with separate rows and say so.
+        """
         gather = self._accelerator.gather
         if not gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
             return  # nowhere to be used yet
@@ -143,7 +152,10 @@ class PackedForward:
         worst = float(gather(mean.reshape(1)).max())
         bound = bound_of(_computing_dtype(self._accelerator, model))
         if not worst <= bound:
-            self.refused = f"packed and separate log-probabilities differ by {worst:.2g} nats, more than {bound:.2g}"
+            self.refused = (
+                f"packed and separate log-probabilities differ by {worst:.2g} nats, more than "
+                f"{bound:.2g}"
+            )
             warnings.warn(
                 f"share_prompt: no shared prompts from here on: {self.refused}", stacklevel=2
             )
@@ -200,7 +212,9 @@ class PackedForward:
 
 
 def _in_order(host: HostRows, groups: list[list[int]]) -> list[tuple[Tensor, Tensor]]:
-    """The images of a sequence of groups: those of a prompt, then those of each of its rollouts, the longest first."""
+    """The images of a sequence of groups: those of a prompt, then those of each of its rollouts,
+    the longest first.
+    """
     found = []
     for group in groups:
         rollouts = longest_first(group, host.lengths)
@@ -218,7 +232,10 @@ def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
 
 
 def _of_first(rows: int, inputs: dict[str, Any], host: HostRows) -> dict[str, Any]:
-    """The inputs of the first rows. Images have as many places in their columns as they have patches."""
+    """The inputs of the first rows.
+
+    Images have as many places in their columns as they have patches.
+    """
     images = [pair for pair in host.images[:rows] if pair is not None]
     places = {
         "pixel_values": sum(len(p) for p, _ in images),
@@ -242,7 +259,9 @@ def _grouped(chunk: range, host: HostRows) -> list[list[int]]:
 
 
 def prompt_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
-    """References or pixels, and grids, of the images that the prompt of a row has; None where it has none."""
+    """References or pixels, and grids, of the images that the prompt of a row has; None where it
+    has none.
+    """
     held = host.images[row]
     if held is None or host.answer_types is None:
         return held
@@ -261,8 +280,9 @@ def answer_images(host: HostRows, row: int) -> tuple[Tensor, Tensor] | None:
 
 
 def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | None:
-    """Positions of the completions of these rows, (3, rows, C), where one has an image: behind it the next token stands
-    as far away as the image is high or wide. None where each token stands one behind the other.
+    """Positions of the completions of these rows, (3, rows, C), where one has an image: behind it
+    the next token stands as far away as the image is high or wide. None where each token stands one
+    behind the other.
     """
     if host.answer_types is None or not host.answer_types[rows].any():
         return None
@@ -291,7 +311,9 @@ def prompt_positions(
     token_types: Tensor | None,
     grids: Tensor | None,
 ) -> Tensor:
-    """Positions of left-padded prompts as the model itself counts them: (3, N, P) with M-RoPE, else (N, P)."""
+    """Positions of left-padded prompts as the model itself counts them: (3, N, P) with M-RoPE, else
+    (N, P).
+    """
     inner = vision_model(model)
     if inner is not None and token_types is not None and grids is not None:
         positions: Tensor = inner.get_rope_index(
@@ -326,7 +348,10 @@ def evaluating(model: Any) -> Iterator[None]:
 
 
 def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | None = None) -> Tensor:
-    """Log-probabilities of a generation's completions, (B, C), without gradients. `pixels`: in place of the batch's."""
+    """Log-probabilities of a generation's completions, (B, C), without gradients.
+
+    `pixels`: in place of the batch's.
+    """
     inputs = {name: batch[name] for name in _INPUTS if name in batch}  # type: ignore[literal-required]
     if pixels is not None:
         inputs["pixel_values"] = pixels
@@ -341,12 +366,16 @@ def generation_logps(batch: Batch, policy: Pass, rows: int, pixels: Tensor | Non
 
 
 class PolicyPass:
-    """What TRL's `_get_per_token_logps_and_entropies` computes, for the policy, the old policy and the reference."""
+    """What TRL's `_get_per_token_logps_and_entropies` computes, for the policy, the old policy and
+    the reference.
+    """
 
     def __init__(
         self, accelerator: Accelerator, config: AdoraKeys, *, images: bool = False
     ) -> None:
-        """`images`: whether rows of other passes have images, so that rows without any get the same columns."""
+        """`images`: whether rows of other passes have images, so that rows without any get the same
+        columns.
+        """
         self._config = config
         self._images = images
         self.packed = PackedForward(accelerator)
@@ -355,7 +384,10 @@ class PolicyPass:
 
     @contextmanager
     def watched(self, seen: Seen, micro: Batch) -> Iterator[None]:
-        """Inside, `seen` gets the detached log-probabilities of the first pass, once. `micro`: the rows of all."""
+        """Inside, `seen` gets the detached log-probabilities of the first pass, once.
+
+        `micro`: the rows of all.
+        """
         self._seen = seen
         self._micro = micro
         try:
@@ -378,8 +410,9 @@ class PolicyPass:
     ) -> Result:
         """Same arguments and result as TRL's method, which is `separate_rows`.
 
-        The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None. Of tokens that the
-        policy has not sampled (`tool_mask`) they are 0, so that no two passes differ where the loss looks at nothing.
+        The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
+        Of tokens that the policy has not sampled (`tool_mask`) they are 0, so that no two passes
+        differ where the loss looks at nothing.
         """
         own = inputs.get("tool_mask", self._micro.get("tool_mask"))
         inputs = inputs if own is None else {**inputs, "tool_mask": own}

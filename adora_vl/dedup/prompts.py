@@ -1,4 +1,6 @@
-"""The prompts of a generation, as the engine and the policy read them: each distinct one is processed once."""
+"""The prompts of a generation, as the engine and the policy read them: each distinct one is
+processed once.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -58,9 +60,12 @@ def read_prompts(
     template: Mapping[str, Any],
     processing: AbstractContextManager[Any] | None = None,
 ) -> PromptBatch:
-    """What a processor, or a tokenizer, makes of the prompts of rows. Stock TRL asks it twice for every copy.
+    """What a processor, or a tokenizer, makes of the prompts of rows.
 
-    `template`: arguments of the chat template. `processing`: a context in which the processor is called.
+    Stock TRL asks it twice for every copy.
+
+    `template`: arguments of the chat template. `processing`: a context in which the processor is
+    called.
     """
     messages = messages_of(rows)
     shown = [images_of(row) for row in rows]
@@ -100,7 +105,10 @@ def with_pictures(
     pictures: Sequence[Sequence[Any]],
     process: Callable[[list[Any]], Mapping[str, Any]],
 ) -> PromptBatch:
-    """The prompts with further images of each row, (B,), behind its own. `process`: makes their fields."""
+    """The prompts with further images of each row, (B,), behind its own.
+
+    `process`: makes their fields.
+    """
     made = process([image for row in pictures for image in row])
     read = made["image_grid_thw"], torch.as_tensor(made["pixel_values"])
     further = _by_row(*read, [len(row) for row in pictures])
@@ -130,7 +138,9 @@ def _by_row(grids: Any, pixels: Tensor, counts: Sequence[int]) -> list[tuple[Ten
 def referring(
     image_processor: Any, cache: ImageCache, bank: ImageBank, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Inside, the image processor returns references into the bank instead of pixels (`dedup.image_store`)."""
+    """Inside, the image processor returns references into the bank instead of pixels
+    (`dedup.image_store`).
+    """
 
     def preprocess(images: Any, **overrides: Any) -> BatchFeature:
         settings = effective_settings(image_processor, overrides)
@@ -147,7 +157,9 @@ def referring(
 
 
 def _described(messages: Any) -> Any:
-    """The messages with each image replaced by its identity, so that comparing them compares no pixels."""
+    """The messages with each image replaced by its identity, so that comparing them compares no
+    pixels.
+    """
     if isinstance(messages, dict):
         return {key: _described(value) for key, value in messages.items()}
     if isinstance(messages, (list, tuple)):

@@ -1,12 +1,14 @@
 """Groups as one sequence: each prompt once, and after it its rollouts, without padding.
 
-    p1 p2 p3 a1 a2 c1 | q1 q2 d1 d2 d3 | ...      rollouts `a1 a2 a3`, `b1` and `c1 c2` of p, `d1 d2 d3 d4` of q
+    p1 p2 p3 a1 a2 c1 | q1 q2 d1 d2 d3 | ...      rollouts `a1 a2 a3`, `b1` and `c1 c2` of p, `d1 d2
+        d3 d4` of q
 
-The prompt's last position predicts the first token of every rollout. A rollout's last token predicts nothing and is
-left out. So G rollouts of C tokens after a prompt of P cost P + G (C - 1) tokens instead of G (P + C). Positions
-(M-RoPE's three) are those of the rollout alone, and `adora_vl.dedup.split_attention` lets each rollout see its prompt
-and itself. The longest rollout comes first: with its prompt it is one causal sequence, which every kernel knows. So a
-row that shares its prompt with no other is an ordinary sequence here, only without padding.
+The prompt's last position predicts the first token of every rollout. A rollout's last token
+predicts nothing and is left out. So G rollouts of C tokens after a prompt of P cost P + G (C - 1)
+tokens instead of G (P + C). Positions (M-RoPE's three) are those of the rollout alone, and
+`adora_vl.dedup.split_attention` lets each rollout see its prompt and itself. The longest rollout
+comes first: with its prompt it is one causal sequence, which every kernel knows. So a row that
+shares its prompt with no other is an ordinary sequence here, only without padding.
 """
 
 from collections.abc import Sequence
@@ -20,17 +22,21 @@ from torch import Tensor
 
 from adora_vl.types import HostRows
 
-# Rollouts share one attention call while none is shorter than this share of the longest, up to which they are padded.
-# Padding costs attention alone, and calls cost time too.
+# Rollouts share one attention call while none is shorter than this share of the longest, up to
+# which they are padded. Padding costs attention alone, and calls cost time too.
 ALIKE = 0.75
-# Sharing is worth it up to this share of the tokens of padded separate rows. With 0.88 and 0.95 of the tokens a pass
-# took 0.92 and 0.97 of the time (benchmarks/README.md, prompts of 64 tokens, answers of 400 and 1,024). Above,
-# there is next to nothing to save, and rows that share nothing are better off in one batch.
+# Sharing is worth it up to this share of the tokens of padded separate rows. With 0.88 and 0.95 of
+# the tokens a pass took 0.92 and 0.97 of the time (benchmarks/README.md, prompts of 64 tokens,
+# answers of 400 and 1,024). Above, there is next to nothing to save, and rows that share nothing
+# are better off in one batch.
 WORTH = 0.97
 
 
 def groups_of(prompt_ids: Tensor, prompt_mask: Tensor, images: list[Any]) -> list[list[int]]:
-    """Neighbouring rows with the same prompt, on the host. `images`: what tells a row's images apart."""
+    """Neighbouring rows with the same prompt, on the host.
+
+    `images`: what tells a row's images apart.
+    """
     tokens = [[row.tobytes() for row in part.numpy()] for part in (prompt_ids, prompt_mask)]
     content = [*zip(*tokens, images, strict=True)]
     return [list(group) for _, group in groupby(range(len(content)), key=content.__getitem__)]
@@ -44,7 +50,8 @@ def longest_first(group: Sequence[int], lengths: Sequence[int]) -> list[int]:
 def sharing_pays(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -> bool:
     """Whether sharing prompts is less work than separate rows, which are padded to the longest.
 
-    `prompts`: number of tokens of each group's prompt. `completions`: those of each of its rollouts.
+    `prompts`: number of tokens of each group's prompt. `completions`: those of each of its
+    rollouts.
     """
     rows = sum(len(group) for group in completions)
     longest = max(prompts) + max(max(group) for group in completions)
@@ -54,7 +61,9 @@ def sharing_pays(prompts: Sequence[int], completions: Sequence[Sequence[int]]) -
 
 @dataclass(frozen=True)
 class Group:
-    """How many positions a prompt and each of its rollouts take in the sequence, the longest rollout first."""
+    """How many positions a prompt and each of its rollouts take in the sequence, the longest
+    rollout first.
+    """
 
     prompt: int
     rollouts: tuple[int, ...]
@@ -82,7 +91,9 @@ class Group:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """What attention and the LM head have to know of a sequence of groups: an argument of the model's forward."""
+    """What attention and the LM head have to know of a sequence of groups: an argument of the
+    model's forward.
+    """
 
     groups: tuple[Group, ...]
     predicting_K: Tensor  # the position that predicts the token, for each token that is scored
@@ -94,8 +105,8 @@ class SharedPrompts:
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor, int, int]:
-        """For a kernel of variable lengths: the bounds of the spans among the queries, and among the keys, both
-        (spans + 1,) int32; then the most queries and the most keys of a span.
+        """For a kernel of variable lengths: the bounds of the spans among the queries, and among
+        the keys, both (spans + 1,) int32; then the most queries and the most keys of a span.
 
         The keys of every rollout but the first are the prompt's and its own.
         """
@@ -137,12 +148,14 @@ def pack(
     host: HostRows | None = None,
     behind: Tensor | None = None,
 ) -> Packed:
-    """Lay out left-padded prompts and right-padded completions, on the host, and copy the layout without waiting.
+    """Lay out left-padded prompts and right-padded completions, on the host, and copy the layout
+    without waiting.
 
-    `input_ids`, `attention_mask`: (B, P + C). `completion`: C. `groups`: rows with the same prompt, each row in one
-    group. `positions`: of the prompt tokens of each group's first row, (3, N, P) or (N, P). `behind`: of the
-    completions, (3, B, C), where they do not count on one by one. These and `host`, what the host knows of the rows,
-    are on the CPU; without `host` it is copied from the rows. Tokens that the policy has not sampled are not scored.
+    `input_ids`, `attention_mask`: (B, P + C). `completion`: C. `groups`: rows with the same prompt,
+    each row in one group. `positions`: of the prompt tokens of each group's first row, (3, N, P) or
+    (N, P). `behind`: of the completions, (3, B, C), where they do not count on one by one. These
+    and `host`, what the host knows of the rows, are on the CPU; without `host` it is copied from
+    the rows. Tokens that the policy has not sampled are not scored.
     """
     width = input_ids.size(1)
     prompt = width - completion

@@ -1,9 +1,11 @@
-"""Attention over a sequence of groups (`adora_vl.dedup.shared_prompt`) in parts: each prompt with its first rollout on
-itself, and the other rollouts as a batch, each on (prompt, itself). Nothing grows with the square of a group's tokens.
+"""Attention over a sequence of groups (`adora_vl.dedup.shared_prompt`) in parts: each prompt with
+its first rollout on itself, and the other rollouts as a batch, each on (prompt, itself). Nothing
+grows with the square of a group's tokens.
 
-It is an attention implementation of Transformers' `AttentionInterface` on top of the model's own one, and takes part
-only in a forward that is given `shared_prompts`; everything else goes to the model's own. What it has to know comes as
-that argument alone, which gradient checkpointing hands over again when it computes a layer once more.
+It is an attention implementation of Transformers' `AttentionInterface` on top of the model's own
+one, and takes part only in a forward that is given `shared_prompts`; everything else goes to the
+model's own. What it has to know comes as that argument alone, which gradient checkpointing hands
+over again when it computes a layer once more.
 """
 
 import copy
@@ -27,17 +29,20 @@ from adora_vl.utils import compat
 
 ARGUMENT = "shared_prompts"  # of the model's forward
 _PREFIX = "shared_prompt|"  # as Transformers' own `paged|sdpa`
-# Without a kernel for "causal to the lower right", queries are computed in blocks that share a mask. Half a square of
-# each block is computed in vain, and each block is a call, which costs time too. So a block has at least this many
-# queries, and otherwise as many as waste a quarter of the work.
+# Without a kernel for "causal to the lower right", queries are computed in blocks that share a
+# mask. Half a square of each block is computed in vain, and each block is a call, which costs time
+# too. So a block has at least this many queries, and otherwise as many as waste a quarter of the
+# work.
 _BLOCK = 256
 
 
 def plan_no_shapes() -> None:
-    """Keep cuDNN out of `scaled_dot_product_attention` in this process; flash attention takes its place.
+    """Keep cuDNN out of `scaled_dot_product_attention` in this process; flash attention takes its
+    place.
 
-    On H100, H200 and B200 torch 2.13 prefers cuDNN, which builds a plan for every shape (23 ms and more, again
-    backward) and keeps it without limit. Packed sequences have a new length in almost every micro-batch.
+    On H100, H200 and B200 torch 2.13 prefers cuDNN, which builds a plan for every shape (23 ms and
+    more, again backward) and keeps it without limit. Packed sequences have a new length in almost
+    every micro-batch.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -49,16 +54,20 @@ def own_attention(config: Any) -> str:
 
 
 def prepared_mask(device: torch.device) -> Tensor:
-    """A mask that Transformers passes on unchanged, so that it makes none over all groups. `_attention` ignores it."""
+    """A mask that Transformers passes on unchanged, so that it makes none over all groups.
+
+    `_attention` ignores it.
+    """
     return torch.empty(1, 1, 0, 0, device=device)
 
 
 def install(model: Any) -> None:
     """Let `model`, in whatever wrapper, take `shared_prompts` from now on.
 
-    Its attention modules get a configuration of their own that names the implementation; the model's stays as it is, so
-    masks, saved files and other models that are built from it know nothing of it. It stays installed: gradient
-    checkpointing looks the attention up again in the backward pass.
+    Its attention modules get a configuration of their own that names the implementation; the
+    model's stays as it is, so masks, saved files and other models that are built from it know
+    nothing of it. It stays installed: gradient checkpointing looks the attention up again in the
+    backward pass.
     """
     decoder = model.get_decoder()
     modules = [layer.self_attn for layer in decoder.layers]
@@ -80,7 +89,9 @@ def _naming(config: Any, attention: str) -> Any:
 
 
 def _scored_positions(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-    """The positions that predict a completion token, for the LM head; a prompt's last one comes once per rollout."""
+    """The positions that predict a completion token, for the LM head; a prompt's last one comes
+    once per rollout.
+    """
     shared: SharedPrompts | None = kwargs.get(ARGUMENT)
     if shared is not None:
         output.last_hidden_state = output.last_hidden_state[:, shared.predicting_K]
@@ -99,7 +110,9 @@ def _attention(
     shared_prompts: SharedPrompts | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Query (N, H, S, D), key and value (N, Hk, S, D); the result is (N, S, H, D), as of every implementation."""
+    """Query (N, H, S, D), key and value (N, Hk, S, D); the result is (N, S, H, D), as of every
+    implementation.
+    """
     function = _function(own, module)
     flash = is_flash_attention_requested(requested_attention_implementation=own)
     if flash:
@@ -117,8 +130,8 @@ def _attention(
             "max_length_k": most_K,
         }
         return function(module, query, key, value, None, **given, **bounds)
-    # Under autocast float32 weights give float32 queries and keys, since rotary positions are added in float32. The
-    # kernel would cast them, but which kernel there is, is decided here.
+    # Under autocast float32 weights give float32 queries and keys, since rotary positions are added
+    # in float32. The kernel would cast them, but which kernel there is, is decided here.
     query, key = (tensor.to(value.dtype) for tensor in (query, key))
     attend = partial(_eager if own == "eager" else _sdpa, partial(function, module), **given)
     return _by_parts(attend, query, key, value, shared_prompts).transpose(1, 2).contiguous(), None
@@ -131,14 +144,18 @@ def _function(own: str, module: Any) -> Callable[..., tuple[Tensor, Tensor | Non
 
 
 def _as_configured(module: Any, own: str) -> Any:
-    """The module with the implementation's own name in its configuration, by which flash attention finds its kernel."""
+    """The module with the implementation's own name in its configuration, by which flash attention
+    finds its kernel.
+    """
     view = copy.copy(module)
     view.config = _naming(module.config, own)
     return view
 
 
 def _keys_of_spans(tensor: Tensor, shared: SharedPrompts) -> Tensor:
-    """(1, Hk, S, D) to what the spans see in turn: a group's first itself, the others the prompt and themselves."""
+    """(1, Hk, S, D) to what the spans see in turn: a group's first itself, the others the prompt
+    and themselves.
+    """
     spans = iter(torch.split(tensor, shared.spans, dim=2))
     parts = []
     for group in shared.groups:
@@ -156,7 +173,10 @@ def _by_parts(
     value: Tensor,
     shared: SharedPrompts,
 ) -> Tensor:
-    """(1, H, S, D). `attend`: causal to the lower right, for queries (B, H, L, D) and keys (B, Hk, M, D), M >= L."""
+    """(1, H, S, D).
+
+    `attend`: causal to the lower right, for queries (B, H, L, D) and keys (B, Hk, M, D), M >= L.
+    """
     spans = zip(
         *(torch.split(tensor, shared.spans, dim=2) for tensor in (query, key, value)), strict=True
     )
@@ -167,7 +187,8 @@ def _by_parts(
         prompt = [tensor[:, :, : group.prompt] for tensor in first]
         for lengths in group.batches:
             own = zip(*(next(spans) for _ in lengths), strict=True)
-            # (1, H, L, D) each to (R, H, longest, D); causal masks hide the padding, which comes last
+            # (1, H, L, D) each to (R, H, longest, D); causal masks hide the padding, which comes
+            # last
             rows = ([part[0].transpose(0, 1) for part in each] for each in own)
             parts = [pad_sequence(each, batch_first=True).transpose(1, 2) for each in rows]
             again = _prompt_queries_pay(group.prompt, lengths[0], query)
@@ -180,8 +201,10 @@ def _by_parts(
 
 
 def _prompt_queries_pay(prompt: int, rollout: int, query: Tensor) -> bool:
-    """Whether attention is less work if the prompt's queries are put before those of a rollout. Their results are not
-    needed, but the mask is then a plain causal one, of which kernels compute only one half.
+    """Whether attention is less work if the prompt's queries are put before those of a rollout.
+
+    Their results are not needed, but the mask is then a plain causal one, of which kernels compute
+    only one half.
     """
     if _knows_lower_right(query):
         return False

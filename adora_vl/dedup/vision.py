@@ -26,7 +26,8 @@ from adora_vl.models.families import DEEPSTACK, EMBEDDINGS, family_of
 from adora_vl.models.shape import PATCHES_A_PASS
 from adora_vl.utils import compat
 
-# Transformers gives an implementation with "flash" in its name the bounds of all windows, and calls others for each.
+# Transformers gives an implementation with "flash" in its name the bounds of all windows, and calls
+# others for each.
 BATCHED = "sdpa_windows_flash_bounds"
 STOCK = "sdpa"
 
@@ -40,10 +41,13 @@ def can_batch(tower: Any) -> bool:
 
 
 def batch_windows(tower: Any, on: bool) -> bool:
-    """Switch a vision tower between the batched windows and Transformers' loop. Returns whether they are batched now.
+    """Switch a vision tower between the batched windows and Transformers' loop.
 
-    A tower of another kind, or with another attention than `sdpa`, is left unchanged. Only the attention modules get a
-    configuration that names the implementation. With the tower's own no other model could be built from it.
+    Returns whether they are batched now.
+
+    A tower of another kind, or with another attention than `sdpa`, is left unchanged. Only the
+    attention modules get a configuration that names the implementation. With the tower's own no
+    other model could be built from it.
     """
     if tower.config._attn_implementation != STOCK or not can_batch(tower):
         return False
@@ -60,8 +64,9 @@ def batch_windows(tower: Any, on: bool) -> bool:
 def by_size(
     lengths: tuple[int, ...], device: torch.device
 ) -> tuple[list[tuple[int, int]], Tensor | None, Tensor | None]:
-    """Sort the windows by size: returns (size, number of windows), the permutation of the patches into that order, and
-    its inverse. Both permutations are None if the patches are in that order already.
+    """Sort the windows by size: returns (size, number of windows), the permutation of the patches
+    into that order, and its inverse. Both permutations are None if the patches are in that order
+    already.
     """
     sizes = list(dict.fromkeys(lengths))
     ordered = sorted(range(len(lengths)), key=lambda window: sizes.index(lengths[window]))
@@ -88,10 +93,12 @@ def attend(
     is_causal: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of packed patches within their windows, with the signature of a kernel for variable lengths.
+    """Attention of packed patches within their windows, with the signature of a kernel for variable
+    lengths.
 
-    `query`, `key`, `value`: (1, heads, S, head size). `cu_seq_lens_q`, `cu_seq_lens_k`: (windows + 1,), the bounds of
-    the windows. Returns (1, S, heads, head size), and None for the attention weights.
+    `query`, `key`, `value`: (1, heads, S, head size). `cu_seq_lens_q`, `cu_seq_lens_k`: (windows +
+    1,), the bounds of the windows. Returns (1, S, heads, head size), and None for the attention
+    weights.
     """
     assert (
         cu_seq_lens_q is cu_seq_lens_k
@@ -124,7 +131,10 @@ See = Callable[[Tensor, Tensor], Any]  # a vision pass: pixels, grids -> feature
 def look(
     tower: Any, original: Any, kwargs: dict[str, Any], device: Any, pixels: Tensor, grids: Tensor
 ) -> Any:
-    """A pass of `original` (`get_image_features`) over pixels on `device`. `grids`: (images, 3), on the host."""
+    """A pass of `original` (`get_image_features`) over pixels on `device`.
+
+    `grids`: (images, 3), on the host.
+    """
     kwargs.pop(
         ARGUMENT, None
     )  # of the text's attention: Qwen3-VL hands its arguments on to the tower's
@@ -136,8 +146,8 @@ def look(
 def host_bounds(tower: Any, grids: Tensor, device: Any) -> dict[str, Any]:
     """What Qwen2.5-VL's tower computes from the grids, as the arguments that take its place.
 
-    From grids on a device every block would wait for the bounds of its windows and for the longest. A flash kernel
-    reads the bounds on the device; all else reads them on the host.
+    From grids on a device every block would wait for the bounds of its windows and for the longest.
+    A flash kernel reads the bounds on the device; all else reads them on the host.
     """
     merge = tower.spatial_merge_size
     index, windows = get_vision_window_index(grids, merge, tower.window_size, tower.patch_size)
@@ -159,7 +169,10 @@ Features = dict[
 
 
 def vision_model(model: nn.Module) -> Any | None:
-    """The submodule that holds the vision tower (`visual`), inside any wrappers. None if there is none."""
+    """The submodule that holds the vision tower (`visual`), inside any wrappers.
+
+    None if there is none.
+    """
     for module in model.modules():
         if (
             "visual" in module._modules
@@ -183,7 +196,9 @@ class SharedVision:
         self._towers: list[Any] = []
 
     def install(self, model: nn.Module) -> bool:
-        """Make `model` accept references from now on. Returns False if it has no vision tower of a known kind.
+        """Make `model` accept references from now on.
+
+        Returns False if it has no vision tower of a known kind.
 
         Pixels still go to the model's own method, so generation and everything else work as before.
         """
@@ -214,7 +229,9 @@ class SharedVision:
 
     @contextmanager
     def unshared(self) -> Iterator[None]:
-        """Inside, every pass computes its own images, so that a rank without any makes the passes of the others."""
+        """Inside, every pass computes its own images, so that a rank without any makes the passes
+        of the others.
+        """
         share = self.share
         self.share = False
         try:
@@ -223,7 +240,9 @@ class SharedVision:
             self.share = share
 
     def batch_windows(self, on: bool) -> None:
-        """Switch on or off that the towers attend to all windows of one size at once (see `attend`)."""
+        """Switch on or off that the towers attend to all windows of one size at once (see
+        `attend`).
+        """
         for tower in self._towers:
             batch_windows(tower, on)
 
@@ -244,10 +263,11 @@ class SharedVision:
         return see(*bank.pixels(starts))
 
     def _frozen(self, bank: ImageBank, starts: list[int], inner: Any, see: See) -> Any:
-        """Features of a frozen tower: computed for all images of the bank when first needed, then read from memory.
+        """Features of a frozen tower: computed for all images of the bank when first needed, then
+        read from memory.
 
-        A rank with fewer new images than others computes one image again. All ranks must take part in the same passes,
-        because these gather sharded weights.
+        A rank with fewer new images than others computes one image again. All ranks must take part
+        in the same passes, because these gather sharded weights.
         """
         if bank.features_due:
             new = [start for start in bank.starts if start not in bank.frozen_features]
@@ -264,8 +284,10 @@ class SharedVision:
         )
 
     def _nothing(self, inner: Any, see: Callable[..., Any], device: Any) -> Any:
-        """The features of no image. With several processes the tower still runs whenever others run it, because it
-        gathers weights and reduces gradients. The gradients are zero here.
+        """The features of no image.
+
+        With several processes the tower still runs whenever others run it, because it gathers
+        weights and reduces gradients. The gradients are zero here.
         """
         config = inner.config
         width = config.get_text_config().hidden_size
@@ -293,7 +315,9 @@ class SharedVision:
 
 
 def in_passes(starts: Sequence[int], patches: Sequence[int], limit: int) -> list[list[int]]:
-    """The images, divided in their order into passes of at most `limit` patches; a larger image has one of its own."""
+    """The images, divided in their order into passes of at most `limit` patches; a larger image has
+    one of its own.
+    """
     parts: list[list[int]] = []
     room = 0
     for start, count in zip(starts, patches, strict=True):

@@ -1,9 +1,12 @@
-"""Will this training command work on this machine? One line for each check, with the remedy where it failed.
+"""Will this training command work on this machine?
 
-Libraries, builds and drivers come first, then the data's reference answers, the rewards and the room on the disk, then
-model and engine are loaded, and engine and trainer are compared on real prompts. Nothing is trained, and nothing is
-written but the table of --json. Start it as the training is started, also under `accelerate launch`. Exit codes:
-0 nothing failed, 1 something did, 2 the input is wrong.
+One line for each check, with the remedy where it failed.
+
+Libraries, builds and drivers come first, then the data's reference answers, the rewards and the
+room on the disk, then model and engine are loaded, and engine and trainer are compared on real
+prompts. Nothing is trained, and nothing is written but the table of --json. Start it as the
+training is started, also under `accelerate launch`. Exit codes: 0 nothing failed, 1 something did,
+2 the input is wrong.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m adora_vl.doctor",
         usage="%(prog)s --config FILE.yaml [--key value ...] [--json FILE]",
         description=__doc__,
-        epilog="All other arguments are those of the training command; see `python -m adora_vl.train --help`.",
+        epilog="All other arguments are those of the training command; see `python -m "
+        "adora_vl.train --help`.",
     )
     parser.add_argument("--json", type=path, metavar="FILE", help="write the table there too")
     speaks = os.environ.get("RANK", "0") == "0"
@@ -62,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def diagnose(given: Given) -> list[Check]:
-    """Every check of a training command, the cheap ones first. Raises `UserError` where the command is wrong."""
+    """Every check of a training command, the cheap ones first.
+
+    Raises `UserError` where the command is wrong.
+    """
     prepare_engine_environment()
     checks = environment_checks(given)
     if not is_healthy(checks):
@@ -169,7 +176,10 @@ def engine_checks(run: Checked) -> list[Check]:
             raise
         except Exception as error:  # an engine that does not start has many ways not to
             line = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-            remedy = "if memory is short, `--dry-run` says what would fit; else look above for vLLM's own message"
+            remedy = (
+                "if memory is short, `--dry-run` says what would fit; else look above for vLLM's "
+                "own message"
+            )
             return [failed("model and engine start", line, remedy)]
         examination = ExamineBeforeStepOne(trainer, ROWS)
         trainer.callback_handler.callbacks.insert(

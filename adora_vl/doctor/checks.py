@@ -40,7 +40,9 @@ def _options(row: Row) -> list[str] | None:
 
 
 def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
-    """Each reference answer, boxed, is graded as correct, and a number that answers no problem as wrong."""
+    """Each reference answer, boxed, is graded as correct, and a number that answers no problem as
+    wrong.
+    """
     title = f"grader on {len(rows)} reference answers"
     remedy = (
         "prepare the dataset with `python -m data_prep`, which keeps such rows aside (quarantine)"
@@ -58,7 +60,10 @@ def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
             )
         right = grade(_boxed(gold), gold, choices=choices, rounding=rounding)
         if right.verdict != "correct":
-            detail = f"{name}: the reference answer {gold!r}, given as the answer, is {right.verdict} ({right.reason})"
+            detail = (
+                f"{name}: the reference answer {gold!r}, given as the answer, is {right.verdict} "
+                f"({right.reason})"
+            )
             return failed(title, detail, remedy)
         wrong = grade(_boxed(WRONG), gold, choices=choices, rounding=rounding)
         if wrong.verdict == "correct":
@@ -74,7 +79,9 @@ def check_rewards(
     weights: Sequence[float] | None,
     correct_above: float,
 ) -> Check:
-    """The reward of a right answer is above `adora_correct_above`, that of a wrong one is not: the criteria need it."""
+    """The reward of a right answer is above `adora_correct_above`, that of a wrong one is not: the
+    criteria need it.
+    """
     title = "reward tells right from wrong"
     columns = {
         "answer": [row["answer"] for row in rows],
@@ -108,8 +115,8 @@ def check_compilers(
     find: Find = shutil.which,
     include: str = sysconfig.get_paths()["include"],
 ) -> Check:
-    """What is compiled while a run starts: DeepSpeed's CPU optimizer by `ninja` and a C++ compiler, and on a GPU a C
-    module for each of Triton's kernels, which includes `Python.h`.
+    """What is compiled while a run starts: DeepSpeed's CPU optimizer by `ninja` and a C++ compiler,
+    and on a GPU a C module for each of Triton's kernels, which includes `Python.h`.
     """
     title = "programs that compile"
     named = os.environ.get("CC", "").split()[:1]  # as Triton chooses
@@ -167,7 +174,9 @@ def driver_version() -> str | None:
 
 
 def check_driver(*, cuda: str | None, driver: str | None) -> Check:
-    """Whether the driver is new enough for the CUDA that torch is built for, `cuda` (None: a build for the CPU)."""
+    """Whether the driver is new enough for the CUDA that torch is built for, `cuda` (None: a build
+    for the CPU).
+    """
     title = "NVIDIA driver"
     if cuda is None:
         return skipped(title, "torch is built for the CPU")
@@ -221,7 +230,9 @@ def check_room(folder: Path, needed: int, checkpoint: int, kept: int) -> Check:
 
 
 def ranges() -> dict[str, Requirement]:
-    """The requirements of this package and its extras, by distribution; none in a checkout that is not installed."""
+    """The requirements of this package and its extras, by distribution; none in a checkout that is
+    not installed.
+    """
     found = [Requirement(text) for text in requires(OURS) or []] if installed(OURS) else []
     return {requirement.name: requirement for requirement in found}
 
@@ -279,7 +290,9 @@ def check_parts(
 
 
 def check_four_bit() -> Check:
-    """A product with a layer in 4 bits is the one with its weights turned back, where the run computes."""
+    """A product with a layer in 4 bits is the one with its weights turned back, where the run
+    computes.
+    """
     import torch
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
@@ -303,7 +316,10 @@ def check_four_bit() -> Check:
 def check_builds(
     *, use_cpu: bool, use_vllm: bool, gpus: int, cuda: str | None, vllm_is_cpu_build: bool
 ) -> Check:
-    """Whether torch's and vLLM's builds suit the machine. `cuda`: what torch is built for; `gpus`: how many it sees."""
+    """Whether torch's and vLLM's builds suit the machine.
+
+    `cuda`: what torch is built for; `gpus`: how many it sees.
+    """
     title = "builds"
     where = f"torch for CUDA {cuda}" if cuda else "torch for the CPU"
     engine = ", vLLM for the CPU" if vllm_is_cpu_build else ", vLLM for CUDA"

@@ -1,4 +1,6 @@
-"""Engine and trainer against each other: same prompts, same log-probabilities, cold, after changes, after sleep."""
+"""Engine and trainer against each other: same prompts, same log-probabilities, cold, after changes,
+after sleep.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,28 +38,31 @@ BANNED = "banned tokens are never sampled"
 RUNNER = "vLLM's model runner"
 
 SYNC = (
-    "weights do not reach the engine: check the versions above, LoRA's kind (plain LoRA is merged for the engine) and "
-    "vllm_mode; report it with this table"
+    "weights do not reach the engine: check the versions above, LoRA's kind (plain LoRA is merged "
+    "for the engine) and vllm_mode; report it with this table"
 )
 CACHES = (
-    "the engine answers with features or prefixes of older weights: both caches have to be reset on a sync; check the "
-    "version of vLLM"
+    "the engine answers with features or prefixes of older weights: both caches have to be reset "
+    "on a sync; check the version of vLLM"
 )
 WAKING = (
     "weights are lost in sleep: try VLLM_USE_V2_MODEL_RUNNER=0 where the table says V2, else set "
     "vllm_enable_sleep_mode: false, and report it with this table"
 )
 VERSIONS = "check the version of vLLM above"
-BANS = "remove logit_bias and allowed_token_ids from generation_kwargs; the bans are set by adora_vl for every model"
+BANS = (
+    "remove logit_bias and allowed_token_ids from generation_kwargs; the bans are set by "
+    "adora_vl for every model"
+)
 
 
 SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)  # of the tensor's own size, tried until the policy has moved
 
 
 def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
-    """The last trained matrix of the language model's layers, which has the most direct effect, or with `vision` of
-    tower and projector, the last before the image embeddings: features that enter at later layers ("deepstack") hardly
-    move an answer. None if nothing there is trained.
+    """The last trained matrix of the language model's layers, which has the most direct effect, or
+    with `vision` of tower and projector, the last before the image embeddings: features that enter
+    at later layers ("deepstack") hardly move an answer. None if nothing there is trained.
     """
     found = [
         (name, parameter)
@@ -84,7 +89,10 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 @contextmanager
 def _whole(parameter: Any) -> Iterator[Tensor]:
-    """The parameter, under ZeRO-3 gathered from all ranks. What rank 0 writes into it inside goes to all ranks."""
+    """The parameter, under ZeRO-3 gathered from all ranks.
+
+    What rank 0 writes into it inside goes to all ranks.
+    """
     if not hasattr(parameter, "ds_tensor"):
         yield parameter.data
         return
@@ -96,7 +104,9 @@ def _whole(parameter: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def changed(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
-    """Yields what sets the weight to its original plus noise of so many times its size; in the end it is put back."""
+    """Yields what sets the weight to its original plus noise of so many times its size; in the end
+    it is put back.
+    """
     with _whole(parameter) as values:
         original = values.detach().to("cpu", copy=True)
     noise = torch.randn(original.shape, generator=torch.Generator().manual_seed(seed))
@@ -155,7 +165,10 @@ class Examination(EngineProbe):
     """The probe, and what changes weights or sampling for a while; on all ranks together."""
 
     def after_change(self, *, vision: bool) -> Check:
-        """A weight is changed and synced: the engine has to follow. The weight is put back, and synced."""
+        """A weight is changed and synced: the engine has to follow.
+
+        The weight is put back, and synced.
+        """
         name, remedy = (VISION, CACHES) if vision else (LANGUAGE, SYNC)
         chosen = choose_parameter(self.trainer.model, vision=vision)
         if chosen is None:
@@ -171,7 +184,8 @@ class Examination(EngineProbe):
         try:
             moving, parameter = chosen
             with changed(parameter, self.trainer.args.seed) as change:
-                # the same prompts as before, so that whatever is left of them in a cache would be used
+                # the same prompts as before, so that whatever is left of them in a cache would be
+                # used
                 rollouts = self.sampled(name)
                 moved = self._move(change, rollouts)
                 if moved < LEAST_MOVE:
@@ -187,7 +201,10 @@ class Examination(EngineProbe):
         )
 
     def _move(self, change: Callable[[float], None], rollouts: agreement.Rollouts) -> float:
-        """Change the weight until the policy moves by far more than the bound. Returns by how many nats per token."""
+        """Change the weight until the policy moves by far more than the bound.
+
+        Returns by how many nats per token.
+        """
         before_BC = agreement.score(self.trainer, rollouts)
         moved = 0.0
         for scale in SCALES:
@@ -199,7 +216,9 @@ class Examination(EngineProbe):
         return moved
 
     def after_sleep(self) -> Check:
-        """TRL puts the engine to sleep after each generation, which discards its weights; the next wakes it."""
+        """TRL puts the engine to sleep after each generation, which discards its weights; the next
+        wakes it.
+        """
         generation = self.trainer.vllm_generation
         if not generation.enable_sleep_mode:
             return skipped(SLEEP, "vllm_enable_sleep_mode: false, the engine never sleeps")
@@ -209,7 +228,9 @@ class Examination(EngineProbe):
         return agreement.judge(SLEEP, drift, self.bound, WAKING)
 
     def banned(self) -> Check:
-        """The engine samples greedily among the banned tokens and the one that the policy finds least likely."""
+        """The engine samples greedily among the banned tokens and the one that the policy finds
+        least likely.
+        """
         banned = never_sampled_ids(self.trainer._tokenizer)
         if not banned:
             return skipped(BANNED, "this tokenizer has none of them")
@@ -237,8 +258,8 @@ class Examination(EngineProbe):
 
 
 def examine(examination: Examination, merge: int) -> list[Check]:
-    """Every check in order; one that raises fails, and the rest is skipped, since the engine may be broken. Without a
-    colocated engine only those of the trainer are made.
+    """Every check in order; one that raises fails, and the rest is skipped, since the engine may be
+    broken. Without a colocated engine only those of the trainer are made.
     """
     trainer = examination.trainer
     unseen = ""

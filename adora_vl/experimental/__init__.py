@@ -1,7 +1,7 @@
 """Methods that reach into the step and that nobody has reproduced here.
 
-A method moves out when a figure of ours shows its gain. It is deleted when a release of TRL breaks it and nobody mends
-it.
+A method moves out when a figure of ours shows its gain. It is deleted when a release of TRL breaks
+it and nobody mends it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ __all__ = ["Extension", "extensions"]
 def extensions(
     context: StepContext, images: DistinctImages, *, has_dropout: bool
 ) -> list[Extension]:
-    """The methods that the run's keys ask for, in the order of their calls. `has_dropout`: of the policy.
+    """The methods that the run's keys ask for, in the order of their calls.
+
+    `has_dropout`: of the policy.
 
     Raises `UserError` where one does not go with the model.
     """

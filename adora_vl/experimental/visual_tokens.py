@@ -1,4 +1,6 @@
-"""Advantages per token, by how much each depends on the image (VPPO): the mathematics and the passes."""
+"""Advantages per token, by how much each depends on the image (VPPO): the mathematics and the
+passes.
+"""
 
 import hashlib
 import math
@@ -25,17 +27,18 @@ from adora_vl.utils.seeding import generator_at
 
 _LARGEST = 10.0  # nats for one token, as in the repository
 _EVEN = 1e-6  # nats; a smaller difference between rollouts is rounding
-# The largest factor is at most so many times as far above the smallest one as their mean, which is 1. The repository
-# takes the mean over a micro-batch of 16, where no factor can be larger. Over a whole generation the factor of a single
-# rollout could reach hundreds.
+# The largest factor is at most so many times as far above the smallest one as their mean, which is
+# 1. The repository takes the mean over a micro-batch of 16, where no factor can be larger. Over a
+# whole generation the factor of a single rollout could reach hundreds.
 _FURTHEST = 16.0
 
 
 def visual_dependency(seen_BC: Tensor, blind_BC: Tensor, mask_BC: Tensor) -> Tensor:
     """How much each token depends on the image, (B, C), in nats; 0 outside `mask_BC`.
 
-    `exp(d) - d - 1` with `d = blind - seen`: an estimate of the divergence between the model with the image and the
-    model with half of it, from the sampled token alone. `seen_BC` and `blind_BC` are its log-probabilities under each.
+    `exp(d) - d - 1` with `d = blind - seen`: an estimate of the divergence between the model with
+    the image and the model with half of it, from the sampled token alone. `seen_BC` and `blind_BC`
+    are its log-probabilities under each.
     """
     difference_BC = (blind_BC - seen_BC).clamp(-20.0, 20.0)
     dependency_BC: Tensor = (difference_BC.exp() - difference_BC - 1).clamp(0.0, _LARGEST)
@@ -43,7 +46,9 @@ def visual_dependency(seen_BC: Tensor, blind_BC: Tensor, mask_BC: Tensor) -> Ten
 
 
 def most_dependent(dependency_BC: Tensor, mask_BC: Tensor, share: float) -> Tensor:
-    """The `share`, rounded up, of a rollout's tokens that depend most on the image, bool, (B, C); ties: the first."""
+    """The `share`, rounded up, of a rollout's tokens that depend most on the image, bool, (B, C);
+    ties: the first.
+    """
     counts = [math.ceil(share * int(tokens) - 1e-9) for tokens in mask_BC.sum(dim=1).tolist()]
     ranked_BC = dependency_BC.masked_fill(~mask_BC.bool(), -torch.inf)
     order_BC = ranked_BC.argsort(dim=1, descending=True, stable=True)
@@ -53,9 +58,10 @@ def most_dependent(dependency_BC: Tensor, mask_BC: Tensor, share: float) -> Tens
 
 
 def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
-    """The factor of each rollout's advantage, (B,), from `smallest` up, with a mean of 1 over all N rollouts, or below
-    where one would be above `smallest + 16 (1 - smallest)`. `own_B` and `all_N`: mean dependency per token of this
-    rank's rollouts and of all ranks', NaN for a rollout that is not to be compared, whose factor is 1.
+    """The factor of each rollout's advantage, (B,), from `smallest` up, with a mean of 1 over all N
+    rollouts, or below where one would be above `smallest + 16 (1 - smallest)`. `own_B` and `all_N`:
+    mean dependency per token of this rank's rollouts and of all ranks', NaN for a rollout that is
+    not to be compared, whose factor is 1.
     """
     known_N = all_N[~all_N.isnan()]
     if known_N.numel() < 2 or known_N.max() - known_N.min() <= _EVEN:
@@ -69,11 +75,15 @@ def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
     return torch.where(own_B.isnan(), 1.0, scale_B)
 
 
-BLACK_SHARE = 0.5  # of the patches, each drawn by itself, as in VPPO's repository (`verl/workers/perc_utils.py`)
+# of the patches, each drawn by itself, as in VPPO's repository (`verl/workers/perc_utils.py`)
+BLACK_SHARE = 0.5
 
 
 def black_patch(image_processor: Any, values: int) -> Tensor:
-    """What the processor makes of a black patch, (values,). Raises `UserError` for a processor of another kind."""
+    """What the processor makes of a black patch, (values,).
+
+    Raises `UserError` for a processor of another kind.
+    """
     kind = type(image_processor).__name__
     uncut = f"{kind} does not cut images into patches of its own, which could be blackened"
     refuse(
@@ -85,7 +95,10 @@ def black_patch(image_processor: Any, values: int) -> Tensor:
 
 
 def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
-    """A copy of the patches of one image, about half of them black. It is the same for the same `key`."""
+    """A copy of the patches of one image, about half of them black.
+
+    It is the same for the same `key`.
+    """
     hidden_R = torch.rand(len(patches_RD), generator=generator_at(f"black/{key}")) < BLACK_SHARE
     return torch.where(hidden_R[:, None].to(patches_RD.device), black_D.to(patches_RD), patches_RD)
 
@@ -94,8 +107,9 @@ def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
 def half_black(
     banks: ImageBanks, image_processor: Any, batch: Batch, place: str
 ) -> Iterator[Tensor | None]:
-    """Yields the `pixel_values` of the batch with about half of every image black, the same half for all rollouts of a
-    group (`place` seeds it); None without the column. Inside the block the training batch's bank is of these images.
+    """Yields the `pixel_values` of the batch with about half of every image black, the same half
+    for all rollouts of a group (`place` seeds it); None without the column. Inside the block the
+    training batch's bank is of these images.
     """
     pixels = batch.get("pixel_values")
     grids = batch.get("image_grid_thw")
@@ -143,8 +157,8 @@ class VisualDependency(Extension):
     """Weighs the tokens of a generation. All ranks call every method together."""
 
     def __init__(self, context: StepContext, images: DistinctImages, *, has_dropout: bool) -> None:
-        """`has_dropout`: whether the pass for the old log-probabilities has, so that it cannot be compared with another
-        one. Raises `UserError` where no patch can be blackened.
+        """`has_dropout`: whether the pass for the old log-probabilities has, so that it cannot be
+        compared with another one. Raises `UserError` where no patch can be blackened.
         """
         unknown = "the image processor of this model cuts images in a way that is not known here"
         wrong = images.shown and not images.knows_patches
@@ -166,8 +180,10 @@ class VisualDependency(Extension):
         )
 
     def weigh(self, batch: Batch, live_B: Tensor, place: str) -> None:
-        """Turn the advantages of a generation, (B,), into those of its tokens, (B, C). `live_B`: the rollouts of groups
-        with signal, which alone are compared with one another. `place`: where the run is, which seeds what is black.
+        """Turn the advantages of a generation, (B,), into those of its tokens, (B, C).
+
+        `live_B`: the rollouts of groups with signal, which alone are compared with one another.
+        `place`: where the run is, which seeds what is black.
         """
         mask_BC = loss_mask(batch)
         # those of an earlier group are of another policy

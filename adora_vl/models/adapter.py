@@ -1,4 +1,6 @@
-"""A PEFT adapter, of a folder or the hub, as a model: what it says of itself, and the policy of it and its base."""
+"""A PEFT adapter, of a folder or the hub, as a model: what it says of itself, and the policy of it
+and its base.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ _KEYS = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """`config`: PEFT's, which will be trained. `base`: the model that it changes, which may be an adapter too, on the
-    hub at `revision`. `commit`: of an adapter on the hub; its `folder` is the copy here.
+    """`config`: PEFT's, which will be trained.
+
+    `base`: the model that it changes, which may be an adapter too, on the hub at `revision`.
+    `commit`: of an adapter on the hub; its `folder` is the copy here.
     """
 
     name: str
@@ -57,9 +61,10 @@ class Adapter:
 
 
 def adapters_of(key: str, name: str, revision: str | None = None) -> list[Adapter]:
-    """The adapter that a user names as the model, the one that it was trained on top of, and so on; [] for any other
-    model. One on the hub is fetched. `revision`: of what is named, or, where that is a folder, of its base, unless the
-    adapter says one. Raises `UserError`, which begins with `key`, where one of them cannot be read.
+    """The adapter that a user names as the model, the one that it was trained on top of, and so on;
+    [] for any other model. One on the hub is fetched. `revision`: of what is named, or, where that
+    is a folder, of its base, unless the adapter says one. Raises `UserError`, which begins with
+    `key`, where one of them cannot be read.
     """
     found: list[Adapter] = []
     while (folder := _folder(key, name, revision)) is not None:
@@ -112,7 +117,8 @@ def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
     file = f"{key}: {str(folder / ADAPTER)!r}"
     if find_spec("peft") is None:
         raise UserError(
-            f"{key}: {str(folder)!r} is an adapter, but peft is not installed; install adora-vl[lora]"
+            f"{key}: {str(folder)!r} is an adapter, but peft is not installed; install "
+            "adora-vl[lora]"
         )
     from peft import PeftConfig
 
@@ -130,12 +136,17 @@ def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
 
 
 def check_keys(adapter: Adapter, model: ModelConfig, given: Collection[str]) -> None:
-    """Raises `UserError` for a key of LoRA that was given and says other than the adapter that goes on training."""
+    """Raises `UserError` for a key of LoRA that was given and says other than the adapter that goes
+    on training.
+    """
     for key, name in _KEYS.items():
         asked = getattr(model, key)
         has = getattr(adapter.config, name, None)
         if key in given and _plain(asked) != _plain(has):
-            differs = f"{key}: {asked}, but the adapter {adapter.name!r} has {name}: {_plain(has)} and goes on"
+            differs = (
+                f"{key}: {asked}, but the adapter {adapter.name!r} has {name}: {_plain(has)} and "
+                "goes on"
+            )
             remedy = (
                 "leave the key out, or set use_peft: true to merge this adapter and train a new one"
             )
@@ -161,7 +172,8 @@ def served_rank(config: Any) -> int:
     fitting = next((one for one in _RANKS if one >= rank), None)
     if fitting is None:
         raise UserError(
-            f"lora_r: {rank} is above {_RANKS[-1]}, the largest rank that vLLM serves; set a smaller one"
+            f"lora_r: {rank} is above {_RANKS[-1]}, the largest rank that vLLM serves; set a "
+            "smaller one"
         )
     return fitting
 
@@ -174,7 +186,9 @@ def hash_of(adapters: Sequence[Adapter], base: str) -> str:
 
 
 def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> str:
-    """Where the processor is: the adapter's own, which may have another chat template, else the base's."""
+    """Where the processor is: the adapter's own, which may have another chat template, else the
+    base's.
+    """
     files = (
         ("processor_config.json", "preprocessor_config.json")
         if sees
@@ -185,7 +199,10 @@ def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> s
 
 
 def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
-    """The base with `adapters` added to its weights, in its dtype. `init`: for `from_pretrained`."""
+    """The base with `adapters` added to its weights, in its dtype.
+
+    `init`: for `from_pretrained`.
+    """
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers.integrations import is_deepspeed_zero3_enabled
@@ -195,8 +212,9 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
         model, "is_loaded_in_4bit", False
     ):  # whose merge would be rounded to 4 bits again
         model = model.dequantize()
-        # To save it Transformers would look for a way back to 4 bits. The one public way out of that,
-        # `save_original_format=False`, writes the names of modules, which are not those of the model's files.
+        # To save it Transformers would look for a way back to 4 bits. The one public way out of
+        # that, `save_original_format=False`, writes the names of modules, which are not those of
+        # the model's files.
         model._weight_conversions = [
             one
             for one in model._weight_conversions
@@ -218,7 +236,9 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
 
 
 def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
-    """A `PeftModel` in which the first of `adapters` is to be trained; its weights come by `begin_with`."""
+    """A `PeftModel` in which the first of `adapters` is to be trained; its weights come by
+    `begin_with`.
+    """
     from peft import get_peft_model
 
     return get_peft_model(load_merged(base, adapters[1:], init), adapters[0].config)
@@ -226,7 +246,9 @@ def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
 
 @contextmanager
 def trained_alone(policy: Any) -> Iterator[None]:
-    """Inside, PEFT saves what is trained without the reference `ref`, which the state that ZeRO-3 gathers lacks."""
+    """Inside, PEFT saves what is trained without the reference `ref`, which the state that ZeRO-3
+    gathers lacks.
+    """
     reference = policy.peft_config.pop("ref", None)
     yield
     if reference is not None:
@@ -234,8 +256,9 @@ def trained_alone(policy: Any) -> Iterator[None]:
 
 
 def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
-    """Write into the config of what is trained which model it is of, for whoever loads it. `beneath`: what was merged
-    into the base. PEFT names neither that nor a commit.
+    """Write into the config of what is trained which model it is of, for whoever loads it.
+
+    `beneath`: what was merged into the base. PEFT names neither that nor a commit.
     """
     config = policy.peft_config["default"]
     commit = getattr(policy.config, "_commit_hash", None)
@@ -247,8 +270,10 @@ def name_base(policy: Any, beneath: Sequence[Adapter]) -> None:
 
 
 def in_float32(policy: Any) -> None:
-    """Have what is trained in float32. On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, and TRL casts all
-    adapters of a base in 4 bits to it; there rounding would swallow nearly every update.
+    """Have what is trained in float32.
+
+    On a bfloat16 base PEFT keeps `modules_to_save` in bfloat16, and TRL casts all adapters of a
+    base in 4 bits to it; there rounding would swallow nearly every update.
     """
     for name, parameter in policy.named_parameters():
         if parameter.requires_grad or ".ref." in name:
@@ -256,7 +281,9 @@ def in_float32(policy: Any) -> None:
 
 
 def begin_with(policy: Any, adapter: Adapter) -> None:
-    """Give the policy, and the adapter `ref` that TRL has made its reference, the adapter's weights."""
+    """Give the policy, and the adapter `ref` that TRL has made its reference, the adapter's
+    weights.
+    """
     in_float32(policy)
     for name in policy.peft_config:
         restore_adapter(policy, name, adapter.folder)

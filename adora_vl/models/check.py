@@ -27,20 +27,23 @@ _FLASH = {
     "flash_attention_3": is_flash_attn_3_available,
 }
 
-# What needs to know how an architecture sees. With all of it as in stock TRL, images are handled as there.
+# What needs to know how an architecture sees. With all of it as in stock TRL, images are handled as
+# there.
 NEEDS_FAMILY = ("cache_images", "share_vision", "share_prompt")
 
 LOST_UPDATES = (
-    "dtype: the weights are in 16 bits, all are trained, and without DeepSpeed there is no float32 copy of them, so "
-    "rounding swallows nearly every update. Set dtype: float32 (bf16: true computes in bfloat16 all the same), or use "
-    "LoRA or DeepSpeed."
+    "dtype: the weights are in 16 bits, all are trained, and without DeepSpeed there is no "
+    "float32 copy of them, so rounding swallows nearly every update. Set dtype: float32 (bf16: "
+    "true computes in bfloat16 all the same), or use LoRA or DeepSpeed."
 )
 
 
 def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list[str]:
-    """What a user should know of this model's family before the run: at most one line. `run`: its config. Raises
-    `UserError` for a model with images of an unknown family, unless all of `NEEDS_FAMILY` is as in stock TRL, and for
-    one to which vLLM would give other positions than Transformers.
+    """What a user should know of this model's family before the run: at most one line.
+
+    `run`: its config. Raises `UserError` for a model with images of an unknown family, unless all
+    of `NEEDS_FAMILY` is as in stock TRL, and for one to which vLLM would give other positions than
+    Transformers.
     """
     name = model.model_name_or_path
     kind = config.model_type
@@ -51,20 +54,21 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
             (run.use_vllm and problem, f"model_name_or_path: {name!r} {problem}"),
             (
                 run.use_vllm and run.use_cpu and has_linear_attention(config),
-                "use_vllm: true, but on a CPU vLLM "
-                f"computes the linear attention of {family.name} in bfloat16 alone, and training there is in float32; set "
-                "it to false",
+                "use_vllm: true, but on a CPU vLLM computes the linear attention of "
+                f"{family.name} in bfloat16 alone, and training there is in float32; set it to "
+                "false",
             ),
         )
         return [f"{name}: {family.note}"] if family.note else []
     if not sees_images(config):
         return [
-            f"{name}: model_type {kind} is not among the families that can share a prompt ({KNOWN}): every rollout "
-            "computes its prompt again, everything else works"
+            f"{name}: model_type {kind} is not among the families that can share a prompt "
+            f"({KNOWN}): every rollout computes its prompt again, everything else works"
         ]
     if not any(run.own(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
         return [
-            f"{name}: model_type {kind} is not among the known families; its images go the way of stock TRL"
+            f"{name}: model_type {kind} is not among the known families; its images go the way of "
+            "stock TRL"
         ]
     unknown = f"{name!r} has model_type {kind}, which is not among the known families ({KNOWN})"
     stock = "set adora_stock_step: true and adora_freeze: [] to train it the way of stock TRL"
@@ -73,7 +77,10 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
-    """Whether `LOST_UPDATES` is to be said. LoRA's own weights are float32, and DeepSpeed keeps a float32 copy."""
+    """Whether `LOST_UPDATES` is to be said.
+
+    LoRA's own weights are float32, and DeepSpeed keeps a float32 copy.
+    """
     dtype = config.dtype if model.dtype == "auto" else model.dtype
     return (
         not model.use_peft
@@ -83,9 +90,15 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
 
 
 def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
-    """Raises `UserError` for images that the model does not read. `has_images`: whether a row of the data has one."""
+    """Raises `UserError` for images that the model does not read.
+
+    `has_images`: whether a row of the data has one.
+    """
     if has_images and not sees_images(config):
-        blind = f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset has images"
+        blind = (
+            f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset "
+            "has images"
+        )
         raise UserError(f"{blind}; name a vision-language model, or a dataset without images")
 
 
@@ -99,7 +112,9 @@ def check_attention(model: ModelConfig, given: Mapping[str, Any]) -> None:
 
 
 def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
-    """Raises `UserError` for an argument of `from_pretrained` that nobody reads: the model would be given it."""
+    """Raises `UserError` for an argument of `from_pretrained` that nobody reads: the model would be
+    given it.
+    """
     read = inspect.getsource(
         PreTrainedModel.from_pretrained
     )  # it takes most of them out of its **kwargs
@@ -120,8 +135,9 @@ def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
 def check_parts(
     model: ModelConfig, config: PretrainedConfig, peft_config: Any, frozen: Sequence[str]
 ) -> None:
-    """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not. The modules are
-    built without memory, to look at their names.
+    """Raises `UserError` for a part to freeze, or a layer for an adapter, that this model has not.
+
+    The modules are built without memory, to look at their names.
     """
     adapted = peft_config if hasattr(peft_config, "target_modules") else None  # LoRA and its like
     if adapted is None and not frozen:
@@ -149,7 +165,10 @@ def check_parts(
 
 
 def lora_of(model: ModelConfig) -> Any:
-    """PEFT's config by a command's keys; None without LoRA. Raises `UserError` where they name no layers."""
+    """PEFT's config by a command's keys; None without LoRA.
+
+    Raises `UserError` where they name no layers.
+    """
     if (
         model.use_peft
         and model.lora_target_modules is None

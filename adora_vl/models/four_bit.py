@@ -1,5 +1,5 @@
-"""A base in 4 bits (bitsandbytes): who asks for it, what it does not go with, and the one copy that trainer and engine
-read, so that both compute with the same weights.
+"""A base in 4 bits (bitsandbytes): who asks for it, what it does not go with, and the one copy that
+trainer and engine read, so that both compute with the same weights.
 """
 
 import hashlib
@@ -38,8 +38,10 @@ def check_four_bit(
     stage: int | None,
     here: bool,
 ) -> bool:
-    """Whether the base is in 4 bits. `run`: its config; `stage`: DeepSpeed's; `here`: this machine will run it. Raises
-    `UserError` for another quantisation, and for what does not go with 4 bits.
+    """Whether the base is in 4 bits.
+
+    `run`: its config; `stage`: DeepSpeed's; `here`: this machine will run it. Raises `UserError`
+    for another quantisation, and for what does not go with 4 bits.
     """
     saved = is_four_bit(config)
     refuse(
@@ -49,8 +51,8 @@ def check_four_bit(
         ),
         (
             getattr(config, "quantization_config", None) and not saved,
-            f"model_name_or_path: {model.model_name_or_path!r}"
-            " is quantised in another way than bitsandbytes' 4 bits; name the model that it was made of",
+            f"model_name_or_path: {model.model_name_or_path!r} is quantised in another way than "
+            "bitsandbytes' 4 bits; name the model that it was made of",
         ),
     )
     if not model.load_in_4bit and not saved:
@@ -71,12 +73,14 @@ def check_four_bit(
             for holds, reason in (
                 (
                     model.dtype != "bfloat16",
-                    f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: bfloat16",
+                    f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: "
+                    "bfloat16",
                 ),
                 (run.fp16, "fp16: true; set bf16: true"),
                 (
                     model.bnb_4bit_quant_storage not in (None, "uint8"),
-                    f"bnb_4bit_quant_storage: {model.bnb_4bit_quant_storage}, which the engine does not read; leave it out",
+                    f"bnb_4bit_quant_storage: {model.bnb_4bit_quant_storage}, which the engine "
+                    "does not read; leave it out",
                 ),
                 (stage is not None, "DeepSpeed; start with configs/accelerate/gpu1.yaml"),
                 (kind != "LORA", f"an adapter of the kind {kind}; use LoRA"),
@@ -123,12 +127,16 @@ def in_four_bit(layer: str) -> bool:
 
 
 def bytes_of(nested: bool) -> float:
-    """Of a parameter: half a byte, and per 64 a float32 scale; nested, per 64 a byte, and per 256 scales a float32."""
+    """Of a parameter: half a byte, and per 64 a float32 scale; nested, per 64 a byte, and per 256
+    scales a float32.
+    """
     return 0.5 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
 
 
 def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
-    """The folder of the base `name` in 4 bits, made in the cache where it is missing: by one process, once."""
+    """The folder of the base `name` in 4 bits, made in the cache where it is missing: by one
+    process, once.
+    """
     nested = model.use_bnb_nested_quant
     parts = (
         model_hash(name, revision) or f"{name}@{revision}",
@@ -168,8 +176,9 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
 
 
 def keep_gradients(model: Any) -> None:
-    """On a CPU with AVX-512 in bfloat16 bitsandbytes repacks a layer in its first pass without gradients, and no
-    gradient comes through it from then on; widths that are no multiple of 64 fail. Ours leaves the layers as they are.
+    """On a CPU with AVX-512 in bfloat16 bitsandbytes repacks a layer in its first pass without
+    gradients, and no gradient comes through it from then on; widths that are no multiple of 64
+    fail. Ours leaves the layers as they are.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -177,8 +186,10 @@ def keep_gradients(model: Any) -> None:
 
 
 class FrozenBase:
-    """What is not trained of the policy. It lies in pinned memory of the host while the engine is awake, so that the
-    card holds one copy of the base at a time. On a CPU nothing moves.
+    """What is not trained of the policy.
+
+    It lies in pinned memory of the host while the engine is awake, so that the card holds one copy
+    of the base at a time. On a CPU nothing moves.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -189,7 +200,10 @@ class FrozenBase:
         self.moves = 0
 
     def leave(self) -> None:
-        """Give the card's memory back. The copy on the host is made once: what is frozen does not change."""
+        """Give the card's memory back.
+
+        The copy on the host is made once: what is frozen does not change.
+        """
         if self.away:
             return
         if self.device.type != "cpu":

@@ -1,4 +1,6 @@
-"""A model by its name: its folder, config, processor, whether its files are whole, and its weights put back."""
+"""A model by its name: its folder, config, processor, whether its files are whole, and its weights
+put back.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,10 @@ MERGED = "merged"
 
 
 def local_model(name: str) -> str:
-    """The folder, or hub id, of the model that a user calls `name`: that of a tiny model, built by another process if
-    it is missing (some minutes); for the output_dir of a run with LoRA the merged model inside; any other name as it
-    is. Raises `UserError` if a small model cannot be built, and for a LoRA adapter without a merged model.
+    """The folder, or hub id, of the model that a user calls `name`: that of a tiny model, built by
+    another process if it is missing (some minutes); for the output_dir of a run with LoRA the
+    merged model inside; any other name as it is. Raises `UserError` if a small model cannot be
+    built, and for a LoRA adapter without a merged model.
     """
     if name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file():
         return str(SHIPPED[name])
@@ -81,8 +84,10 @@ def local_model(name: str) -> str:
 
 
 def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
-    """The config of a model folder or hub id. Raises `UserError`, which begins with `key`, for a kind that Transformers
-    does not have, since code that comes with a model is never run; what Transformers raises where there is none.
+    """The config of a model folder or hub id.
+
+    Raises `UserError`, which begins with `key`, for a kind that Transformers does not have, since
+    code that comes with a model is never run; what Transformers raises where there is none.
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
@@ -97,8 +102,9 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
 
 
 def model_hash(model: str, revision: str | None = None) -> str | None:
-    """The `content_hash` of the weights, settings and tokenizer in a model folder. For a hub id its commit, because a
-    branch such as `main` moves, or None if it is unknown.
+    """The `content_hash` of the weights, settings and tokenizer in a model folder.
+
+    For a hub id its commit, because a branch such as `main` moves, or None if it is unknown.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -113,8 +119,10 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
 
 
 def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
-    """The model's config alone. Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or
-    is of a kind that Transformers does not have.
+    """The model's config alone.
+
+    Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or is of a
+    kind that Transformers does not have.
     """
     named = f"model_name_or_path: {model!r}"
     folder = Path(model)
@@ -133,14 +141,19 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
 
 
 def auto_class(config: PretrainedConfig) -> Any:
-    """The class of Transformers that makes a model of this config: of one that sees, or of a language model."""
+    """The class of Transformers that makes a model of this config: of one that sees, or of a
+    language model.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
 def load_model(name: str, init: Mapping[str, Any]) -> Any:
-    """As TRL loads it, which looks for its class in the newest revision alone. `init`: for `from_pretrained`."""
+    """As TRL loads it, which looks for its class in the newest revision alone.
+
+    `init`: for `from_pretrained`.
+    """
     from trl.trainer.utils import create_model_from_path
 
     return create_model_from_path(
@@ -149,7 +162,10 @@ def load_model(name: str, init: Mapping[str, Any]) -> Any:
 
 
 def check_weights(key: str, name: str) -> None:
-    """Raise `UserError` for a model folder whose weights are missing or cut off. Their headers alone are read."""
+    """Raise `UserError` for a model folder whose weights are missing or cut off.
+
+    Their headers alone are read.
+    """
     folder = Path(name)
     files = sorted(folder.glob("*.safetensors"))
     if not folder.is_dir() or (not files and list(folder.glob("pytorch_model*.bin"))):
@@ -168,7 +184,8 @@ def check_weights(key: str, name: str) -> None:
         missing = next((part for part in sorted(named) if not (folder / part).is_file()), None)
         if missing is not None:
             raise UserError(
-                f"{key}: {name!r} has no {missing}, which its index names; copy or download it again"
+                f"{key}: {name!r} has no {missing}, which its index names; copy or download it "
+                "again"
             )
         for file in files:
             with safe_open(file, framework="pt"):
@@ -183,9 +200,10 @@ def check_weights(key: str, name: str) -> None:
 
 
 def restore_weights(model: Any, folder: Path) -> None:
-    """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same class. Of a `PeftModel`
-    every adapter is read, the one named `default` from `folder` and each other one from the folder of its name in it.
-    Raises `RunError` where a tensor is missing, or has no place in the model.
+    """Put the weights that `save_pretrained` wrote into `folder` back into a model of the same
+    class. Of a `PeftModel` every adapter is read, the one named `default` from `folder` and each
+    other one from the folder of its name in it. Raises `RunError` where a tensor is missing, or has
+    no place in the model.
     """
     from accelerate.utils import is_peft_model
 
@@ -217,7 +235,8 @@ def restore_adapter(model: Any, name: str, folder: Path) -> None:
         left_over = set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
     if left_over:
         raise RunError(
-            f"{where}: {len(left_over)} tensors have no place in the model, the first is {min(left_over)}"
+            f"{where}: {len(left_over)} tensors have no place in the model, the first is "
+            f"{min(left_over)}"
         )
 
 
@@ -236,7 +255,10 @@ def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
 
 
 def load_processor(model: str, revision: str | None = None) -> Any:
-    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it. Raises `UserError`."""
+    """A processor (or, for a text-only model, a tokenizer) with left padding, as TRL loads it.
+
+    Raises `UserError`.
+    """
     from transformers import AutoProcessor
 
     try:
@@ -251,12 +273,18 @@ def load_processor(model: str, revision: str | None = None) -> Any:
     except (
         Exception
     ) as error:  # a tokenizer's file that is cut off has an error for each kind of file
-        why = f"the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or download it again"
+        why = (
+            f"the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or "
+            "download it again"
+        )
         raise UserError(f"model_name_or_path: {why}") from error
 
 
 def pixel_limits(image_processor: Any) -> dict[str, int] | None:
-    """`min_pixels` and `max_pixels` of an image processor. None without one, and for one that sizes in another way."""
+    """`min_pixels` and `max_pixels` of an image processor.
+
+    None without one, and for one that sizes in another way.
+    """
     size = dict(getattr(image_processor, "size", None) or {})
     if not {"shortest_edge", "longest_edge"} <= size.keys():
         return None
@@ -264,8 +292,9 @@ def pixel_limits(image_processor: Any) -> dict[str, int] | None:
 
 
 def limit_pixels(processor: Any, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Set the limits that are given on the processor's images, in pixels; None keeps the processor's own. Raises
-    `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given for a model that has none.
+    """Set the limits that are given on the processor's images, in pixels; None keeps the
+    processor's own. Raises `UserError` where `min_pixels` exceeds `max_pixels`, or a limit is given
+    for a model that has none.
     """
     if min_pixels is None and max_pixels is None:
         return

@@ -21,8 +21,8 @@ SHAPES = Path(__file__).with_name(
     "shapes"
 )  # the public config.json of the models in our recipes, for planning offline
 
-# Of a pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once took 14 GiB (128
-# rollouts with an image of 1,280 tokens each, for the 7B model).
+# Of a pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once
+# took 14 GiB (128 rollouts with an image of 1,280 tokens each, for the 7B model).
 PATCHES_A_PASS = 16_000
 
 
@@ -42,7 +42,9 @@ class Tower:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Numbers of parameters by component, and the two towers (`vision` is None for a text-only model)."""
+    """Numbers of parameters by component, and the two towers (`vision` is None for a text-only
+    model).
+    """
 
     parameters: dict[str, int]
     trainable: dict[str, int]
@@ -87,8 +89,8 @@ class ModelShape:
 def config_for_planning(
     name: str, revision: str | None = None
 ) -> tuple[PretrainedConfig, str | None]:
-    """The config of a model folder or hub id, and a note if it is the one that ships with this package. Raises
-    `UserError` as `load_config` does, where none of that name ships.
+    """The config of a model folder or hub id, and a note if it is the one that ships with this
+    package. Raises `UserError` as `load_config` does, where none of that name ships.
     """
     try:
         return load_config(name, revision), None
@@ -109,9 +111,10 @@ def describe(
     peft_config: Any = None,
     four_bit_bytes: float = 0.0,
 ) -> ModelShape:
-    """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`, layers in 4 bits where
-    `four_bit_bytes` says what a parameter of theirs takes. The modules are built on torch's meta device, so nothing is
-    allocated. A family that is not in the table has no vision tower here.
+    """The shape of a policy as it will be trained: `frozen` components, LoRA from `peft_config`,
+    layers in 4 bits where `four_bit_bytes` says what a parameter of theirs takes. The modules are
+    built on torch's meta device, so nothing is allocated. A family that is not in the table has no
+    vision tower here.
     """
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         model = auto_class(config).from_config(config)
@@ -159,7 +162,10 @@ def describe(
 
 
 def _check_names(model: Any, peft_config: Any) -> None:
-    """Raise `UserError` for a name in LoRA's lists that no module has. PEFT passes over it where another one fits."""
+    """Raise `UserError` for a name in LoRA's lists that no module has.
+
+    PEFT passes over it where another one fits.
+    """
     names = [name for name, _ in model.named_modules()]
     for key, wanted in (
         ("lora_target_modules", peft_config.target_modules),
@@ -172,8 +178,8 @@ def _check_names(model: Any, peft_config: Any) -> None:
 
 
 def refuse_tied_adapters(model: Any) -> None:
-    """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings: vLLM and a saved
-    model have one matrix for both uses, so it could be merged into neither.
+    """Raise `UserError` for a `PeftModel` in which an adapter changes one of two tied embeddings:
+    vLLM and a saved model have one matrix for both uses, so it could be merged into neither.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
@@ -191,7 +197,10 @@ def refuse_tied_adapters(model: Any) -> None:
                 if isinstance(embedding, BaseTunerLayer)
                 else "lora_modules_to_save"
             )
-            shares = f"{key}: {name!r} shares its weight with the other embedding (tie_word_embeddings: true)"
+            shares = (
+                f"{key}: {name!r} shares its weight with the other embedding "
+                "(tie_word_embeddings: true)"
+            )
             no_way = "so what it learns can be merged neither for the engine nor for a saved model"
             raise UserError(f"{shares}, {no_way}; leave it out")
 
@@ -204,7 +213,10 @@ def is_dtype(name: str) -> bool:
 
 
 def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
-    """The dtype by name. `auto` and None mean the dtype in the model's config, as in Transformers 5."""
+    """The dtype by name.
+
+    `auto` and None mean the dtype in the model's config, as in Transformers 5.
+    """
     named = config.dtype if name in (None, "auto") else name
     found = getattr(torch, str(named or "float32").removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
@@ -230,8 +242,9 @@ def _text_tower(config: Any, family: Family | None) -> Tower:
 
 
 def _seen(config: Any, family: Family) -> dict[str, Any]:
-    """The fields of a shape that are of the vision tower. In Qwen2-VL `hidden_size` is what leaves the tower, and
-    `embed_dim` its own width.
+    """The fields of a shape that are of the vision tower.
+
+    In Qwen2-VL `hidden_size` is what leaves the tower, and `embed_dim` its own width.
     """
     width = getattr(config, "embed_dim", None) or config.hidden_size
     tower = Tower(

@@ -1,4 +1,6 @@
-"""What one micro-batch holds from its forward to its backward pass, in bytes: layer by layer, and in the LM head."""
+"""What one micro-batch holds from its forward to its backward pass, in bytes: layer by layer, and
+in the LM head.
+"""
 
 from dataclasses import dataclass
 
@@ -12,7 +14,9 @@ TILE_VOCABULARY = 32768
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Bytes of a number: `compute` in matrix products (autocast), `stream` in the residual stream and the weights."""
+    """Bytes of a number: `compute` in matrix products (autocast), `stream` in the residual stream
+    and the weights.
+    """
 
     compute: int
     stream: int
@@ -50,23 +54,32 @@ class MicroBatch:
 
 
 def _norms(width: int, dtypes: Dtypes) -> int:
-    """Two RMS norms, in bytes per token: the input in float32, the normalised one, what the next product reads."""
+    """Two RMS norms, in bytes per token: the input in float32, the normalised one, what the next
+    product reads.
+    """
     return 2 * width * (FLOAT + dtypes.stream + dtypes.compute)
 
 
 def _layer_norms(width: int, dtypes: Dtypes) -> int:
-    """Two layer norms, in bytes per token: the input, its mean and deviation, what the next product reads."""
+    """Two layer norms, in bytes per token: the input, its mean and deviation, what the next product
+    reads.
+    """
     return 2 * (width * (dtypes.stream + dtypes.compute) + 2 * FLOAT)
 
 
 def _mlp(tower: Tower, dtypes: Dtypes) -> int:
-    """In bytes per token. SwiGLU: gate, its activation, up, and their product; else the GELU's input and its output."""
+    """In bytes per token.
+
+    SwiGLU: gate, its activation, up, and their product; else the GELU's input and its output.
+    """
     return (4 if tower.swiglu else 2) * tower.mlp_width * dtypes.compute
 
 
 def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool) -> int:
-    """What one decoder layer saves, in bytes. `masked`: SDPA with a padding mask. Then keys and values are repeated for
-    every head (one head is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
+    """What one decoder layer saves, in bytes.
+
+    `masked`: SDPA with a padding mask. Then keys and values are repeated for every head (one head
+    is a view), and each layer turns the boolean mask into numbers of its own, (B, 1, T, T).
     """
     queries = tower.heads * tower.head_size
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
@@ -80,7 +93,8 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
             tower.head_size * (FLOAT + dtypes.stream) + FLOAT
         )
     mask = batch.rows * batch.length**2 * dtypes.compute if masked else 0
-    # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated, and its own
+    # each rollout of a shared prompt attends to keys and values of its own: the prompt's, repeated,
+    # and its own
     repeated = (
         batch.sequences * (batch.prompt_tokens + batch.completion_tokens) if batch.packed else 0
     )
@@ -93,8 +107,9 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
 
 
 def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
-    """A padding mask beside what the layers save of it: the boolean one, which lasts as long as the pass, and on a GPU
-    the numbers of the present layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
+    """A padding mask beside what the layers save of it: the boolean one, which lasts as long as the
+    pass, and on a GPU the numbers of the present layer once more, in rows of a multiple of 16 as
+    the memory-efficient kernel wants them.
     """
     pairs = batch.rows * batch.length**2
     aligned = batch.rows * batch.length * (-(-batch.length // 16) * 16)
@@ -102,8 +117,10 @@ def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
 
 
 def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
-    """What one block of the vision tower saves, in bytes. Attention keeps the fused q/k/v (v is a view into it),
-    rotated q and k, the output of each window and all of them joined.
+    """What one block of the vision tower saves, in bytes.
+
+    Attention keeps the fused q/k/v (v is a view into it), rotated q and k, the output of each
+    window and all of them joined.
     """
     return patches * (
         (_norms if tower.swiglu else _layer_norms)(tower.width, dtypes)
@@ -114,8 +131,9 @@ def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
 
 
 def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> int:
-    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU between them. The
-    mergers of deepstack features save the same, but for the input of their norm, which the next block keeps.
+    """Saved by the projector: its norm over patches, and the inputs of two products and the GELU
+    between them. The mergers of deepstack features save the same, but for the input of their norm,
+    which the next block keeps.
     """
     norm = (FLOAT if tower.swiglu else 0) + dtypes.stream
     return patches * tower.width * (norm + 3 * (1 + deepstack) * dtypes.compute)
@@ -123,7 +141,9 @@ def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> in
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that stay from the forward to the backward pass, and the most that one layer adds while it goes back."""
+    """Bytes that stay from the forward to the backward pass, and the most that one layer adds while
+    it goes back.
+    """
 
     text: int
     vision: int
@@ -139,12 +159,17 @@ def saved(
     checkpointing: bool,
     masked: bool = True,
 ) -> Saved:
-    """What is kept of one micro-batch. A frozen vision tower keeps nothing, unless gradient checkpointing is on."""
+    """What is kept of one micro-batch.
+
+    A frozen vision tower keeps nothing, unless gradient checkpointing is on.
+    """
     text = shape.text
     eye = shape.vision
-    # Adapters are in float32, and peft casts what they read; beside a layer in 4 bits it leaves that to autocast
+    # Adapters are in float32, and peft casts what they read; beside a layer in 4 bits it leaves
+    # that to autocast
     casts = shape.adapters and dtypes.compute < FLOAT and not shape.four_bit
-    # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by `text_layer` already.
+    # Each then keeps an input of its own. Two norms' outputs and SwiGLU's product are counted by
+    # `text_layer` already.
     inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width) if casts else 0
     one_text = (
         text_layer(text, batch, dtypes, masked=masked) + batch.tokens * inputs * dtypes.compute
@@ -152,10 +177,12 @@ def saved(
     stream = batch.tokens * text.width * dtypes.stream
     final_norm = batch.tokens * text.width * (FLOAT + dtypes.stream)
     text_bytes = text.layers * (stream if checkpointing else one_text) + final_norm
-    # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream, after its product is
-    # released. An adapter that reads the product holds it beside a copy in float32.
+    # SwiGLU goes back with the gradients of its product, of one factor and of the residual stream,
+    # after its product is released. An adapter that reads the product holds it beside a copy in
+    # float32.
     gradients = batch.tokens * ((3 if casts else 2) * text.mlp_width + text.width) * dtypes.compute
-    if shape.four_bit:  # base and adapter each have a gradient of the product, then there is the sum; or a whole weight
+    # base and adapter each have a gradient of the product, then there is the sum; or a whole weight
+    if shape.four_bit:
         product = batch.tokens * text.mlp_width * dtypes.compute
         gradients = product + max(
             product, (batch.tokens + text.mlp_width) * text.width * dtypes.compute
@@ -164,7 +191,8 @@ def saved(
     patches = batch.patches(shape.merge)
     if eye is not None and patches:
         trained = shape.trainable["vision_tower"] > 0
-        # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or not
+        # Transformers makes the patch embeddings require a gradient where it checkpoints, frozen or
+        # not
         reached = trained or checkpointing
         if reached:
             one_block = vision_layer(eye, patches, dtypes)
@@ -192,9 +220,10 @@ def head_saved(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact:
 
 
 def head_transient(shape: ModelShape, batch: MicroBatch, dtypes: Dtypes, *, compact: bool) -> int:
-    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients of hidden states
-    and, where the head is trained, of its weight, with their copies in the model's dtype. `compact`: on a GPU only
-    completion tokens are scored, in the tile itself; elsewhere all are, with eight float32 values of the tile at once.
+    """The most that the LM head's backward holds on top: one tile of logits, the float32 gradients
+    of hidden states and, where the head is trained, of its weight, with their copies in the model's
+    dtype. `compact`: on a GPU only completion tokens are scored, in the tile itself; elsewhere all
+    are, with eight float32 values of the tile at once.
     """
     tokens = _scored(batch, compact)
     width = shape.text.width

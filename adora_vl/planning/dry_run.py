@@ -1,4 +1,6 @@
-"""`python -m adora_vl.train --config FILE --dry-run`: what a run will do and whether it fits, without weights."""
+"""`python -m adora_vl.train --config FILE --dry-run`: what a run will do and whether it fits,
+without weights.
+"""
 
 import json
 import math
@@ -63,14 +65,19 @@ class Plan:
 
     @property
     def image_room(self) -> int:
-        """The image tokens for which the limit has room beside the longest text and a whole answer; below 1: none."""
+        """The image tokens for which the limit has room beside the longest text and a whole answer;
+        below 1: none.
+        """
         if self.limit is None:
             return MOST_IMAGE_TOKENS
         return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
 
 
 def make_plan(given: Given, options: DryRunOptions) -> Plan:
-    """Everything that a run checks before it loads weights, and its lengths and memory. Raises `UserError`."""
+    """Everything that a run checks before it loads weights, and its lengths and memory.
+
+    Raises `UserError`.
+    """
     run = prepare_on_paper(given, options)
     script = run.script
     lengths = run.lengths
@@ -81,8 +88,9 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
     notes = [*run.notes, *_mixture(run), *_larger_pictures(run)]
     if family_of(run.model_config) is None and sees_images(run.model_config):
         notes.append(
-            f"the images of model_type {run.model_config.model_type} are counted as those of Qwen2.5-VL, and what its "
-            "vision tower keeps for the backward pass is not in the prediction"
+            f"the images of model_type {run.model_config.model_type} are counted as those of "
+            "Qwen2.5-VL, and what its vision tower keeps for the backward pass is not in the "
+            "prediction"
         )
     setup = make_setup(run.config, run.model, run.shape, sharding, lengths)
     rows = len(run.dataset) if run.dataset is not None else None
@@ -109,7 +117,8 @@ def _mixture(run: Checked) -> list[str]:
     if shares is not None:
         parts = [f"{part} at {share:.0%}" for part, share in zip(parts, shares, strict=True)]
     return [
-        f"{len(parts)} data sets are mixed into {len(run.dataset)} rows per epoch: {', '.join(parts)}"
+        f"{len(parts)} data sets are mixed into {len(run.dataset)} rows per epoch: "
+        f"{', '.join(parts)}"
     ]
 
 
@@ -153,7 +162,10 @@ def make_setup(
     sharding: Sharding,
     lengths: Measured,
 ) -> Setup:
-    """What memory depends on. Prompts are taken to be as long as the longest, completions as the limit allows."""
+    """What memory depends on.
+
+    Prompts are taken to be as long as the longest, completions as the limit allows.
+    """
     prompt, image = lengths.longest
     mixed = bool(config.bf16 or config.fp16)
     sequences = config.per_device_train_batch_size
@@ -200,7 +212,9 @@ def make_setup(
 
 
 def learning_rates(config: Any, updates: int | None) -> dict[str, float]:
-    """The rate at the first, the middle and the last update; {} for a schedule that depends on the training."""
+    """The rate at the first, the middle and the last update; {} for a schedule that depends on the
+    training.
+    """
     total = updates or ANY_LENGTH
     schedule = schedule_of(config, total)
     if not is_curve(schedule):
@@ -217,7 +231,10 @@ def learning_rate_line(config: Any, updates: int | None) -> str:
     if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
     places = {"first": "at the first update", "middle": "half-way", "last": "at the last"}
-    return f"Learning rate: {schedule}, {', '.join(f'{rates[at]:.3g} {words}' for at, words in places.items())}."
+    return (
+        f"Learning rate: {schedule}, "
+        f"{', '.join(f'{rates[at]:.3g} {words}' for at, words in places.items())}."
+    )
 
 
 def prompt_lines(plan: Plan) -> list[str]:
@@ -298,12 +315,14 @@ def batch_lines(plan: Plan) -> list[str]:
     local = config.per_device_train_batch_size
     prompts = batches.prompts_per_generation
     lines = [
-        f"{amount(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} sampled together, {config.num_generations} "
-        f"rollouts of each: {batches.generation_batch} rollouts per generation.",
+        f"{amount(prompts, 'prompt')} {'is' if prompts == 1 else 'are'} sampled together, "
+        f"{config.num_generations} rollouts of each: {batches.generation_batch} rollouts per "
+        "generation.",
         f"They are learned from in micro-batches of {local} sequences on each of {processes} "
         f"process{'' if processes == 1 else 'es'} ({batches.global_batch} over all).",
-        f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are {batches.optimizer_batch} "
-        f"sequences. Optimizer steps a generation: {batches.updates_per_generation:g}.",
+        f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are "
+        f"{batches.optimizer_batch} sequences. Optimizer steps a generation: "
+        f"{batches.updates_per_generation:g}.",
     ]
     if processes > 1 or not config.use_cpu:  # a recipe for a CPU starts one
         others = (replace(batches, processes=count) for count in (1, 2, 4, 8) if count != processes)
@@ -312,7 +331,8 @@ def batch_lines(plan: Plan) -> list[str]:
             for one in others
         ]
         lines.append(
-            f"With another --num_processes a generation and an optimizer step would have {'; '.join(sizes)}."
+            "With another --num_processes a generation and an optimizer step would have "
+            f"{'; '.join(sizes)}."
         )
     epoch, total = steps_of(plan)
     rows = plan.rows
@@ -324,10 +344,12 @@ def batch_lines(plan: Plan) -> list[str]:
         dropped = f"; {left} rows wait for another epoch's order" if left else ""
         make = "makes" if rows == 1 else "make"
         lines.append(
-            f"{amount(rows or 0, 'row')} {make} {amount(epoch, 'optimizer step')} an epoch{dropped}."
+            f"{amount(rows or 0, 'row')} {make} {amount(epoch, 'optimizer step')} an "
+            f"epoch{dropped}."
         )
         lines.append(
-            f"The run takes {amount(total or 0, 'optimizer step')}, {(total or 0) / epoch:.3g} epochs."
+            f"The run takes {amount(total or 0, 'optimizer step')}, {(total or 0) / epoch:.3g} "
+            "epochs."
         )
     lines.append(learning_rate_line(config, total))
     if config.save_strategy == "steps":
@@ -355,7 +377,8 @@ def length_lines(plan: Plan) -> list[str]:
     above = sum(length > budget for length in lengths.prompt)
     if config.use_vllm and above:
         lines.append(
-            f"{above} prompts exceed adora_vllm_max_num_batched_tokens: {budget}; raise it to {max(lengths.prompt)}."
+            f"{above} prompts exceed adora_vllm_max_num_batched_tokens: {budget}; raise it to "
+            f"{max(lengths.prompt)}."
         )
     return section(
         f"Prompts ({amount(len(lengths.prompt), 'row')})" if plan.rows else "Prompts (assumed)",
@@ -371,7 +394,8 @@ def limit_lines(plan: Plan) -> list[str]:
         return ["Whether they leave room for an answer is not known for this model."]
     if plan.rows is None:
         return [
-            f"{limit.name} leaves such a prompt {max(0, limit.tokens - longest)} tokens for its answer."
+            f"{limit.name} leaves such a prompt {max(0, limit.tokens - longest)} tokens for its "
+            "answer."
         ]
     return [f"{line}." for check in plan.checks for line in check.notes() or [check.enough]]
 
@@ -386,13 +410,15 @@ def disk_lines(plan: Plan) -> list[str]:
         lines = ["No checkpoints on the way (save_strategy)."]
     elif kept is None and total is None:
         lines = [
-            f"{one / GIB:.3g} GiB per checkpoint, without a limit to their number (save_total_limit)."
+            f"{one / GIB:.3g} GiB per checkpoint, without a limit to their number "
+            "(save_total_limit)."
         ]
     else:
         number = kept if kept is not None else math.ceil((total or 0) / int(config.save_steps))
         folder = memory.run_bytes(one, setup.shape.total * setup.shape.weight_bytes, number)
         lines = [
-            f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at most."
+            f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at "
+            "most."
         ]
     return section("Disk", lines)
 
@@ -403,9 +429,10 @@ def machine_lines(plan: Plan) -> list[str]:
         section(
             "Machines",
             [
-                f"{sharding.machines} machines with {sharding.local_processes} processes each, started by "
-                "setup/slurm/train.sbatch or setup/ssh/train.sh (docs/hardware.md).",
-                "output_dir must be on a disk that all of them share; the run does not start without one.",
+                f"{sharding.machines} machines with {sharding.local_processes} processes each, "
+                "started by setup/slurm/train.sbatch or setup/ssh/train.sh (docs/hardware.md).",
+                "output_dir must be on a disk that all of them share; the run does not start "
+                "without one.",
             ],
         )
         if sharding.machines > 1
@@ -432,7 +459,10 @@ def report(plan: Plan, given: Collection[str]) -> str:
 
 
 def dry_run(command: Given, options: DryRunOptions) -> int:
-    """Print what the command would do. Returns 0 if it would run, 1 if not; raises `UserError` as a run would."""
+    """Print what the command would do.
+
+    Returns 0 if it would run, 1 if not; raises `UserError` as a run would.
+    """
     _check_outputs(options)
     plan = make_plan(command, options)
     if os.environ.get("RANK", "0") != "0":  # only the first process prints
@@ -475,7 +505,9 @@ def _write(option: str, path: Path, text: str) -> None:
 
 
 def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """Every key as `--config` reads it, changed ones first, without those that TRL and Transformers derive."""
+    """Every key as `--config` reads it, changed ones first, without those that TRL and Transformers
+    derive.
+    """
     everything = changed_keys(plan, given)
     for key, value, same in _keys(plan):
         if key.init and key.name not in everything and same:

@@ -1,4 +1,6 @@
-"""How much memory and disk space a run will need, computed from shapes alone: pure formulas, each with its source."""
+"""How much memory and disk space a run will need, computed from shapes alone: pure formulas, each
+with its source.
+"""
 
 from bisect import bisect_left
 from collections.abc import Callable
@@ -36,9 +38,11 @@ class States:
 
 
 def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
-    """`mixed`: DeepSpeed computes in bfloat16 or float16, and then keeps float32 master weights. Without it gradients
-    and moments have the dtype of the weights, and LoRA's own are float32 (peft's default). The reference model is whole
-    on each card but for ZeRO-3, and LoRA needs none (TRL).
+    """`mixed`: DeepSpeed computes in bfloat16 or float16, and then keeps float32 master weights.
+
+    Without it gradients and moments have the dtype of the weights, and LoRA's own are float32
+    (peft's default). The reference model is whole on each card but for ZeRO-3, and LoRA needs none
+    (TRL).
     """
     if sharding.stage is None:
         return _plain(shape, sharding.processes, reference)
@@ -48,7 +52,8 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
     trained = shape.trained
     over = {level: ranks if sharding.stage >= level else 1 for level in (1, 2, 3)}
     optimizer = trained * (_ADAM * FLOAT + (FLOAT if mixed else 0)) // over[1]
-    # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever the model has
+    # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever
+    # the model has
     on_host = trained * ((_ADAM + 2) * FLOAT + byte) // over[1]
     gradients = trained * byte // over[2]
     bucket = BUCKET * byte if sharding.stage >= 2 else 0
@@ -142,15 +147,18 @@ def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
 
 _SMALL = (
     2 * 2**20
-)  # scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
+    # scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small
+    # model
+)
 
 
 def checkpoint_bytes(
     shape: ModelShape, sharding: Sharding, *, mixed: bool, reference: bool = False
 ) -> int:
-    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and with `reference`
-    one that moves (`sync_ref_model`). DeepSpeed writes, beside the model for `from_pretrained`, its own float32 master
-    weights, the moments and, for ZeRO-2 and below, the module's weights once more.
+    """One `checkpoint-N` folder of all ranks: weights (with LoRA the adapter alone), optimizer, and
+    with `reference` one that moves (`sync_ref_model`). DeepSpeed writes, beside the model for
+    `from_pretrained`, its own float32 master weights, the moments and, for ZeRO-2 and below, the
+    module's weights once more.
     """
     moved = shape.total * shape.weight_bytes if reference else 0
     if sharding.stage is None:
@@ -165,7 +173,9 @@ def checkpoint_bytes(
 
 
 def checkpoint_of(config: Any, shape: ModelShape, sharding: Sharding, image_tokens: int) -> int:
-    """One checkpoint of a run, with the images that `adora_rollouts.replay` keeps, beside which tokens are small."""
+    """One checkpoint of a run, with the images that `adora_rollouts.replay` keeps, beside which
+    tokens are small.
+    """
     mixed = bool(config.bf16 or config.fp16)
     groups = int(config.adora_rollouts.replay) * sharding.processes
     one = checkpoint_bytes(shape, sharding, mixed=mixed, reference=config.sync_ref_model)
@@ -173,7 +183,9 @@ def checkpoint_of(config: Any, shape: ModelShape, sharding: Sharding, image_toke
 
 
 def run_bytes(checkpoint: int, model: int, kept: int) -> int:
-    """The largest size of a run's folder: `kept` checkpoints, one that is being written, and the final model."""
+    """The largest size of a run's folder: `kept` checkpoints, one that is being written, and the
+    final model.
+    """
     return checkpoint * (kept + 1) + model
 
 
@@ -205,7 +217,9 @@ class Setup:
     shape: ModelShape
     sharding: Sharding
     batch: MicroBatch  # as if every sequence had an image and a prompt of its own
-    generation: int  # sequences of one rank in one generation: their pixels stay on the GPU until all are learned from
+    # sequences of one rank in one generation: their pixels stay on the GPU until all are learned
+    # from
+    generation: int
     generations: int = 1  # sequences of a group
     sharing: Sharing = Sharing()
     compute_bytes: int = 2
@@ -221,7 +235,9 @@ class Setup:
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The batch as it is computed: what belongs to one problem counts once, by the trainer's own rules."""
+        """The batch as it is computed: what belongs to one problem counts once, by the trainer's
+        own rules.
+        """
         batch = self.batch
         unit = unit_size(batch.sequences, self.generations)
         completions = [[batch.completion_tokens] * unit] * (batch.sequences // unit)
@@ -236,7 +252,9 @@ class Setup:
 
     @property
     def swaps(self) -> bool:
-        """Whether the base leaves the card while the engine is awake (`FrozenBase`), so that one copy is there."""
+        """Whether the base leaves the card while the engine is awake (`FrozenBase`), so that one
+        copy is there.
+        """
         return bool(self.shape.four_bit and self.engine and self.engine.sleep)
 
     @property
@@ -264,7 +282,9 @@ class Prediction:
 
 
 def predict(setup: Setup, card: int) -> Prediction:
-    """What a card of `card` bytes would hold in the rollouts, in forward and backward, and in the optimizer step."""
+    """What a card of `card` bytes would hold in the rollouts, in forward and backward, and in the
+    optimizer step.
+    """
     held = states(setup.shape, setup.sharding, reference=setup.reference, mixed=setup.mixed)
     engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
     features, passing = frozen_tower(setup)
@@ -323,9 +343,10 @@ def predict(setup: Setup, card: int) -> Prediction:
 
 
 def frozen_tower(setup: Setup) -> tuple[int, int]:
-    """Of a frozen vision tower that sees each image of a generation once, in bytes: the features, which are kept for
-    the generation, and the most that a pass over `PATCHES_A_PASS` holds, which is less than what a block would save for
-    its backward (0.7 of it for the 7B model). Any other tower has neither.
+    """Of a frozen vision tower that sees each image of a generation once, in bytes: the features,
+    which are kept for the generation, and the most that a pass over `PATCHES_A_PASS` holds, which
+    is less than what a block would save for its backward (0.7 of it for the 7B model). Any other
+    tower has neither.
     """
     shape = setup.shape
     eye = setup.shape.vision
@@ -346,7 +367,9 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
 
 
 def _learning(setup: Setup, gradients: int) -> dict[str, int]:
-    """Gradients and activations of a micro-batch at their peak, which is in the LM head or in the costliest layer."""
+    """Gradients and activations of a micro-batch at their peak, which is in the LM head or in the
+    costliest layer.
+    """
     shape = setup.shape
     batch = setup.micro_batch
     dtypes = setup.dtypes
@@ -354,8 +377,8 @@ def _learning(setup: Setup, gradients: int) -> dict[str, int]:
     kept = activations.saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=masked)
     text = kept.text + activations.head_saved(shape, batch, dtypes, compact=setup.accelerator)
     head = activations.head_transient(shape, batch, dtypes, compact=setup.accelerator)
-    # What the head adds to the gradient of a weight that it shares waits for the embedding's part, at the end; there
-    # both and their sum are held
+    # What the head adds to the gradient of a weight that it shares waits for the embedding's part,
+    # at the end; there both and their sum are held
     weight = (
         shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
     )
@@ -422,19 +445,23 @@ def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
 
 
 def fits(setup: Setup, card: int) -> bool:
-    """Whether every phase fits into the GPU, and the engine has room for at least one rollout of full length."""
+    """Whether every phase fits into the GPU, and the engine has room for at least one rollout of
+    full length.
+    """
     prediction = predict(setup, card)
     return prediction.peak <= card and (
         prediction.engine is None or prediction.engine.concurrent >= 1
     )
 
 
-HEADROOM = 0.05  # of the card: left free by a share that is proposed, since no GPU has confirmed the prediction
+# of the card: left free by a share that is proposed, since no GPU has confirmed the prediction
+HEADROOM = 0.05
 
 
 def proposed_utilization(setup: Setup, card: int) -> float | None:
-    """The smallest `vllm_gpu_memory_utilization`, in hundredths, with which the most rollouts of full length run at
-    once while each phase leaves `HEADROOM` of the card free; None without a colocated engine on a GPU, or such a share.
+    """The smallest `vllm_gpu_memory_utilization`, in hundredths, with which the most rollouts of
+    full length run at once while each phase leaves `HEADROOM` of the card free; None without a
+    colocated engine on a GPU, or such a share.
     """
     engine = setup.engine
     if engine is None or not setup.accelerator:
@@ -450,7 +477,9 @@ def proposed_utilization(setup: Setup, card: int) -> float | None:
 
 
 def batch_sizes(setup: Setup) -> list[int]:
-    """Values of per_device_train_batch_size that keep groups whole, or split them evenly, and divide a generation."""
+    """Values of per_device_train_batch_size that keep groups whole, or split them evenly, and
+    divide a generation.
+    """
     group = setup.generations
     generation = setup.generation
     sizes = [size for size in range(1, generation + 1) if generation % size == 0]
@@ -458,7 +487,10 @@ def batch_sizes(setup: Setup) -> list[int]:
 
 
 def largest_batch(setup: Setup, card: int) -> int:
-    """The largest of `batch_sizes` that fits, 0 if none does. The number of rollouts per generation stays the same."""
+    """The largest of `batch_sizes` that fits, 0 if none does.
+
+    The number of rollouts per generation stays the same.
+    """
     sizes = batch_sizes(setup)
 
     def good(number: int) -> bool:
@@ -469,7 +501,9 @@ def largest_batch(setup: Setup, card: int) -> int:
 
 
 def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS) -> int:
-    """The largest number of image tokens per prompt that fits, at most `room`, with the same text; 0 if none does."""
+    """The largest number of image tokens per prompt that fits, at most `room`, with the same text;
+    0 if none does.
+    """
     limit = min(room, MOST_IMAGE_TOKENS)
     text = setup.batch.prompt_tokens - setup.batch.image_tokens
 
@@ -484,5 +518,8 @@ def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS)
 
 
 def _largest(good: Callable[[int], bool], limit: int) -> int:
-    """The largest number from 1 to `limit` that is good, or 0. If a number is good, all smaller ones are."""
+    """The largest number from 1 to `limit` that is good, or 0.
+
+    If a number is good, all smaller ones are.
+    """
     return bisect_left(range(1, limit + 1), True, key=lambda number: not good(number))

@@ -1,4 +1,6 @@
-"""The report's section on memory: what each part takes in each phase, whether it fits, and what would."""
+"""The report's section on memory: what each part takes in each phase, whether it fits, and what
+would.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ def memory_lines(plan: Plan) -> list[str]:
     lines = [
         f"{_number(setup.shape.total)} parameters, {_number(setup.shape.trained)} trained; "
         f"{setup.sharding.describe()}.",
-        f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + {setup.batch.completion_tokens}) "
-        f"tokens, {setup.batch.image_tokens} of each an image.",
+        f"Micro-batch: {setup.batch.sequences} x ({setup.batch.prompt_tokens} + "
+        f"{setup.batch.completion_tokens}) tokens, {setup.batch.image_tokens} of each an image.",
     ]
     if prediction.peak < _ROOMY * card:  # nobody asks which part takes how much
         return section(f"Memory, predicted, on {plan.card_name}", [*lines, *verdict_lines(plan)])
@@ -60,8 +62,8 @@ def memory_lines(plan: Plan) -> list[str]:
     if setup.swaps:
         base = setup.shape.base_bytes(setup.shape.weight_bytes) / GIB
         lines.append(
-            f"The base, {base:.3g} GiB, is on the card once: the trainer's leaves while the engine is awake. Both take "
-            f"{2 * base:.3g} GiB of pinned host memory."
+            f"The base, {base:.3g} GiB, is on the card once: the trainer's leaves while the "
+            f"engine is awake. Both take {2 * base:.3g} GiB of pinned host memory."
         )
     honesty = _ON_A_GPU if setup.accelerator else _ON_A_CPU
     lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), honesty]
@@ -85,22 +87,25 @@ def sharing_lines(plan: Plan) -> list[str]:
     lines = []
     if shared:
         lines = [
-            f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. With one for each "
-            f"{phase} would take {alone / GIB:.3g} GiB instead of {ours / GIB:.3g}."
+            f"Computed once for {batch.unit} rollouts of a micro-batch: {' and '.join(shared)}. "
+            f"With one for each {phase} would take {alone / GIB:.3g} GiB instead of "
+            f"{ours / GIB:.3g}."
         ]
     unit = unit_size(batch.sequences, group)
     if unit < group:
         lines.append(
-            f"per_device_train_batch_size: {batch.sequences} splits a group into {group // unit} parts, and each "
-            f"computes image and prompt anew; a multiple of num_generations: {group} does not."
+            f"per_device_train_batch_size: {batch.sequences} splits a group into {group // unit} "
+            "parts, and each computes image and prompt anew; a multiple of num_generations: "
+            f"{group} does not."
         )
     return lines
 
 
 _ON_A_CPU = "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
 _ON_A_GPU = (
-    "Formulas, checked on a pretended card (python -m benchmarks.fake_card CONFIG) and by no GPU yet. CUDA's context, "
-    "fragmentation and the engine's workspace are assumptions: docs/hardware.md."
+    "Formulas, checked on a pretended card (python -m benchmarks.fake_card CONFIG) and by no GPU "
+    "yet. CUDA's context, fragmentation and the engine's workspace are assumptions: "
+    "docs/hardware.md."
 )
 
 
@@ -113,14 +118,17 @@ def engine_lines(plan: Plan) -> list[str]:
         setup.shape, setup.engine.dtype_bytes, setup.engine.tensor_parallel
     )
     return [
-        f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of {setup.engine.max_sequences} rollouts "
-        f"{engine.concurrent} run at once if all reach {setup.engine.max_length} tokens, more if they end earlier.",
+        f"Engine: {per_token / 1024:.0f} KiB per token for keys and values; of "
+        f"{setup.engine.max_sequences} rollouts {engine.concurrent} run at once if all reach "
+        f"{setup.engine.max_length} tokens, more if they end earlier.",
         *share_lines(plan, engine.concurrent),
     ]
 
 
 def share_lines(plan: Plan, concurrent: int) -> list[str]:
-    """The share of the GPU with which more rollouts than `concurrent` would run at once, or the run would fit."""
+    """The share of the GPU with which more rollouts than `concurrent` would run at once, or the run
+    would fit.
+    """
     engine = plan.setup.engine
     share = proposed_utilization(plan.setup, plan.card)
     if engine is None or share is None:
@@ -130,8 +138,8 @@ def share_lines(plan: Plan, concurrent: int) -> list[str]:
     if more <= concurrent and fits(plan.setup, plan.card):
         return []
     return [
-        f"vllm_gpu_memory_utilization: {share:g} instead of {engine.utilization:g} lets {more} run at once, and leaves "
-        f"{1 - proposed.peak / plan.card:.0%} of the card free."
+        f"vllm_gpu_memory_utilization: {share:g} instead of {engine.utilization:g} lets {more} "
+        f"run at once, and leaves {1 - proposed.peak / plan.card:.0%} of the card free."
     ]
 
 
@@ -149,8 +157,9 @@ def verdict_lines(plan: Plan) -> list[str]:
         parts = prediction.phases[prediction.peak_phase]
         largest = max(parts, key=lambda name: parts[name])
         lines = [
-            f"It does NOT fit: {prediction.peak_phase} would take {peak:.3g} GiB of {card / GIB:.3g}; the largest part "
-            f"is {largest} ({parts[largest] / GIB:.3g} GiB). {remedy(plan)}"
+            f"It does NOT fit: {prediction.peak_phase} would take {peak:.3g} GiB of "
+            f"{card / GIB:.3g}; the largest part is {largest} ({parts[largest] / GIB:.3g} GiB). "
+            f"{remedy(plan)}"
         ]
     else:
         lines = [
@@ -162,8 +171,9 @@ def verdict_lines(plan: Plan) -> list[str]:
     batch = memory.largest_batch(setup, card)
     most = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
     lines.append(
-        f"Largest per_device_train_batch_size that fits, of those that keep groups of {setup.generations} whole or "
-        f"split them evenly: {most} (keep its product with gradient_accumulation_steps and processes)."
+        "Largest per_device_train_batch_size that fits, of those that keep groups of "
+        f"{setup.generations} whole or split them evenly: {most} (keep its product with "
+        "gradient_accumulation_steps and processes)."
     )
     return [*lines, largest_image_line(plan)] if setup.shape.vision is not None else lines
 
@@ -172,8 +182,9 @@ def largest_image_line(plan: Plan) -> str:
     """The largest `max_pixels`, or what leaves no room for any image."""
     if plan.limit is not None and plan.image_room < 1:
         return (
-            f"No max_pixels leaves room for a whole answer: text of up to {plan.lengths.longest_text} tokens and "
-            f"max_completion_length: {plan.limit.completion} together exceed {plan.limit.name}."
+            "No max_pixels leaves room for a whole answer: text of up to "
+            f"{plan.lengths.longest_text} tokens and max_completion_length: "
+            f"{plan.limit.completion} together exceed {plan.limit.name}."
         )
     tokens = memory.largest_image_tokens(plan.setup, plan.card, plan.image_room)
     pixels = tokens * plan.setup.shape.image_token_pixels

@@ -74,7 +74,9 @@ def write_card(manifest: Mapping[str, Any], folder: Path, state: TrainerState) -
 
 
 def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]], step: int) -> str:
-    """`manifest` is that of the run (it may be empty), `history` is its log, and `step` is the step of the weights."""
+    """`manifest` is that of the run (it may be empty), `history` is its log, and `step` is the step
+    of the weights.
+    """
     config = manifest.get("config", {})
     model = manifest.get("model", {})
     name = str(model.get("name") or "")
@@ -90,8 +92,8 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     sections = [
         _front_matter(name, sees),
         f"# {short_name(name) or 'Model'}, {amount(step, 'step')} of {recipe_of(config)}",
-        f"Trained with adora_vl to reason about {about} by reinforcement learning (ADORA: arXiv 2602.10019). "
-        "The licence is that of the base model and of the data.",
+        f"Trained with adora_vl to reason about {about} by reinforcement learning (ADORA: arXiv "
+        "2602.10019). The licence is that of the base model and of the data.",
         "## Load and prompt it",
         load,
         "## Recipe",
@@ -131,8 +133,14 @@ def _how_to_load(config: Mapping[str, Any], asked_with: str | None, sees: bool) 
         return load
     if asked_with == DEFAULT_PROMPT:
         problem = template(asked_with)({"problem": "Find x.", "choices": ["12", "13"]})
-        return f"{load}\n\nIn the training the choices of a problem stood below it:\n\n```text\n{problem}\n```"
-    return f"{load}\n\nIn the training the text of a problem was made of its columns: `{_cell(asked_with)}`"
+        return (
+            f"{load}\n\nIn the training the choices of a problem stood below it:\n"
+            f"\n```text\n{problem}\n```"
+        )
+    return (
+        f"{load}\n\nIn the training the text of a problem was made of its columns: "
+        f"`{_cell(asked_with)}`"
+    )
 
 
 def _data(data: Mapping[str, Any]) -> str:
@@ -158,7 +166,10 @@ def _figures(history: Sequence[Mapping[str, Any]]) -> str:
     rows = figure_rows(history)
     if not rows:
         return "Nothing was logged before this was saved."
-    said = "Means over the logged steps, of sampled answers to training problems: not comparable with a benchmark."
+    said = (
+        "Means over the logged steps, of sampled answers to training problems: not comparable "
+        "with a benchmark."
+    )
     lines = [
         "| | first fifth | last fifth |",
         "|---|---|---|",

@@ -25,8 +25,9 @@ from adora_vl.utils.versions import installed
 
 
 def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) -> str:
-    """The command that started this run, without secrets: `accelerate launch ...` if the parent process was started so
-    (Linux can tell), else `python -m adora_vl.train` with the `arguments`, which are None for a script of Python's.
+    """The command that started this run, without secrets: `accelerate launch ...` if the parent
+    process was started so (Linux can tell), else `python -m adora_vl.train` with the `arguments`,
+    which are None for a script of Python's.
     """
     if arguments is None:
         named = sys.argv and sys.argv[0] not in ("", "-c")
@@ -38,14 +39,18 @@ def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) 
 
 
 def interpreter() -> str:
-    """This Python, as one calls it from the run's folder: `python` where that and `python3` are the same."""
+    """This Python, as one calls it from the run's folder: `python` where that and `python3` are the
+    same.
+    """
     program = Path(sys.executable)
     plain = program.with_name("python")
     return as_called(str(plain if plain.is_file() and plain.samefile(program) else program))
 
 
 def as_called(program: str) -> str:
-    """A relative path such as `.venv/bin/python` for programs below the current folder, else only the name."""
+    """A relative path such as `.venv/bin/python` for programs below the current folder, else only
+    the name.
+    """
     path = Path(program)
     if not path.is_absolute():
         return program
@@ -96,13 +101,18 @@ _GRPO_LOSSES = (
 
 
 def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The methods in `adora_method` with all their options. A record of an earlier version has names alone."""
+    """The methods in `adora_method` with all their options.
+
+    A record of an earlier version has names alone.
+    """
     value = config.get("adora_method") or "adora"
     return {name.strip(): {} for name in value.split("+")} if isinstance(value, str) else value
 
 
 def recipe_of(config: Mapping[str, Any]) -> str:
-    """Such as `GRPO`, `ADORA attenuation, factor 0.1` or `DAPO + ADORA attenuation, factor 0.1, noisy rollouts 0.5`."""
+    """Such as `GRPO`, `ADORA attenuation, factor 0.1` or `DAPO + ADORA attenuation, factor 0.1,
+    noisy rollouts 0.5`.
+    """
     named = [
         _adora(config) if name == "adora" else NAMES.get(name, own_name(name))
         for name in methods_of(config)
@@ -113,7 +123,9 @@ def recipe_of(config: Mapping[str, Any]) -> str:
 
 
 def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """ADORA's options, schedules as such; where it is no method of the run those of its criteria for the log."""
+    """ADORA's options, schedules as such; where it is no method of the run those of its criteria
+    for the log.
+    """
     own = methods_of(config).get("adora")
     defaults = {each.name: each.default for each in dataclasses.fields(Adora)}
     given = {**defaults, **({"mode": "off"} if own is None else own)}
@@ -185,9 +197,11 @@ def run_manifest(
     own: Mapping[str, str] | None = None,
     left_out: int = 0,
 ) -> Manifest:
-    """The manifest of a run that starts now, or resumes from `checkpoint`. `settings`: the dataclasses of the run.
-    `rows`: those that are trained on; `left_out`: those whose prompts are too long (`adora_overlong_prompts`). `own`:
-    the hash of each file of the user's code, by what it is for.
+    """The manifest of a run that starts now, or resumes from `checkpoint`.
+
+    `settings`: the dataclasses of the run. `rows`: those that are trained on; `left_out`: those
+    whose prompts are too long (`adora_overlong_prompts`). `own`: the hash of each file of the
+    user's code, by what it is for.
     """
     config = {
         field.name: getattr(each, field.name)
@@ -227,7 +241,10 @@ def run_manifest(
 
 
 def write_manifest(manifest: Manifest, output_dir: Path) -> None:
-    """Write the manifest, with a resumed run's earlier starts. One process calls this. Raises `RunError`."""
+    """Write the manifest, with a resumed run's earlier starts.
+
+    One process calls this. Raises `RunError`.
+    """
     path = output_dir / MANIFEST
     if manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"]:
         manifest["starts"] = [*read_manifest(output_dir).get("starts", []), *manifest["starts"]]
@@ -251,7 +268,10 @@ def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) 
 def failure_noted(
     manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool
 ) -> Iterator[None]:
-    """An exception inside marks the run as `failed`, with its first line. A killed run still says `running`."""
+    """An exception inside marks the run as `failed`, with its first line.
+
+    A killed run still says `running`.
+    """
     try:
         yield
     except Exception as error:
@@ -286,11 +306,16 @@ def device(processes: int) -> str:
     """`8 x NVIDIA A100-SXM4-80GB`, or the processor and its cores."""
     if torch.cuda.is_available():
         return f"{processes} x {torch.cuda.get_device_name(0)}"
-    return f"{processes} process{'es' if processes > 1 else ''} on {os.cpu_count()} cores ({platform.machine()})"
+    return (
+        f"{processes} process{'es' if processes > 1 else ''} on {os.cpu_count()} cores "
+        f"({platform.machine()})"
+    )
 
 
 def git_commit() -> str | None:
-    """The commit of the checkout that this package runs from, with `+changes` if files differ; None without one."""
+    """The commit of the checkout that this package runs from, with `+changes` if files differ; None
+    without one.
+    """
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parents[2]), *words]
@@ -308,7 +333,9 @@ def git_commit() -> str | None:
 
 
 def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str, Any]:
-    """Where the data come from, as their folders' manifests say; several data sets in `sets`, with their shares."""
+    """Where the data come from, as their folders' manifests say; several data sets in `sets`, with
+    their shares.
+    """
     sets: list[dict[str, Any]] = []
     for folder in folders:
         manifest = read_object(Path(folder) / MANIFEST)
@@ -326,13 +353,17 @@ def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str
 
 
 def data_name(data: Mapping[str, Any]) -> str:
-    """The names of the data sets of a run without their paths, which say where they lie on a machine."""
+    """The names of the data sets of a run without their paths, which say where they lie on a
+    machine.
+    """
     folders = [one["folder"] for one in data["sets"]] if data.get("sets") else [data["folder"]]
     return ", ".join(Path(str(folder)).name for folder in folders)
 
 
 def short_name(model: str) -> str:
-    """A hub id, or the last two parts of a folder's path: the rest describes the machine, not the model."""
+    """A hub id, or the last two parts of a folder's path: the rest describes the machine, not the
+    model.
+    """
     return "/".join(Path(model).parts[-2:])
 
 

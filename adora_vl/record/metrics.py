@@ -1,4 +1,6 @@
-"""Figures of a run: `metrics.jsonl`, the seconds of each phase, the progress line, and ADORA's shares."""
+"""Figures of a run: `metrics.jsonl`, the seconds of each phase, the progress line, and ADORA's
+shares.
+"""
 
 import json
 import math
@@ -28,7 +30,9 @@ Line = dict[str, Any]
 
 
 def kind_of(logs: Mapping[str, Any]) -> str:
-    """`end` for the run's last entry, `eval` for an evaluation, else `train`, also where nothing was sampled."""
+    """`end` for the run's last entry, `eval` for an evaluation, else `train`, also where nothing
+    was sampled.
+    """
     if "train_runtime" in logs:
         return "end"
     return "eval" if any(key.startswith("eval_") for key in logs) else "train"
@@ -50,7 +54,10 @@ def _finite(value: Any) -> Any:
 
 
 def read_metrics(path: Path) -> list[Line]:
-    """The lines of the file, none if it is missing. A last line that a crash has cut off is left out."""
+    """The lines of the file, none if it is missing.
+
+    A last line that a crash has cut off is left out.
+    """
     lines = []
     for text in path.read_bytes().split(b"\n") if path.is_file() else []:
         try:
@@ -65,7 +72,9 @@ def read_metrics(path: Path) -> list[Line]:
 def resumed_lines(
     found: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int
 ) -> list[Line]:
-    """The file of a run that resumes after `step`: no later line, and what it lacks of the checkpoint's history."""
+    """The file of a run that resumes after `step`: no later line, and what it lacks of the
+    checkpoint's history.
+    """
     lines = [*found, *(as_line(entry, int(entry["step"]), None) for entry in history)]
     kept: dict[tuple[Any, ...], Line] = {}
     for line in lines:
@@ -117,7 +126,9 @@ _OF_THE_HOST = {"grading", "other"}  # a step starts nothing there that the devi
 
 
 def settle() -> None:
-    """Wait for the GPU, so that each phase is charged for its own work; the next one would soon wait anyway."""
+    """Wait for the GPU, so that each phase is charged for its own work; the next one would soon
+    wait anyway.
+    """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
@@ -125,8 +136,9 @@ def settle() -> None:
 class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """Divides the time among phases, and puts the seconds of each into the log of a step.
 
-    A phase inside another one pauses it. Inside a step, time that is in no other phase counts as `policy`. The time
-    between two steps (loading data, saving, evaluating) is `other`, of the later one.
+    A phase inside another one pauses it. Inside a step, time that is in no other phase counts as
+    `policy`. The time between two steps (loading data, saving, evaluating) is `other`, of the later
+    one.
     """
 
     def __init__(
@@ -137,7 +149,9 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         *,
         sleep_mode: bool = False,
     ) -> None:
-        """`sleep_mode`: whether the run's engine sleeps between generations; else it has no phases for that."""
+        """`sleep_mode`: whether the run's engine sleeps between generations; else it has no phases
+        for that.
+        """
         self._log = log
         self._now = now
         self._settle = settle
@@ -157,7 +171,10 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a part of a step. Outside of steps it counts as `other`: an evaluation also syncs and samples."""
+        """Time a part of a step.
+
+        Outside of steps it counts as `other`: an evaluation also syncs and samples.
+        """
         if not self._open or self._open[-1] == name:
             yield
             return
@@ -194,7 +211,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
 
 # rewards above adora_correct_above, and right answers
-PASS = "adora/pass_rate"
+PASS = "adora/pass_rate"  # noqa: S105
 ACCURACY = "grading/correct"
 # Title, key of the log, format, factor
 _FIGURES = (
@@ -224,7 +241,9 @@ def duration(seconds: float) -> str:
 
 
 def differs_from_pass(logs: Mapping[str, Any]) -> bool:
-    """Whether accuracy is to stand beside the share that passes: several functions are summed, or the two differ."""
+    """Whether accuracy is to stand beside the share that passes: several functions are summed, or
+    the two differ.
+    """
     functions = [key for key in logs if key.startswith("rewards/") and key.endswith("/mean")]
     accuracy = logs.get(ACCURACY)
     passed = logs.get(PASS)
@@ -308,8 +327,9 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
 
 def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """What to say of a run in whose last steps, `SILENT_STEPS` at least, no group had anything to teach: since when,
-    the likeliest reason, and what to look at. None if there was something. `history`: of the log, or of the file.
+    """What to say of a run in whose last steps, `SILENT_STEPS` at least, no group had anything to
+    teach: since when, the likeliest reason, and what to look at. None if there was something.
+    `history`: of the log, or of the file.
     """
     silent: list[Mapping[str, Any]] = []
     before = 0
@@ -325,32 +345,45 @@ def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
     rates = {entry.get(PASS) for entry in silent}
     if rates == {0.0}:
         reason = (
-            "no answer was right. `python -m adora_vl.rewards.explain` says what the reward makes of one (a run's "
-            "answers are in its report), `python -m data_prep filter` keeps the problems that the model solves "
-            "sometimes, and the built-in tiny models know drawn problems alone"
+            "no answer was right. `python -m adora_vl.rewards.explain` says what the reward makes "
+            "of one (a run's answers are in its report), `python -m data_prep filter` keeps the "
+            "problems that the model solves sometimes, and the built-in tiny models know drawn "
+            "problems alone"
         )
     elif rates == {1.0}:
-        reason = "every answer was right. `python -m data_prep filter` keeps the problems that it does not always solve"
+        reason = (
+            "every answer was right. `python -m data_prep filter` keeps the problems that it "
+            "does not always solve"
+        )
     elif not any(entry.get("reward_std") for entry in silent):
         reason = (
-            f"every answer had the reward {silent[0].get('reward', math.nan):g}. "
-            "`python -m adora_vl.rewards.explain --reward FILE.py:FUNCTION` says what yours returns for one"
+            f"every answer had the reward {silent[0].get('reward', math.nan):g}. `python -m "
+            "adora_vl.rewards.explain --reward FILE.py:FUNCTION` says what yours returns for one"
         )
     else:
         reason = (
-            "the answers to a problem are all alike. A higher temperature or more num_generations makes them differ, "
-            "`python -m data_prep filter` finds problems where they do"
+            "the answers to a problem are all alike. A higher temperature or more num_generations "
+            "makes them differ, `python -m data_prep filter` finds problems where they do"
         )
-    return f"nothing was learned in the last {steps} steps: in every group all rewards were equal, since {reason}"
+    return (
+        f"nothing was learned in the last {steps} steps: in every group all rewards were equal, "
+        f"since {reason}"
+    )
 
 
 def _mean_where(values: Tensor, chosen: Tensor) -> float:
-    """The mean of the chosen values. It is NaN if none is chosen; TRL's log leaves such figures out."""
+    """The mean of the chosen values.
+
+    It is NaN if none is chosen; TRL's log leaves such figures out.
+    """
     return values[chosen].mean().item() if bool(chosen.any()) else float("nan")
 
 
 def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
-    """Shares of prompts, and mean lengths of rollouts in tokens. A group without any reward counts nowhere."""
+    """Shares of prompts, and mean lengths of rollouts in tokens.
+
+    A group without any reward counts nowhere.
+    """
     groups = weighting.groups
     judged_P, any_correct_P, any_wrong_P = (
         each_PG.any(dim=1) for each_PG in (groups.scored_PG, groups.correct_PG, groups.wrong_PG)
@@ -398,9 +431,10 @@ class TieNotice:
         if self._marked >= self.GROUPS and self._ties > self.SHARE * self._marked:
             self._silent = True
             tqdm.write(
-                f"{self._ties} of {self._marked} attenuated groups are ties: their longest right answer is exactly as "
-                "long as the mean of the wrong ones, so length says nothing there. The reference attenuates them too; "
-                "adora_method.adora.ties: keep leaves them their weight",
+                f"{self._ties} of {self._marked} attenuated groups are ties: their longest right "
+                "answer is exactly as long as the mean of the wrong ones, so length says nothing "
+                "there. The reference attenuates them too; adora_method.adora.ties: keep leaves "
+                "them their weight",
                 file=sys.stderr,
             )
 
@@ -414,7 +448,9 @@ def learned_figures(weighed: Advantages) -> dict[str, float]:
 def judged_figures(
     judged: Advantages, scores: Scores, functions: Sequence[str]
 ) -> dict[str, float]:
-    """The figures of all rollouts that were graded: TRL's under its names, ADORA's, and what the `functions` log."""
+    """The figures of all rollouts that were graded: TRL's under its names, ADORA's, and what the
+    `functions` log.
+    """
     figures = {f"adora/{name}": value for name, value in adora_metrics(judged.weighting).items()}
     figures["adora/reflective_per_1000_tokens"] = scores.reflective_per_1000_tokens
     figures["rewards/missing"] = scores.rewards.missing_share
@@ -434,9 +470,11 @@ def judged_figures(
 
 
 def tool_figures(rewards_PG: Tensor, facts_N4: Tensor) -> dict[str, float]:
-    """Of a run with tools, TRL's under its names. `facts_N4`: of each rollout its calls, those that failed, their
-    seconds, whether its last turn was unanswered. `adora/tool_gain`: by how much those that called have more reward
-    than others of the group.
+    """Of a run with tools, TRL's under its names.
+
+    `facts_N4`: of each rollout its calls, those that failed, their seconds, whether its last turn
+    was unanswered. `adora/tool_gain`: by how much those that called have more reward than others of
+    the group.
     """
     calls_N, failed_N, seconds_N, unanswered_N = facts_N4.unbind(dim=1)
     called_PG = calls_N.view_as(rewards_PG) > 0

@@ -1,4 +1,6 @@
-"""Puts each rollout of a generation into the record, with its grades, its advantages and their reasons."""
+"""Puts each rollout of a generation into the record, with its grades, its advantages and their
+reasons.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +43,10 @@ _LATE = ("visual_dependency", "visual_scale")
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Keeps what a step did until it ends, then writes it. All ranks call every method; the first one writes."""
+    """Keeps what a step did until it ends, then writes it.
+
+    All ranks call every method; the first one writes.
+    """
 
     def __init__(
         self, context: StepContext, decode: Callable[[Sequence[int]], str] | None = None
@@ -72,7 +77,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         )
 
     def number(self, rows: int) -> Tensor:
-        """The numbers of this rank's next `rows` rollouts, by which all ranks know them in this step, (rows,)."""
+        """The numbers of this rank's next `rows` rollouts, by which all ranks know them in this
+        step, (rows,).
+        """
         own_B = torch.arange(self._counted, self._counted + rows, device=self.accelerator.device)
         numbers_B: Tensor = own_B * self.accelerator.num_processes + self.accelerator.process_index
         return numbers_B
@@ -83,7 +90,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def add(
         self, generation: Generation, table: Mapping[str, Any], functions: Sequence[str]
     ) -> None:
-        """Add rollouts that were just graded. `table`: TRL's completions table. `functions`: names of the rewards."""
+        """Add rollouts that were just graded.
+
+        `table`: TRL's completions table. `functions`: names of the rewards.
+        """
         rows = generation.rows
         batch = generation.batch
         step = generation.step
@@ -116,8 +126,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             self.record.add(columns, weighed.groups.rewards_PG.shape[1])
 
     def weighed(self, generation: Generation, table: Mapping[str, Any]) -> None:
-        """Put the final advantages of those rollouts that are learned from into the record, and into the rows of
-        `table`, those of the batch that was graded last. A rollout that was replaced keeps an advantage of 0.
+        """Put the final advantages of those rollouts that are learned from into the record, and
+        into the rows of `table`, those of the batch that was graded last. A rollout that was
+        replaced keeps an advantage of 0.
         """
         batch = generation.batch
         weighed = generation.advantages
@@ -135,7 +146,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             set_weighed(table, name, late_RB[:, -self._latest :].flatten().tolist())
 
     def _set_late(self, name: str, numbers_N: Tensor, values_N: Tensor) -> Tensor:
-        """Fill in a column of the step's rollouts, (ranks, rollouts of each), NaN where nothing is known of one."""
+        """Fill in a column of the step's rollouts, (ranks, rollouts of each), NaN where nothing is
+        known of one.
+        """
         # below: of an earlier step
         ranks = self.accelerator.num_processes
         ours_N = numbers_N >= 0
@@ -176,7 +189,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self.record.flush(state.global_step)
 
     def _drift_of(self, batch: Batch) -> list[float]:
-        """The drift of each rollout of all ranks, nats per token; empty if only the policy's forward pass will tell."""
+        """The drift of each rollout of all ranks, nats per token; empty if only the policy's
+        forward pass will tell.
+        """
         if "old_per_token_logps" not in batch or "sampling_per_token_logps" not in batch:
             return []
         logps = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
@@ -233,7 +248,10 @@ def _columns(
 
 
 class GenerationLog:
-    """What a generation leaves behind: figures, the table of completions, and the record. On all ranks together."""
+    """What a generation leaves behind: figures, the table of completions, and the record.
+
+    On all ranks together.
+    """
 
     def __init__(
         self,
@@ -245,8 +263,10 @@ class GenerationLog:
         notice: TieNotice,
         bytes_sent: Callable[[], int] | None,
     ) -> None:
-        """`figures`, `table`: TRL's `_metrics` and `_logs`. `functions`: the names of the reward functions.
-        `bytes_sent`: of the last weight sync, None without an engine.
+        """`figures`, `table`: TRL's `_metrics` and `_logs`.
+
+        `functions`: the names of the reward functions. `bytes_sent`: of the last weight sync, None
+        without an engine.
         """
         self.recorder = recorder
         self.figures = figures
@@ -260,7 +280,10 @@ class GenerationLog:
         self.images = logs_images(context.config)
 
     def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
-        """Of all that were graded, also of those that are replaced. `prompts`, `answers`: of this rank."""
+        """Of all that were graded, also of those that are replaced.
+
+        `prompts`, `answers`: of this rank.
+        """
         scores = generation.scores
         judged = generation.advantages
         training = generation.mode == "train"

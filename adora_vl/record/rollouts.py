@@ -53,7 +53,10 @@ def _part(path: Path) -> Part | None:
 
 
 def write_part(folder: Path, table: pa.Table, first: int, last: int) -> Part:
-    """Write the rows of the steps `first` to `last`. The data are on the disk before the file gets its name."""
+    """Write the rows of the steps `first` to `last`.
+
+    The data are on the disk before the file gets its name.
+    """
     part = Part(folder / f"rollouts-{first:08}-{last:08}.parquet", first, last)
     with replacing(part.path) as stream:
         pq.write_table(table, stream, compression="zstd")
@@ -84,7 +87,10 @@ def rotate(folder: Path, limit_bytes: float) -> None:
 
 
 def cut_after(folder: Path, step: int) -> None:
-    """Delete everything after `step`, because the run resumes there; 0 deletes all. Other files are not touched."""
+    """Delete everything after `step`, because the run resumes there; 0 deletes all.
+
+    Other files are not touched.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     counted = parts(folder)
     remove_partial(folder)
@@ -107,15 +113,19 @@ def read_parts(chosen: list[Part]) -> pa.Table:
 
 
 def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
-    """The rows of one file. Raises `UserError` where it is damaged, and `FileNotFoundError` where it is gone."""
+    """The rows of one file.
+
+    Raises `UserError` where it is damaged, and `FileNotFoundError` where it is gone.
+    """
     try:
         return pq.read_table(part.path, columns=columns)
     except FileNotFoundError:
         raise
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"the record's file {str(part.path)!r} cannot be read ({in_one_line(error)}); move it out of the run, and "
-            f"the record lacks the steps {part.first} to {part.last} and no others"
+            f"the record's file {str(part.path)!r} cannot be read ({in_one_line(error)}); move it "
+            f"out of the run, and the record lacks the steps {part.first} to {part.last} and no "
+            "others"
         ) from error
 
 
@@ -125,7 +135,10 @@ _SIDE = (
 
 
 class Diagrams:
-    """Writes into `folder` until it holds `limit_bytes`. Every rank may write: equal content has an equal name."""
+    """Writes into `folder` until it holds `limit_bytes`.
+
+    Every rank may write: equal content has an equal name.
+    """
 
     def __init__(self, folder: Path, limit_bytes: float) -> None:
         self.folder = folder
@@ -139,7 +152,10 @@ class Diagrams:
         self._bytes = None
 
     def keep(self, row: str | None, images: Sequence[Any]) -> list[str]:
-        """Store those images of a row that are new, and return all their file names. `row` is the row's id."""
+        """Store those images of a row that are new, and return all their file names.
+
+        `row` is the row's id.
+        """
         if row is not None and row in self._names:
             return self._names[row]
         names = [self._keep(image) for image in images if isinstance(image, Image.Image)]
@@ -181,7 +197,8 @@ _TYPES: dict[str, pa.DataType] = {
     "verdict": pa.string(),
     "extracted": pa.string(),
     "reason": pa.string(),  # the rule that decided, from the grader
-    "reward": pa.float32(),  # the weighted sum of the parts, which are reward/<function>; null without one
+    # the weighted sum of the parts, which are reward/<function>; null without one
+    "reward": pa.float32(),
     "missing": pa.string(),  # why the rollout has left its group; null where it has not
     "advantage_raw": pa.float32(),
     "advantage": pa.float32(),  # as the loss gets it; 0 for a rollout of a group that was replaced
@@ -194,7 +211,8 @@ _TYPES: dict[str, pa.DataType] = {
     "truncated": pa.bool_(),
     "distorted": pa.bool_(),  # sampled on a distorted image (noisy_rollouts); its drift is unknown
     "visual_dependency": pa.float32(),  # nats per token (visual_tokens); null without an image
-    "visual_scale": pa.float32(),  # the factor of the advantage on those tokens that are learned from
+    # the factor of the advantage on those tokens that are learned from
+    "visual_scale": pa.float32(),
     "segments": pa.int16(),  # in how many parts it was sampled (adora_rollouts.budget)
     "age": pa.int16(),  # generations since its group began
     "calls": pa.int16(),  # of tools; null in a run without
@@ -211,7 +229,8 @@ _TYPES: dict[str, pa.DataType] = {
             }
         )
     ),
-    "drift": pa.float32(),  # mean |log-probability difference| of engine and trainer, nats per token
+    # mean |log-probability difference| of engine and trainer, nats per token
+    "drift": pa.float32(),
 }
 Columns = dict[str, list[Any]]
 
@@ -221,7 +240,10 @@ def turns_of(
     decode: Callable[[Sequence[int]], str],
     keep: Callable[[Sequence[Any]], list[str]],
 ) -> list[dict[str, Any]]:
-    """A rollout as a conversation of `model` and `tool`. `keep`: stores pictures and says their names."""
+    """A rollout as a conversation of `model` and `tool`.
+
+    `keep`: stores pictures and says their names.
+    """
     made = []
     for number, span in enumerate(rollout.spans):
         calls = [call for call in rollout.calls if call.span == number]
@@ -273,7 +295,10 @@ def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) 
 
 
 class Record:
-    """The record of one run: rows are kept until their step ends, and written then. One process writes."""
+    """The record of one run: rows are kept until their step ends, and written then.
+
+    One process writes.
+    """
 
     def __init__(
         self, output_dir: Path, limit_gb: float, settings: Mapping[str, Any], ranks: int = 1
@@ -305,7 +330,10 @@ class Record:
             columns[name] = [before if math.isnan(now) else now for before, now in both]
 
     def flush(self, step: int) -> None:
-        """Write the waiting rows. If the disk refuses, one line says so and recording ends, but the run goes on."""
+        """Write the waiting rows.
+
+        If the disk refuses, one line says so and recording ends, but the run goes on.
+        """
         if not self._waiting:
             return
         tables = [as_table(columns, self._settings) for columns in self._waiting]

@@ -17,7 +17,9 @@ from eval.benchmark import for_data
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
-    """The command that evaluates `model` on the held-out split of `data`, with a placeholder if there is no such."""
+    """The command that evaluates `model` on the held-out split of `data`, with a placeholder if
+    there is no such.
+    """
     held_out = any(Path(data).glob("data/test-*.parquet"))
     benchmark, more = (
         (for_data(Path(data)), ["--max-tokens", str(max_tokens)])
@@ -37,7 +39,9 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
 
 
 def merge_command(run: Path) -> str | None:
-    """The command that merges a run's LoRA adapter, to where the evaluators look for it; None for a whole model."""
+    """The command that merges a run's LoRA adapter, to where the evaluators look for it; None for a
+    whole model.
+    """
     if not (run / ADAPTER).is_file() or (run / "config.json").is_file():
         return None
     return shlex.join([interpreter(), "-m", "adora_vl.export", str(run), str(run / MERGED)])
@@ -63,7 +67,9 @@ FIGURES = (
 
 
 def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """For each figure its title and its means over the first and the last fifth of the logged steps, as text."""
+    """For each figure its title and its means over the first and the last fifth of the logged
+    steps, as text.
+    """
     # The run's last entry holds the figures of the steps since the log before it.
     entries = [entry for entry in history if kind_of(entry) != "eval"]
     rows = []
@@ -88,9 +94,9 @@ def summary_lines(
     data: str = "DATA",
     command: str = "",
 ) -> list[str]:
-    """The lines of the summary; the table compares the first and the last fifth of the logged steps. `model`: a folder
-    that transformers and vLLM can load, or a LoRA adapter that is to be merged first. `data`: the dataset's folder.
-    `command`: the one that started the run.
+    """The lines of the summary; the table compares the first and the last fifth of the logged
+    steps. `model`: a folder that transformers and vLLM can load, or a LoRA adapter that is to be
+    merged first. `data`: the dataset's folder. `command`: the one that started the run.
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
     lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
@@ -124,7 +130,9 @@ def summary_lines(
 
 
 def _longer(config: AdoraGRPOConfig, command: str) -> str | None:
-    """The same command with twice as many steps; only if that run would be a continuation of this one."""
+    """The same command with twice as many steps; only if that run would be a continuation of this
+    one.
+    """
     constant = spelled(config.lr_scheduler_type) == "constant"
     if not command or not constant or not checkpoints(Path(config.output_dir)):
         return None

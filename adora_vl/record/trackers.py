@@ -19,7 +19,9 @@ from adora_vl.utils.errors import UserError
 
 
 def gather_texts(values: list[Any]) -> list[Any]:
-    """Like accelerate's `gather_object`, but images in conversations are replaced by `{"type": "image"}`."""
+    """Like accelerate's `gather_object`, but images in conversations are replaced by `{"type":
+    "image"}`.
+    """
     gathered: list[Any] = gather_object(
         [strip_images_from_messages(v) if is_conversation(v) else v for v in values]
     )
@@ -42,7 +44,9 @@ _PACKAGES = {
 
 
 def check_trackers(report_to: Sequence[str]) -> None:
-    """Raise `UserError` for a tracker that is not installed, which Transformers does after the weights are loaded."""
+    """Raise `UserError` for a tracker that is not installed, which Transformers does after the
+    weights are loaded.
+    """
     for name in report_to:
         packages = _PACKAGES.get(name, (name,))
         if packages and not any(find_spec(package) for package in packages):
@@ -51,13 +55,14 @@ def check_trackers(report_to: Sequence[str]) -> None:
 
 
 def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:
-    """wandb writes into `output_dir` without a network, unless WANDB_MODE is set; tensorboard and trackio are local by
-    themselves (trackio_space_id sends it elsewhere).
+    """wandb writes into `output_dir` without a network, unless WANDB_MODE is set; tensorboard and
+    trackio are local by themselves (trackio_space_id sends it elsewhere).
     """
     if "wandb" in report_to:
         os.environ.setdefault("WANDB_MODE", "offline")
         os.environ.setdefault("WANDB_DIR", output_dir)
-        # what it keeps to be sent later, such as the images of tables; in the home folder by default
+        # what it keeps to be sent later, such as the images of tables; in the home folder by
+        # default
         os.environ.setdefault("WANDB_DATA_DIR", str(Path(output_dir, "wandb").absolute()))
 
 
@@ -76,10 +81,11 @@ def add_rows(
     *,
     texts: bool = False,
 ) -> None:
-    """Put rollouts that were graded into `table`, the trainer's `_logs`, which keeps as many as a generation has.
-    `prompts`, `answers` and `images` (empty where no tracker shows them) are of this rank, the rest of all. The
-    advantages are in a training 0 until `set_weighed` has the final ones; `advantage_raw` is TRL's. `functions`: the
-    names of the rewards. `texts`: prompts become plain texts, as wandb refuses messages that mix text and images.
+    """Put rollouts that were graded into `table`, the trainer's `_logs`, which keeps as many as a
+    generation has. `prompts`, `answers` and `images` (empty where no tracker shows them) are of
+    this rank, the rest of all. The advantages are in a training 0 until `set_weighed` has the final
+    ones; `advantage_raw` is TRL's. `functions`: the names of the rewards. `texts`: prompts become
+    plain texts, as wandb refuses messages that mix text and images.
     """
     generations = judged.raw_PG.shape[1]
     table["prompt"].extend(gather_texts(prompts))
@@ -109,7 +115,10 @@ def add_rows(
 
 
 def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) -> None:
-    """Put the final values of a column of the record into the newest rows of `table`. NaN: the rollout has none."""
+    """Put the final values of a column of the record into the newest rows of `table`.
+
+    NaN: the rollout has none.
+    """
     columns = {
         **table["extra"],
         "advantage": table["advantages"],
@@ -122,7 +131,9 @@ def set_weighed(table: Mapping[str, Any], name: str, values: Sequence[float]) ->
 
 
 def in_one_form(prompts: Any) -> None:
-    """Give all prompts one form, as a column has one type: TRL splits texts into parts on ranks with an image alone."""
+    """Give all prompts one form, as a column has one type: TRL splits texts into parts on ranks
+    with an image alone.
+    """
     conversations = [prompt for prompt in prompts if is_conversation(prompt)]
     if not any(
         isinstance(message.get("content"), list) for prompt in conversations for message in prompt
@@ -146,7 +157,10 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def to_json(logs: Mapping[str, Any]) -> str:
-    """The rows of the newest generation. Images are left out; what JSON does not know becomes its text."""
+    """The rows of the newest generation.
+
+    Images are left out; what JSON does not know becomes its text.
+    """
     kept: dict[str, Any] = {name: list(logs[name]) for name in _COLUMNS}
     kept |= {
         group: {name: list(values) for name, values in logs[group].items()} for group in _GROUPS
@@ -157,7 +171,10 @@ def to_json(logs: Mapping[str, Any]) -> str:
 
 
 def from_json(text: str, logs: Mapping[str, Any]) -> None:
-    """Put the rows of `to_json` into `logs`, TRL's `_logs`, in place of what is there. Empty text: nothing was kept."""
+    """Put the rows of `to_json` into `logs`, TRL's `_logs`, in place of what is there.
+
+    Empty text: nothing was kept.
+    """
     if not text:
         return
     kept = json.loads(text)
@@ -171,7 +188,10 @@ def from_json(text: str, logs: Mapping[str, Any]) -> None:
 
 
 def empty(logs: Mapping[str, Any]) -> None:
-    """Drop all rows. TRL keeps as many as a full generation has, so behind a smaller one older rows would stand."""
+    """Drop all rows.
+
+    TRL keeps as many as a full generation has, so behind a smaller one older rows would stand.
+    """
     for column in logs.values():
         for rows in column.values() if isinstance(column, dict) else [column]:
             rows.clear()
@@ -183,5 +203,7 @@ def logs_tables(args: AdoraGRPOConfig) -> bool:
 
 
 def logs_images(args: AdoraGRPOConfig) -> bool:
-    """TRL's `log_multimodal`, where a tracker has a table for it: stock TRL gathers all images on every rank anyway."""
+    """TRL's `log_multimodal`, where a tracker has a table for it: stock TRL gathers all images on
+    every rank anyway.
+    """
     return bool(args.log_multimodal and logs_tables(args))

@@ -1,6 +1,8 @@
-"""`python -m adora_vl.report RUN [RUN ...]`: the curves and the rollouts of one or more runs as one HTML file.
+"""`python -m adora_vl.report RUN [RUN ...]`: the curves and the rollouts of one or more runs as one
+HTML file.
 
-With `--compare` it says instead, in one paragraph and one table, whether the second run is better than the first.
+With `--compare` it says instead, in one paragraph and one table, whether the second run is better
+than the first.
 """
 
 from __future__ import annotations

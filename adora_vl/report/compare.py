@@ -1,8 +1,10 @@
-"""Did it help? Training runs against each other, and scores before and after a training.
+"""Did it help?
 
-`python -m adora_vl.report A B --compare` answers from the folders of runs, in one paragraph and one table. `python -m
-adora_vl.report.compare BEFORE.json AFTER.json [--beside GRPO=GRPO.json]` shows scores of `eval` on the same problems,
-and beside them those of another way of training.
+Training runs against each other, and scores before and after a training.
+
+`python -m adora_vl.report A B --compare` answers from the folders of runs, in one paragraph and one
+table. `python -m adora_vl.report.compare BEFORE.json AFTER.json [--beside GRPO=GRPO.json]` shows
+scores of `eval` on the same problems, and beside them those of another way of training.
 """
 
 import argparse
@@ -111,7 +113,8 @@ class Side:
 
 def read_compared(folder: Path) -> ComparedRun:
     """Read what a comparison needs. Raises `UserError` for a folder that is no run."""
-    # Imported here, because they bring torch and Transformers along, which scores alone do not need.
+    # Imported here, because they bring torch and Transformers along, which scores alone do not
+    # need.
     from adora_vl.record.manifest import facts_of_run, methods_of, read_manifest
     from adora_vl.record.metrics import METRICS, read_metrics
 
@@ -145,7 +148,8 @@ def read_compared(folder: Path) -> ComparedRun:
         )
     if filled.get("budget") is not None:
         notes.append(
-            f"{folder}: some generations of adora_rollouts.budget have fewer rollouts than are counted"
+            f"{folder}: some generations of adora_rollouts.budget have fewer rollouts than are "
+            "counted"
         )
     recipe = facts_of_run(manifest)["recipe"]
     scores, more = _scores(folder)
@@ -156,7 +160,9 @@ def read_compared(folder: Path) -> ComparedRun:
 
 
 def rollouts_per_step(config: Mapping[str, Any]) -> float:
-    """Rollouts that one optimizer step samples, on average: a generation serves several steps of TRL's."""
+    """Rollouts that one optimizer step samples, on average: a generation serves several steps of
+    TRL's.
+    """
     batch, accumulated, steps, iterations = (
         float(config.get(key) or 1)
         for key in (
@@ -170,7 +176,9 @@ def rollouts_per_step(config: Mapping[str, Any]) -> float:
 
 
 def _curves(lines: Sequence[dict[str, Any]], per_step: float) -> dict[str, list[Point]]:
-    """The figures by what had been sampled and how long the steps had taken, evaluations' own time left out."""
+    """The figures by what had been sampled and how long the steps had taken, evaluations' own time
+    left out.
+    """
     from adora_vl.record.metrics import PHASES
 
     curves: dict[str, list[Point]] = {PASS_RATE: []}
@@ -202,15 +210,17 @@ def _scores(folder: Path) -> tuple[dict[str, ScoreFile], list[str]]:
         benchmark = score.score["benchmark"]
         if benchmark in found:
             notes.append(
-                f"{folder}: several scores of {benchmark}; the newest is taken, {path.relative_to(folder)}"
+                f"{folder}: several scores of {benchmark}; the newest is taken, "
+                f"{path.relative_to(folder)}"
             )
         found[benchmark] = score
     return found, notes
 
 
 def make_sides(first: Sequence[ComparedRun], second: Sequence[ComparedRun]) -> tuple[Side, Side]:
-    """The sides as they were named; without a second one, two runs are two sides, and more are sorted by their config.
-    Raises `UserError` where that gives no two sides, or a side with a seed twice.
+    """The sides as they were named; without a second one, two runs are two sides, and more are
+    sorted by their config. Raises `UserError` where that gives no two sides, or a side with a seed
+    twice.
     """
     if not second:
         first, second = _sorted_out(first)
@@ -235,14 +245,19 @@ def _sorted_out(runs: Sequence[ComparedRun]) -> tuple[Sequence[ComparedRun], Seq
         }
         groups.setdefault(json.dumps(kept, sort_keys=True, default=str), []).append(run)
     if len(groups) != 2:
-        different = f"the {len(runs)} runs have {len(groups)} different configs, and a comparison needs two sides"
+        different = (
+            f"the {len(runs)} runs have {len(groups)} different configs, and a comparison needs "
+            "two sides"
+        )
         raise UserError(f"RUN: {different}; name them as `A1 A2 --compare B1 B2`")
     one, other = groups.values()
     return one, other
 
 
 def config_differences(a: Side, b: Side) -> dict[str, tuple[str, str]]:
-    """What differs beside the seed, with the values of both sides; not the options of a method that one has not."""
+    """What differs beside the seed, with the values of both sides; not the options of a method that
+    one has not.
+    """
     runs = (*a.runs, *b.runs)
     keys = sorted(
         {
@@ -277,7 +292,10 @@ def between_seeds(first: Mapping[int, float], second: Mapping[int, float]) -> Di
 def at_budget(
     points: Sequence[tuple[float, float]], budget: float, window: float = WINDOW
 ) -> float | None:
-    """The mean within the last `window` of the budget, else the newest value before it. `points`: (spent, value)."""
+    """The mean within the last `window` of the budget, else the newest value before it.
+
+    `points`: (spent, value).
+    """
     before = [(spent, value) for spent, value in points if spent <= budget * (1 + 1e-9)]
     if not before:
         return None
@@ -286,7 +304,9 @@ def at_budget(
 
 
 class ComparedFigure(NamedTuple):
-    """One line of the table: a figure, and the budget at which it was taken, where that is not the end."""
+    """One line of the table: a figure, and the budget at which it was taken, where that is not the
+    end.
+    """
 
     figure: str
     difference: Difference
@@ -310,7 +330,8 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
         problems = between_problems(first, second)
         if problems is None:
             raise UserError(
-                f"RUN: the scores of {benchmark} have no problem in common; evaluate on the same data"
+                f"RUN: the scores of {benchmark} have no problem in common; evaluate on the same "
+                "data"
             )
         accuracies = (
             side.by_seed([run.scores[benchmark].score["accuracy"] for run in side.runs])
@@ -333,7 +354,9 @@ def _scored(a: Side, b: Side) -> list[str]:
 
 
 def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
-    """The evaluations on the way and the pass rate in training, where both sides had spent the same."""
+    """The evaluations on the way and the pass rate in training, where both sides had spent the
+    same.
+    """
     rows: list[ComparedFigure] = []
     shared = [
         name for name in a.runs[0].curves if all(run.curves.get(name) for run in (*a.runs, *b.runs))
@@ -383,8 +406,9 @@ def _paragraph(a: Side, b: Side, held_out: Figures, rest: Figures, keys: Sequenc
     """The answer first, then what it rests on. `keys`: those in which the configs differ."""
     if not held_out:
         return (
-            f"Whether {b.title} is better than {a.title} is not known: not every run was scored on held-out problems. "
-            "Evaluate each with `python -m eval.geometry3k run --model RUN --data DATA --output RUN/eval`."
+            f"Whether {b.title} is better than {a.title} is not known: not every run was scored "
+            "on held-out problems. Evaluate each with `python -m eval.geometry3k run --model RUN "
+            "--data DATA --output RUN/eval`."
         )
     main = held_out[0].difference
     assert main.low is not None and main.high is not None
@@ -400,7 +424,10 @@ def _paragraph(a: Side, b: Side, held_out: Figures, rest: Figures, keys: Sequenc
     for axis in _UNITS:
         same = next((line for line in rest if line.axis == axis), None)
         if same is not None:
-            text += f" At equal {axis} ({same.at}) it is {100 * same.difference.value:+.1f} in {same.figure}."
+            text += (
+                f" At equal {axis} ({same.at}) it is {100 * same.difference.value:+.1f} in "
+                f"{same.figure}."
+            )
     differ = ", ".join(keys[:4]) + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
     text += (
         f" The configs differ in {differ}."
@@ -408,7 +435,10 @@ def _paragraph(a: Side, b: Side, held_out: Figures, rest: Figures, keys: Sequenc
         else " The configs are the same but for the seed."
     )
     if len(a.runs) == 1 or len(b.runs) == 1:
-        text += " With one seed on a side, another seed may well decide otherwise: the interval is over problems alone."
+        text += (
+            " With one seed on a side, another seed may well decide otherwise: the interval is "
+            "over problems alone."
+        )
     return text
 
 
@@ -437,13 +467,13 @@ def _legend(rows: Sequence[ComparedFigure]) -> list[str]:
     """What the titles of rows at a budget mean; nothing where there are none."""
     budgets = [row for row in rows if row.axis]
     lines = {
-        "N rollouts, N s: all runs after the rollouts, or seconds of training steps, that the shortest one had.": True,
+        "N rollouts, N s: all runs after the rollouts, or seconds of training steps, that the "
+        "shortest one had.": True,
         "on the way: the newest evaluation before that point.": any(
             row.figure != TRAINING for row in budgets
         ),
-        "pass rate in training: right answers to training problems, as the mean over the last tenth before that point.": any(
-            row.figure == TRAINING for row in budgets
-        ),
+        "pass rate in training: right answers to training problems, as the mean over the last "
+        "tenth before that point.": any(row.figure == TRAINING for row in budgets),
     }
     return ["", *(line for line, present in lines.items() if present)] if budgets else []
 
@@ -462,9 +492,10 @@ def _notes(a: Side, b: Side) -> list[str]:
 
 
 def gain_lines(before: ScoreFile, after: ScoreFile, beside: ScoreFile | None = None) -> list[str]:
-    """The table, overall, by family and by kind, with 95 % Wilson intervals, and the gain in percentage points.
-    `beside`: another score of the same problems, with a column and a paired difference. Raises `UserError` for scores
-    of different benchmarks, or of different numbers of answers.
+    """The table, overall, by family and by kind, with 95 % Wilson intervals, and the gain in
+    percentage points. `beside`: another score of the same problems, with a column and a paired
+    difference. Raises `UserError` for scores of different benchmarks, or of different numbers of
+    answers.
     """
     runs = [before, after, *([beside] if beside else [])]
     check_one_benchmark(runs)
@@ -475,11 +506,17 @@ def gain_lines(before: ScoreFile, after: ScoreFile, beside: ScoreFile | None = N
                 for one in (before, run)
                 if (line := missing_answers(one.score))
             ]
-            numbers = f"{before.name} has {before.score['total']} answers and {run.name} {run.score['total']}"
+            numbers = (
+                f"{before.name} has {before.score['total']} answers and {run.name} "
+                f"{run.score['total']}"
+            )
             raise UserError(
                 f"{numbers}; {'; '.join(missing) or 'compare scores of the same problems'}"
             )
-    head = f"{'held-out accuracy':<18}{'N':>6}  {'before [95 %]':<{_CELL}} {'after [95 %]':<{_CELL}} {'gain':>7}"
+    head = (
+        f"{'held-out accuracy':<18}{'N':>6}  {'before [95 %]':<{_CELL}} "
+        f"{'after [95 %]':<{_CELL}} {'gain':>7}"
+    )
     lines = ["  ".join([head, *(f"{run.name} [95 %]" for run in runs[2:])])]
     lines += [_gain_row("all", [run.score for run in runs]), *_group_rows(runs)]
     (low, high) = before.score["wilson_95"]
@@ -496,7 +533,9 @@ def gain_lines(before: ScoreFile, after: ScoreFile, beside: ScoreFile | None = N
 
 
 def _group_rows(runs: Sequence[ScoreFile]) -> list[str]:
-    """A row for each family of problems, and below it one for each kind of it (`crossing, vertical`)."""
+    """A row for each family of problems, and below it one for each kind of it (`crossing,
+    vertical`).
+    """
     groups = runs[0].score["groups"]
     rows = []
     for family in groups.get("family", {}):
@@ -538,7 +577,10 @@ def _named(value: str) -> tuple[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The table of scores. Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C."""
+    """The table of scores.
+
+    Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
+    """
     parser = Parser(
         prog="python -m adora_vl.report.compare",
         description="What training changed on held-out problems.",

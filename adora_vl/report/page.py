@@ -15,22 +15,25 @@ from adora_vl.report.run_view import ROLLOUT, RunView
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
-# What the page looks for too, so that both find the same formulas: this expression means the same in Python and
-# JavaScript. Every repetition has a bound, so no text can make it slow.
+# What the page looks for too, so that both find the same formulas: this expression means the same
+# in Python and JavaScript. Every repetition has a bound, so no text can make it slow.
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]{0,200}\}){0,200}\}){0,400}\}"
 FORMULA = (
     r"\$\$[^$]{1,400}\$\$"
-    r"|\$(?:\s[^$\n]{1,400}\s|[^\s$](?:[^$\n]{0,400}[^\s$])?)\$(?!\d)"  # but not `$5 and $6`, nor `$6. $`
+    # but not `$5 and $6`, nor `$6. $`
+    r"|\$(?:\s[^$\n]{1,400}\s|[^\s$](?:[^$\n]{0,400}[^\s$])?)\$(?!\d)"
     r"|\\\([^\n]{1,400}?\\\)"
     r"|\\\[[\s\S]{1,400}?\\\]"
     rf"|\\boxed\s?{_GROUP}"
-    rf"|\\[A-Za-z]{{3,20}}(?:\s?{_GROUP}|\s(?:[A-Z]|\d{{1,9}})(?![A-Za-z\d])){{0,9}}"  # a command alone in prose
+    # a command alone in prose
+    rf"|\\[A-Za-z]{{3,20}}(?:\s?{_GROUP}|\s(?:[A-Z]|\d{{1,9}})(?![A-Za-z\d])){{0,9}}"
 )
 MAX_FORMULAS = 10_000  # different ones in a page; each takes a fifth of a millisecond and 50 bytes
 _MAX_CHARACTERS = 400
 _MAX_NODES = 1000
 _DELIMITED = re.compile(r"\$\$([\s\S]*)\$\$|\$([\s\S]*)\$|\\\(([\s\S]*)\\\)|\\\[([\s\S]*)\\\]")
-# Definitions could call one another, and a short text grow without end; a comment would hide the rest of its line.
+# Definitions could call one another, and a short text grow without end; a comment would hide the
+# rest of its line.
 _REFUSED = re.compile(
     r"\\(?:\w*def|let|futurelet|\w*command|Declare\w*|\w*environment|verb)(?![a-z])|(?<!\\)%"
 )
@@ -81,7 +84,9 @@ Tree = list[Any]  # [element, attributes, child or text, ...]
 
 
 def formulas(texts: Iterable[str | None], whole: Iterable[str | None] = ()) -> dict[str, Tree]:
-    """The trees of the first `MAX_FORMULAS` formulas in `texts`, and of `whole` that are LaTeX, by their source."""
+    """The trees of the first `MAX_FORMULAS` formulas in `texts`, and of `whole` that are LaTeX, by
+    their source.
+    """
     found: dict[str, Tree | None] = {}
     pattern = re.compile(FORMULA)
     for text in whole:
@@ -108,13 +113,17 @@ def mathml(source: str) -> Tree | None:
     try:
         element = convert_to_element(latex, display="block" if block else "inline")
         tree = [_plain(child, [_MAX_NODES]) for child in element]
-    except Exception:  # it raises many kinds for what it cannot read, and one that is not understood is shown as it is
+    # it raises many kinds for what it cannot read, and one that is not understood is shown as it is
+    except Exception:
         return None
     return ["math", {"display": "block"} if block else {}, *tree]
 
 
 def _plain(element: Element, left: list[int]) -> Tree:
-    """The element with what is allowed of it. `left`: how many more a formula may have. Raises `ValueError`."""
+    """The element with what is allowed of it.
+
+    `left`: how many more a formula may have. Raises `ValueError`.
+    """
     text = unescape(element.text or "")
     left[0] -= 1
     unknown = element.tag == "mi" and (text.startswith("\\") or text == "&")
@@ -197,14 +206,18 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write the page at once. Raises `UserError` if `path` is a file of another kind, or cannot be written."""
+    """Write the page at once.
+
+    Raises `UserError` if `path` is a file of another kind, or cannot be written.
+    """
     try:
         if (
             path.exists()
             and GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]
         ):
             raise UserError(
-                f"--output: {str(path)!r} is not a page that this command wrote; choose another name"
+                f"--output: {str(path)!r} is not a page that this command wrote; choose another "
+                "name"
             )
         replace_file(path, page)
     except OSError as error:

@@ -1,4 +1,6 @@
-"""What the page shows of a run: groups and rollouts of chosen steps, with the reason of each weight."""
+"""What the page shows of a run: groups and rollouts of chosen steps, with the reason of each
+weight.
+"""
 
 import base64
 import json
@@ -34,12 +36,17 @@ _CONTROLS = {  # `assign`: what decided the weight instead of the criteria
 
 
 def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """Why a group has its weight, in one to three sentences. `group`: step (from 1 on), weight, tds, pass_rate,
-    longest_right and mean_wrong as recorded, `equal`: all rewards are the same, and `left`: how many of its `size`
-    rollouts have no reward. `settings`: the keys of the run, as its record has them.
+    """Why a group has its weight, in one to three sentences.
+
+    `group`: step (from 1 on), weight, tds, pass_rate, longest_right and mean_wrong as recorded,
+    `equal`: all rewards are the same, and `left`: how many of its `size` rollouts have no reward.
+    `settings`: the keys of the run, as its record has them.
     """
     if group["left"] == group["size"]:
-        return "No rollout of the group has a reward to compare with another, so nothing is learned from it."
+        return (
+            "No rollout of the group has a reward to compare with another, so nothing is learned "
+            "from it."
+        )
     sentence = _weight(group, settings)
     if group["left"]:
         sentence += (
@@ -68,7 +75,10 @@ def _weight(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
 
 def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
-    """Whether the criteria call the group TAS or TDS, and why. The page shows the figures beside it, rounded once."""
+    """Whether the criteria call the group TAS or TDS, and why.
+
+    The page shows the figures beside it, rounded once.
+    """
     sayings = {"length": _length, "difficulty": _difficulty}
     criteria = options["criteria"]
     alone = [*criteria] == ["difficulty"] or options["combine"] == "any"
@@ -94,10 +104,16 @@ def _length(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
             else "every wrong rollout was cut off"
         )
         holds = "holding" if options["empty_wrong"] == "keep" else "failing"
-        return f"{nothing}, so there is no finished wrong one to compare lengths with, which counts as {holds}"
+        return (
+            f"{nothing}, so there is no finished wrong one to compare lengths with, which counts "
+            f"as {holds}"
+        )
     if longest == mean:
         holds = "holding" if options["ties"] == "keep" else "failing"
-        return f"the longest right rollout is as long as the mean of the finished wrong ones, which counts as {holds}"
+        return (
+            "the longest right rollout is as long as the mean of the finished wrong ones, which "
+            f"counts as {holds}"
+        )
     relation = "longer" if longest > mean else "not longer"
     return f"the longest right rollout is {relation} than the mean of the finished wrong ones"
 
@@ -110,8 +126,8 @@ def _difficulty(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     return f"the pass rate is {relation} tau, {100 * tau:g} %"
 
 
-# One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion is last, because the
-# page keeps completions in a separate block.
+# One rollout is a list in this order; viewer/groups.js reads it by the same names. The completion
+# is last, because the page keeps completions in a separate block.
 ROLLOUT = (
     "verdict",
     "extracted",
@@ -164,7 +180,10 @@ class RunView:
 
 
 def load_run(folder: Path, max_rollouts: int) -> RunView:
-    """Read a run, also one that is still training. Raises `UserError` if the folder is no run, or cannot be read."""
+    """Read a run, also one that is still training.
+
+    Raises `UserError` if the folder is no run, or cannot be read.
+    """
     try:
         try:
             return _load(folder, max_rollouts)
@@ -214,7 +233,9 @@ def _add_groups(view: RunView, found: list[Part], max_rollouts: int) -> None:
 
 
 def _chosen_steps(found: list[Part], max_rollouts: int) -> tuple[list[int], int]:
-    """Evenly spread steps with at most `max_rollouts` together (one step at least), and how many rollouts there are."""
+    """Evenly spread steps with at most `max_rollouts` together (one step at least), and how many
+    rollouts there are.
+    """
     counts: dict[int, int] = {}
     for part in found:
         for entry in pc.value_counts(read_part(part, ["step"])["step"]).to_pylist():
@@ -266,8 +287,9 @@ def _rollout(row: Json) -> list[Any]:
 
 
 def _compared(row: Json) -> list[tuple[str, str, str]] | None:
-    """The parts of an answer with those of the reference answer; None for one number, or where the grade was another.
-    The record does not say how the run read its answers, so each way is tried until one has the recorded reason.
+    """The parts of an answer with those of the reference answer; None for one number, or where the
+    grade was another. The record does not say how the run read its answers, so each way is tried
+    until one has the recorded reason.
     """
     response = row["completion"]
     reference = row["answer"]
@@ -297,7 +319,9 @@ def _cut(text: str | None) -> str | None:
 def image_uris(
     folders: list[Path], views: list[RunView], max_bytes: int
 ) -> tuple[dict[str, str], int]:
-    """The diagrams as data URIs by name, up to `max_bytes` in total, and the number of those left out."""
+    """The diagrams as data URIs by name, up to `max_bytes` in total, and the number of those left
+    out.
+    """
     uris: dict[str, str] = {}
     used = left_out = 0
     for folder, view in zip(folders, views, strict=True):

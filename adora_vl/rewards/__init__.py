@@ -1,4 +1,7 @@
-"""Grading answers and turning verdicts into rewards. The first answer that needs mpmath imports it."""
+"""Grading answers and turning verdicts into rewards.
+
+The first answer that needs mpmath imports it.
+"""
 
 from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
 from adora_vl.rewards.forms import canonical_gold

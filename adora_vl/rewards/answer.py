@@ -37,12 +37,13 @@ Kind = Literal[
 class Answer:
     """One side of a comparison, or a part of one.
 
-    `text`: in canonical form. `reason`: the rule by which it is wrong where a value is asked for that it is not. `raw`:
-    what was read. `label`: what a form is the value of, `AB` in `AB = 4`. `real`: a number, or that before a per cent
-    sign. `tree`: of numbers and expressions, as `grammar` reads them. `brackets`: of an ordered one, such as `[)`.
-    `both_signs`: whether it comes from a plus-minus. `relations`: each a sign and the tree that it compares with 0.
-    `solution`: of inequalities in one unknown and of intervals. `refusal`: why it can be no reference answer.
-    `unit`: the one behind the value, which is not in `text`.
+    `text`: in canonical form. `reason`: the rule by which it is wrong where a value is asked for
+    that it is not. `raw`: what was read. `label`: what a form is the value of, `AB` in `AB = 4`.
+    `real`: a number, or that before a per cent sign. `tree`: of numbers and expressions, as
+    `grammar` reads them. `brackets`: of an ordered one, such as `[)`. `both_signs`: whether it
+    comes from a plus-minus. `relations`: each a sign and the tree that it compares with 0.
+    `solution`: of inequalities in one unknown and of intervals. `refusal`: why it can be no
+    reference answer. `unit`: the one behind the value, which is not in `text`.
     """
 
     kind: Kind
@@ -75,7 +76,8 @@ class Answer:
         return self.label != "" or not (self.is_value or self.kind == "unreadable")
 
 
-# The first that matches says why a text is no single value. All run on canonical text: short, without line breaks.
+# The first that matches says why a text is no single value. All run on canonical text: short,
+# without line breaks.
 _NO_VALUE = (
     ("empty_box", re.compile(r"^[{}() ]*$")),
     ("not_finite", re.compile(r"(?i)\bnan\b|\binf(?:inity|ty)?\b|\\infty|∞")),
@@ -101,10 +103,11 @@ UNREAD = frozenset(
 )  # nothing can be said of it
 # One sign, so that reading goes one level deep.
 _PER_CENT = re.compile(r"((?:(?!%|percent|pct).)+?) ?(?:\\?%|percent(?:age)?|pct)")
-# Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and unknown commands are
-# not.
+# Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and
+# unknown commands are not.
 _READABLE = re.compile(
-    r"(?:[0-9A-Za-z .:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
+    r"(?:[0-9A-Za-z "
+    r".:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
     r"|widehat|theta|alpha|beta|gamma|phi)(?![A-Za-z]))*"
 )
 _DAY = "(?:0?[1-9]|[12][0-9]|3[01])"
@@ -116,7 +119,10 @@ _RATIO = re.compile(r"[0-9.]+(?::[0-9.]+)+")
 
 
 def plain(raw: str) -> Answer:
-    """An answer as a single value, or as unreadable. Never raises, and costs about a millisecond at most."""
+    """An answer as a single value, or as unreadable.
+
+    Never raises, and costs about a millisecond at most.
+    """
     return _plain(raw) if len(raw) <= MAX_CHARS else Answer("unreadable", "", "too_long")
 
 

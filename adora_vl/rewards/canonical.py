@@ -1,7 +1,7 @@
 r"""Brings an answer to its canonical form, without the decorations that do not matter.
 
-Every substitution puts a space where it takes something out, and a space between two digits stays, so that no
-decoration can glue `1` and `2` into `12`. Source: the grading policy, points 2, 6 and 7.
+Every substitution puts a space where it takes something out, and a space between two digits stays,
+so that no decoration can glue `1` and `2` into `12`. Source: the grading policy, points 2, 6 and 7.
 """
 
 import re
@@ -30,10 +30,12 @@ _SYMBOLS = str.maketrans(
         "÷": "/",
     }
 )
-# What may stand between groups of three digits: `1,234`, `1{,}234`, `1\,234`, and thin spaces of Unicode.
+# What may stand between groups of three digits: `1,234`, `1{,}234`, `1\,234`, and thin spaces of
+# Unicode.
 _THIN = r"(?:,\\! ?|,|\{,\}|\\,|\\!|[\u2009\u202f])"
 _THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THIN}\d{{3}})+(?!\d|{_THIN})", re.ASCII)
-# What a careless escape makes of `\left(`: two backslashes. Of `\frac` it makes a form feed and `rac`.
+# What a careless escape makes of `\left(`: two backslashes. Of `\frac` it makes a form feed and
+# `rac`.
 _ESCAPED = re.compile(
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))"
 )
@@ -42,7 +44,8 @@ _FORM_FEED = re.compile(r"\\?\x0crac(?=\s*\{)")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 _SMALL = re.compile("[¼½¾⅐-⅞①-⑳]")
 _DOUBLE_RAISED = re.compile(r"\^\s*(?:\{\s*(\^\\circ) \s*\}|(?=\^\\circ))")
-# An empty group that holds a sign, `{}^\circ`, a wrapper without braces, `\mathrm \pi`, and what siunitx measures.
+# An empty group that holds a sign, `{}^\circ`, a wrapper without braces, `\mathrm \pi`, and what
+# siunitx measures.
 _FACTORIAL_BEFORE = re.compile(r"([0-9]+!) =")
 _EMPTY_GROUP = re.compile(r"\{\s*\}(?=\s*\^)")
 _UNBRACED = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|sf|it)|rm|bf)(?![A-Za-z])(?!\s*\{)")
@@ -68,7 +71,8 @@ _MAY_BE_MEASURED = re.compile(
     r"[^\W\d_]\.?$|\^[^^]*$"
 )  # what no unit can end is not searched for one
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
-# The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`, `area of the circle`.
+# The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`,
+# `area of the circle`.
 NAME = (
     r"(?:(?i:area|circumference|diameter|height|length|measure|perimeter|radius|volume)\s+of\s*(?:the\s+)?)?"
     r"(?:m\s*)?(?:\\(?:angle|overline|overrightarrow|vec|widehat|overarc|triangle)\s*)?"
@@ -77,7 +81,8 @@ NAME = (
     r"(?:_?\d|_(?:[A-Za-z]|\{(?:\s*\\triangle)?\s*[A-Za-z0-9]{1,16}\s*\}))?'?(?:\([A-Za-z0-9]{1,3}\))?"
 )
 _NAME_BEFORE = re.compile(rf"{NAME}\s*=(?!=)")
-# What `AB = CD` and `\angle 1 = \angle 2` say of two figures is an equation, and neither is the name of a value.
+# What `AB = CD` and `\angle 1 = \angle 2` say of two figures is an equation, and neither is the
+# name of a value.
 FIGURE = re.compile(
     r"(?:m\s*)?\\(?:angle|overline|widehat|overarc|triangle)\s*\{?\s*(?:[A-Z](?:\s*[A-Z]){0,3}|[0-9]{1,2})\s*\}?"
     r"|[A-Z](?:\s*[A-Z]){1,3}"
@@ -92,9 +97,10 @@ NAMED_VALUE = re.compile(
     rf"(?!\|[a-z]\|)({NAME_OF_VALUE.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)"
 )
 _BARE_COMMAND = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
-# Fractions, roots and pi in one spelling: `\frac{1}{2}` for `\dfrac12`, `\sqrt{3}` for `sqrt3` and `√3`. An argument
-# without braces has to be one digit, one letter or `\pi`: TeX sets `\sqrt12` as a root of 1 beside a 2, which nobody
-# means, so it is not read. After the Unicode sign all digits belong to the root.
+# Fractions, roots and pi in one spelling: `\frac{1}{2}` for `\dfrac12`, `\sqrt{3}` for `sqrt3` and
+# `√3`. An argument without braces has to be one digit, one letter or `\pi`: TeX sets `\sqrt12` as a
+# root of 1 beside a 2, which nobody means, so it is not read. After the Unicode sign all digits
+# belong to the root.
 _ONE = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
 _LAST = rf"{_ONE}(?!\d|\.\d)"
 _COMMANDS = [
@@ -103,7 +109,8 @@ _COMMANDS = [
         (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
-        # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of two numbers.
+        # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of
+        # two numbers.
         (r"(\\log\s*_|\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
         (r"\\surd\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
         (r"\\surd", r"\\sqrt"),
@@ -121,20 +128,23 @@ CURRENCY = re.compile(
 _INLINE = re.compile(r"(?<!\\)\\[()]")
 _DISPLAYED = re.compile(r"(?<!\\)\\[\[\]]")
 _BOXED = re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
-# Words that say no more than that an answer follows, or stood before. None of them denies, offers a choice or counts.
+# Words that say no more than that an answer follows, or stood before. None of them denies, offers a
+# choice or counts.
 _STOCK = (
     r"(?i:\b(?:therefore|thus|hence|so|then|finally|consequently|we|you|it|this|that|which|is|are|equals?|to|find|gets?"
     r"|have|has|obtain|conclude|see|know|gives?|yields?|must|be|the|our|my|your|final|correct|required|desired|answers?"
     r"|solutions?|values?|results?)\b[\s,:*]*)"
 )
-# A sentence of them around one formula between dollar signs, which may have its unit behind it, and runs over lines
-# between double ones only. Every word can be read in one way only, so a long text costs no more than its length.
+# A sentence of them around one formula between dollar signs, which may have its unit behind it, and
+# runs over lines between double ones only. Every word can be read in one way only, so a long text
+# costs no more than its length.
 _SENTENCE = re.compile(
     rf"\**{_STOCK}*(?P<formula>\$\$[^$]+\$\$|\$[^$\n]+\$)"
     rf"(?P<unit>(?:(?!{_STOCK})[^\s$]++)?(?:\s++(?!{_STOCK})[^\s$]++)*+)\s*{_STOCK}*\.?"
 )
 
-# `1e3` and `1e-05` as programs print them, so never `9e0`. `2e-5` stays an expression with the unknown e.
+# `1e3` and `1e-05` as programs print them, so never `9e0`. `2e-5` stays an expression with the
+# unknown e.
 _SCIENTIFIC = re.compile(
     r"(?!.*[eE][+-]?0+$)[+-]?(?:(?:[0-9]+(?:\.[0-9]+)?)(?:[eE][0-9]{1,2}|E[+-][0-9]{1,2}|e[+-]0[0-9])"
     r"|1(?:\.0+)?e[+-][0-9]{1,2}|[0-9]\.[0-9]+e[+-][0-9]{1,2})"
@@ -149,10 +159,11 @@ _MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
 
 
 def canonical(text: str) -> tuple[str, str]:
-    r"""The canonical form of an answer and its unit: `2\sqrt{221}` and `cm^2` for `$2 \sqrt { 221 }\text{ cm}^2$.`.
+    r"""The canonical form of an answer and its unit: `2\sqrt{221}` and `cm^2` for `$2 \sqrt { 221
+    }\text{ cm}^2$.`.
 
-    Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width characters, which
-    can make an answer look like another one.
+    Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width
+    characters, which can make an answer look like another one.
     """
     text = _spelled(_formula(text))
     name = _NAME_BEFORE.match(text)
@@ -174,15 +185,17 @@ def canonical(text: str) -> tuple[str, str]:
 
 
 def whole(text: str) -> str:
-    r"""The canonical form of an answer that may have several parts, with all names, units and brackets that it has:
-    `A(3,-4)`, `AB=4, CD=5`. Raises as `canonical` does.
+    r"""The canonical form of an answer that may have several parts, with all names, units and
+    brackets that it has: `A(3,-4)`, `AB=4, CD=5`. Raises as `canonical` does.
     """
     text = _DOLLAR.sub(" ", _BOXED.sub(r" \1 ", _formula(text)))
     return _compact(_undecorated(_DEGREE.sub(" ", _spelled(text))))
 
 
 def _formula(text: str) -> str:
-    r"""`text` without the words or box around one formula: `9` for `The answer is $9$.`, `\(9\)` and `\boxed{9}`."""
+    r"""`text` without the words or box around one formula: `9` for `The answer is $9$.`, `\(9\)`
+    and `\boxed{9}`.
+    """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_long")
     if "\x0c" in text:
@@ -241,14 +254,19 @@ def _normal(found: re.Match[str]) -> str:
 
 
 def _grouped(number: re.Match[str]) -> str:
-    r"""`1,234` becomes `1234`. Right after a bracket, as in `(1,234)` or `\{1,234\}`, it stands between entries."""
+    r"""`1,234` becomes `1234`.
+
+    Right after a bracket, as in `(1,234)` or `\{1,234\}`, it stands between entries.
+    """
     if number.string[: number.start()].rstrip().endswith(("(", "[", r"\{")):
         return number.group()
     return re.sub(r"\D", "", number.group())
 
 
 def _undecorated(text: str) -> str:
-    """Remove outer spaces, surrounding dollar signs, and a full stop at the end, but not two: `1..` is no number."""
+    """Remove outer spaces, surrounding dollar signs, and a full stop at the end, but not two: `1..`
+    is no number.
+    """
     text = text.strip()
     if text[:1] in {"*", "`"} and (emphasis := _EMPHASIS.fullmatch(text)):
         text = emphasis[2].strip()
@@ -262,7 +280,9 @@ def _undecorated(text: str) -> str:
 
 
 def _plain_number(text: str) -> str:
-    r"""`1e-05` and `1\cdot10^{-5}` become `0.00001`, and the mixed number `1 1/2` becomes `1\frac{1}{2}`."""
+    r"""`1e-05` and `1\cdot10^{-5}` become `0.00001`, and the mixed number `1 1/2` becomes
+    `1\frac{1}{2}`.
+    """
     if _SPACED.fullmatch(text):
         return text.replace(" ", "")
     if _DECIMAL_COMMA.fullmatch(text):
@@ -280,8 +300,9 @@ def _plain_number(text: str) -> str:
 def _compact(text: str) -> str:
     r"""Remove the spaces that separate nothing: `2 \sqrt { 3 }` becomes `2\sqrt{3}`.
 
-    A space stays between two letters (`right triangle`), between two digits (`1 2`), and between a comma and a digit:
-    `12, 130` must not become `12,130`, which would be a number with a thousands separator.
+    A space stays between two letters (`right triangle`), between two digits (`1 2`), and between a
+    comma and a digit: `12, 130` must not become `12,130`, which would be a number with a thousands
+    separator.
     """
     text = re.sub(r"\s+", " ", text.strip())
 

@@ -1,4 +1,6 @@
-"""The reward functions of a run: presets, the judge, and functions of the user's; and which sums they can reach."""
+"""The reward functions of a run: presets, the judge, and functions of the user's; and which sums
+they can reach.
+"""
 
 import asyncio
 import inspect
@@ -18,7 +20,8 @@ from adora_vl.utils.own_files import from_file, is_own, own_name
 
 # What TRL gives beside the columns of the data set.
 GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-# The least and the most that a function gives. What a judge or a function of the user's gives is not known.
+# The least and the most that a function gives. What a judge or a function of the user's gives is
+# not known.
 _RANGES: dict[str, tuple[float, float]] = {
     **{name: (min(values), max(values)) for name, values in PRESETS.items()},
     "knights": (min(RIGHT, COMPLETE, NOTHING), max(RIGHT, COMPLETE, NOTHING)),
@@ -31,7 +34,10 @@ _RANGES: dict[str, tuple[float, float]] = {
 def with_options(
     entry: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """The function with its options filled in. Raises `UserError` for an option that it does not take."""
+    """The function with its options filled in.
+
+    Raises `UserError` for an option that it does not take.
+    """
     if not options:
         return function
     parameters = inspect.signature(function).parameters
@@ -44,11 +50,13 @@ def with_options(
     for option in options:
         if option in GIVEN:
             raise UserError(
-                f"adora_reward.{own_name(entry)}: {option!r} is given by the trainer; choose another name"
+                f"adora_reward.{own_name(entry)}: {option!r} is given by the trainer; choose "
+                "another name"
             )
         if option not in named and not takes_any:
             raise UserError(
-                f"adora_reward.{own_name(entry)}: no argument {option!r}{did_you_mean(option, named)}"
+                f"adora_reward.{own_name(entry)}: no argument "
+                f"{option!r}{did_you_mean(option, named)}"
             )
     filled = partial(function, **options)
     filled.__name__ = own_name(entry)  # type: ignore[attr-defined]  # TRL names the reward in the log by it
@@ -61,7 +69,8 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     taken = sorted(options & set(columns))
     if taken:
         raise UserError(
-            f"adora_reward.{own_name(entry)}: {taken[0]!r} is a column of the data; rename the argument"
+            f"adora_reward.{own_name(entry)}: {taken[0]!r} is a column of the data; rename the "
+            "argument"
         )
     try:
         signature = inspect.signature(function)
@@ -73,16 +82,20 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         needed = parameter.default is parameter.empty and not takes_several
         if parameter.kind is parameter.POSITIONAL_ONLY and needed:
             raise UserError(
-                f"adora_reward: {entry!r} takes {parameter.name!r} by position; TRL gives it by name"
+                f"adora_reward: {entry!r} takes {parameter.name!r} by position; TRL gives it by "
+                "name"
             )
         if needed and parameter.name not in given:
             raise UserError(
-                f"adora_reward: {entry!r} needs {parameter.name!r}, which is no column of the data set (it has "
-                f"{', '.join(sorted(columns))}){did_you_mean(parameter.name, given)}; or give it as an option"
+                f"adora_reward: {entry!r} needs {parameter.name!r}, which is no column of the "
+                "data set (it has "
+                f"{', '.join(sorted(columns))}){did_you_mean(parameter.name, given)}; or give it "
+                "as an option"
             )
     if not any(each.kind is each.VAR_KEYWORD for each in signature.parameters.values()):
         raise UserError(
-            f"adora_reward: {entry!r} must end with **kwargs, which take the columns that it does not name"
+            f"adora_reward: {entry!r} must end with **kwargs, which take the columns that it does "
+            "not name"
         )
 
 
@@ -91,8 +104,8 @@ NAMES = (*PRESETS, *OTHERS, judge.NAME)
 
 @dataclass(frozen=True)
 class ChosenRewards:
-    """The reward functions of a run in the order of `adora_reward`, and a hash of each file that they come from, with
-    its neighbours. `given`: the entries of functions that Python gave.
+    """The reward functions of a run in the order of `adora_reward`, and a hash of each file that
+    they come from, with its neighbours. `given`: the entries of functions that Python gave.
     """
 
     entries: tuple[str, ...]
@@ -136,7 +149,8 @@ def _asked(asked: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
         for name, options in pairs:
             if not isinstance(options or {}, Mapping):
                 raise UserError(
-                    f"adora_reward.{own_name(name)}: {options!r:.80} is no mapping, such as {{target: 50}}"
+                    f"adora_reward.{own_name(name)}: {options!r:.80} is no mapping, such as "
+                    "{target: 50}"
                 )
             found.append(
                 (str(name), {str(option): value for option, value in (options or {}).items()})
@@ -147,9 +161,11 @@ def _asked(asked: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
 def choose_rewards(
     asked: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
 ) -> ChosenRewards:
-    """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`. `answer_tags`: as in `grade`.
-    `output_dir`: where the judge keeps its answers. Raises `UserError` for an entry that does not exist, a name given
-    twice, and options that an entry does not take.
+    """The functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
+
+    `answer_tags`: as in `grade`. `output_dir`: where the judge keeps its answers. Raises
+    `UserError` for an entry that does not exist, a name given twice, and options that an entry does
+    not take.
     """
     pairs = _asked(asked)
     entries = [name for name, _ in pairs]
@@ -161,7 +177,8 @@ def choose_rewards(
         for option, value in options.items():
             if option not in known:
                 raise UserError(
-                    f"adora_reward.{name}: unknown option {option!r}, it has {', '.join(known) or 'none'}"
+                    f"adora_reward.{name}: unknown option {option!r}, it has "
+                    f"{', '.join(known) or 'none'}"
                 )
             if not isinstance(value, bool):
                 raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")
@@ -194,8 +211,9 @@ def try_rewards(
     *,
     asks: bool = True,
 ) -> None:
-    """Call each of the user's functions once before the run, as TRL would, with a short answer to each of `rows`, and
-    the judge with a question of ours if `asks`. Raises `UserError` for a function that fails or returns nonsense.
+    """Call each of the user's functions once before the run, as TRL would, with a short answer to
+    each of `rows`, and the judge with a question of ours if `asks`. Raises `UserError` for a
+    function that fails or returns nonsense.
     """
     for function in chosen.functions:
         if asks and isinstance(function, judge.JudgeReward):
@@ -229,7 +247,10 @@ def call_once(
     timeout: float | None,
     unscored: dict[int, str] | None = None,
 ) -> list[float | None]:
-    """The rewards of one function for these arguments; `unscored` as in `safe_call`. Raises `UserError` if it fails."""
+    """The rewards of one function for these arguments; `unscored` as in `safe_call`.
+
+    Raises `UserError` if it fails.
+    """
     failures: list[RewardFailure] = []
     call = safe_call(function, own_name(entry), timeout, failures, unscored)
     found: list[float | None] = (
@@ -239,7 +260,8 @@ def call_once(
         raise UserError(failures[0].reason)
     if failures:
         raise UserError(
-            f"adora_reward: {entry!r}, tried before the run: {failures[0].row}: {failures[0].reason}"
+            f"adora_reward: {entry!r}, tried before the run: {failures[0].row}: "
+            f"{failures[0].reason}"
         )
     return found
 
@@ -263,7 +285,9 @@ def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
 
 
 def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, float] | None:
-    """The least and the largest weighted sum of the functions of `adora_reward`; None where that is not known."""
+    """The least and the largest weighted sum of the functions of `adora_reward`; None where that is
+    not known.
+    """
     counted = [
         (_RANGES.get(entry), weight)
         for entry, weight in zip(entries, weights, strict=True)
@@ -280,7 +304,9 @@ def reachable(entries: Sequence[str], weights: Sequence[float]) -> tuple[float, 
 def check_sums(
     entries: Sequence[str], weights: Sequence[float] | None, correct_above: float
 ) -> None:
-    """Raise `UserError` where every rollout would have the same reward, or none could be correct, or wrong."""
+    """Raise `UserError` where every rollout would have the same reward, or none could be correct,
+    or wrong.
+    """
     weights = [1.0] * len(entries) if weights is None else weights
     if len(weights) != len(entries):
         raise UserError(
@@ -288,14 +314,16 @@ def check_sums(
         )
     if not any(weights):
         raise UserError(
-            f"reward_weights: {weights} makes every reward 0; give a weight other than 0 to one of them"
+            f"reward_weights: {weights} makes every reward 0; give a weight other than 0 to one "
+            "of them"
         )
     sums = reachable(entries, weights)
     if sums is None or sums[0] <= correct_above < sums[1]:
         return
     which = "no rollout" if correct_above >= sums[1] else "every rollout"
     raise UserError(
-        f"adora_correct_above: {correct_above:g} makes {which} correct, because the sum of the rewards is from "
-        f"{sums[0]:g} to {sums[1]:g}; set it between the sum of a wrong answer and that of a right one, for example to "
-        f"{sum(sums) / 2:g}. The log of every method goes by it, also that of plain GRPO"
+        f"adora_correct_above: {correct_above:g} makes {which} correct, because the sum of the "
+        f"rewards is from {sums[0]:g} to {sums[1]:g}; set it between the sum of a wrong answer "
+        f"and that of a right one, for example to {sum(sums) / 2:g}. The log of every method goes "
+        "by it, also that of plain GRPO"
     )

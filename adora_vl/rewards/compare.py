@@ -1,4 +1,6 @@
-"""Whether two answers are the same, by their types: the rules of numbers, expressions, texts, lists and relations."""
+"""Whether two answers are the same, by their types: the rules of numbers, expressions, texts, lists
+and relations.
+"""
 
 import re
 from collections.abc import Sequence
@@ -22,7 +24,9 @@ _UNIT_LETTER = re.compile(r"([+-]?[0-9.]*[0-9]) ?([hgLl])")  # beside a quantity
 
 @dataclass(frozen=True)
 class Pair:
-    """How one part of an answer was compared with its part of the reference answer; `-` where there is none."""
+    """How one part of an answer was compared with its part of the reference answer; `-` where there
+    is none.
+    """
 
     answer: str
     reference: str
@@ -39,7 +43,8 @@ class Compared:
 
 
 def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compared:
-    """The verdict on an answer from `plain`; where `reference`, from `read`, is a form, it is read as one, too.
+    """The verdict on an answer from `plain`; where `reference`, from `read`, is a form, it is read
+    as one, too.
 
     `rounding`: a decimal may be the reference answer rounded.
     """
@@ -55,8 +60,10 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
 
 
 def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compared:
-    r"""Right if all numbers of a chain are the reference answer. An approximation has to be so to its digits, and what
-    stands before one to those of a reference answer in digits: `20\sqrt{3} \approx 34.64`.
+    r"""Right if all numbers of a chain are the reference answer.
+
+    An approximation has to be so to its digits, and what stands before one to those of a reference
+    answer in digits: `20\sqrt{3} \approx 34.64`.
     """
     rounded = "." in reference.text and any(sign == "~" for sign, _ in chain)
     sure = False
@@ -76,7 +83,9 @@ def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compa
 
 
 def _as_value(answer: Answer, reference: Answer) -> Answer:
-    r"""The value in `y = 2x + 1` and `|AB| = 5`, and in `x \approx 5` for a reference answer in digits, else itself."""
+    r"""The value in `y = 2x + 1` and `|AB| = 5`, and in `x \approx 5` for a reference answer in
+    digits, else itself.
+    """
     value = answer
     label = answer.whole.partition("=")[0] if "=" in answer.raw else ""
     if answer.reason == "enumeration" and reference.real:
@@ -147,8 +156,9 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
 
 
 def unspaced(text: str) -> str:
-    r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`. Those between digits
-    tell numbers apart.
+    r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`.
+
+    Those between digits tell numbers apart.
 
     A word counts the same with a capital letter: `True` is `true`, while the side `AB` is not `ab`.
     """
@@ -158,7 +168,9 @@ def unspaced(text: str) -> str:
 
 
 def _is_rounded(text: str, reference: Any) -> bool:
-    """Whether `text` is a decimal with places, and equals the reference rounded half up to as many of them."""
+    """Whether `text` is a decimal with places, and equals the reference rounded half up to as many
+    of them.
+    """
     match = _DECIMAL.fullmatch(text)
     if not match or text in {"", "+", "-"}:
         return False
@@ -216,7 +228,10 @@ def _shown(answer: Answer) -> str:
 
 
 def _same_list(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    """The verdict where the reference answer is a list or set. A tuple of names or for names is in their order."""
+    """The verdict where the reference answer is a list or set.
+
+    A tuple of names or for names is in their order.
+    """
     labels = [part.label for part in reference.parts]
     if answer.brackets == "()" and any(labels):
         by_name = all(part.label for part in answer.parts)
@@ -247,7 +262,10 @@ def _in_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
 
 
 def _other_names(answer: Answer, reference: Answer) -> bool:
-    """Whether parts are named in another order, or all by the name of one. Where nothing has a name, x is before y."""
+    """Whether parts are named in another order, or all by the name of one.
+
+    Where nothing has a name, x is before y.
+    """
     names, wanted = ([bare(part.label) for part in side.parts] for side in (answer, reference))
     order = wanted if any(wanted) else list("xyz")
     places = [order.index(name) for name in names if name and name in order]
@@ -276,7 +294,9 @@ def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared
 
 
 def _same_relations(answer: Answer, reference: Answer) -> Compared:
-    """Each relation of the answer is one of the reference answer, but for a factor, which keeps the sign of `<`."""
+    """Each relation of the answer is one of the reference answer, but for a factor, which keeps the
+    sign of `<`.
+    """
     if len(answer.relations) != len(reference.relations):
         return Compared("wrong", "different_form")
     left = list(reference.relations)

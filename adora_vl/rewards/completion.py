@@ -1,4 +1,6 @@
-"""Reads a completion: its text, its last boxed answer, its blocks of thinking, its words of reflection."""
+"""Reads a completion: its text, its last boxed answer, its blocks of thinking, its words of
+reflection.
+"""
 
 import re
 from collections.abc import Sequence
@@ -8,8 +10,9 @@ MAX_ROW = 24  # boxes that are one answer
 ROW_CHARS = 20_000  # of the end of a response, in which they stand
 MAX_JOINT = 40  # characters between two of them
 MAX_CHARS = 200_000  # of the end of a response; a character takes at most some 0.15 microseconds
-# `\{`, `\}` and `\\` are skipped as pairs so that a set `\{1,2\}` does not count as braces. A `\\` before `boxed{` is
-# not a pair: models that escape twice write `\\boxed{5}`. No groups: the search then skips what begins no token.
+# `\{`, `\}` and `\\` are skipped as pairs so that a set `\{1,2\}` does not count as braces. A `\\`
+# before `boxed{` is not a pair: models that escape twice write `\\boxed{5}`. No groups: the search
+# then skips what begins no token.
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TOKEN = re.compile(rf"{_BOX.pattern}|\\\\(?!(?:boxed|fbox)\s*\{{)|\\[{{}}]|\{{|\}}")
 _SPACES = " \t\n\r"  # a form feed at the start is what is left of `\frac` in careless JSON
@@ -25,11 +28,12 @@ class _Box(NamedTuple):
 
 
 def last_boxed(response: str) -> str | None:
-    r"""The content of the last complete box, without outer spaces, or None if there is no complete box.
+    r"""The content of the last complete box, without outer spaces, or None if there is no complete
+    box.
 
-    Of nested boxes the outermost complete one counts: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`, but
-    `\boxed{\boxed{5}}` gives `5`. The time is linear in the response, of which the last `MAX_CHARS` are read. Source:
-    the grading policy, point 1.
+    Of nested boxes the outermost complete one counts: `\boxed{x = \boxed{5}}` gives `x =
+    \boxed{5}`, but `\boxed{\boxed{5}}` gives `5`. The time is linear in the response, of which the
+    last `MAX_CHARS` are read. Source: the grading policy, point 1.
     """
     response = response[-MAX_CHARS:]
     complete = _complete(response)
@@ -65,7 +69,8 @@ def _complete(response: str) -> list[_Box]:
     return complete
 
 
-# What may stand between two boxes that are one answer: a unit or noun, a comma, "and" or "or", the next one's name.
+# What may stand between two boxes that are one answer: a unit or noun, a comma, "and" or "or", the
+# next one's name.
 _JOINT = re.compile(
     r"(?:[\s$]|\\[()\[\]]|\\quad)*(?:[a-z]{1,12}(?<!\band)(?<!\bor)\s+(?=and\b|or\b))?"
     r"(?:[,;]|\\text\s*\{)?\s*(?:and\b|or\b)?(?:[\s$}]|\\[()\[\]]|\\quad)*(?:[A-Za-z](?:_(?:\d|\{\d\}))?\s*=\s*)?"
@@ -73,10 +78,11 @@ _JOINT = re.compile(
 
 
 def boxes_in_a_row(response: str, answer_tags: bool) -> list[str]:
-    r"""The contents of the last complete boxes that are joined by nothing but a comma, "and" or "or".
+    r"""The contents of the last complete boxes that are joined by nothing but a comma, "and" or
+    "or".
 
-    `\boxed{1}, no: \boxed{2} and \boxed{3}` gives `2` and `3`. With `answer_tags` those before the block, if there is
-    one, do not count.
+    `\boxed{1}, no: \boxed{2} and \boxed{3}` gives `2` and `3`. With `answer_tags` those before the
+    block, if there is one, do not count.
     """
     response = response[-ROW_CHARS:]
     if answer_tags:
@@ -93,8 +99,8 @@ def boxes_in_a_row(response: str, answer_tags: bool) -> list[str]:
 
 
 def last_answer(response: str) -> str | None:
-    """As `last_boxed`, where the prompt asked for `<answer> </answer>`: the last complete block counts, or a box in it
-    or behind it. A box before the block does not.
+    """As `last_boxed`, where the prompt asked for `<answer> </answer>`: the last complete block
+    counts, or a box in it or behind it. A box before the block does not.
     """
     block = answer_block(response)
     boxed = last_boxed(response if block is None else block)
@@ -102,7 +108,9 @@ def last_answer(response: str) -> str | None:
 
 
 def answer_block(response: str) -> str | None:
-    """What the last complete `<answer>` block holds, with what follows it where a box does; None without a block."""
+    """What the last complete `<answer>` block holds, with what follows it where a box does; None
+    without a block.
+    """
     response = response[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
     begin = response.rfind(opening, 0, max(0, response.rfind(closing)))
@@ -113,7 +121,9 @@ def answer_block(response: str) -> str | None:
 
 
 def completion_text(completion: Any) -> str:
-    """The text of a completion, or of a prompt's last message: a string, or messages with a string or parts."""
+    """The text of a completion, or of a prompt's last message: a string, or messages with a string
+    or parts.
+    """
     if isinstance(completion, str):
         return completion
     content = completion[-1]["content"] if completion else ""
@@ -126,13 +136,17 @@ THINK_TAGS = ("<think>", "</think>")
 
 
 def shows_working(text: str) -> bool:
-    """Whether an equals sign stands before the last box, or anywhere if there is no box: more than a bare answer."""
+    """Whether an equals sign stands before the last box, or anywhere if there is no box: more than
+    a bare answer.
+    """
     before, box, after = text.rpartition("\\boxed")
     return "=" in (before if box else after)
 
 
 def _after_block(text: str, tags: tuple[str, str]) -> str | None:
-    """What follows the block that `text` begins with, stripped; None where there is no such block, or an empty one."""
+    """What follows the block that `text` begins with, stripped; None where there is no such block,
+    or an empty one.
+    """
     begin, end = tags
     inside, found, rest = text.removeprefix(begin).partition(end)
     sound = text.startswith(begin) and found and inside.strip() and not _has_tag(inside)
@@ -144,7 +158,9 @@ def _has_tag(text: str) -> bool:
 
 
 def think_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
-    """TRL's reward function: 1.0 where one block of thinking, not an empty one, stands before something, else 0.0."""
+    """TRL's reward function: 1.0 where one block of thinking, not an empty one, stands before
+    something, else 0.0.
+    """
     rests = [
         _after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions
     ]
@@ -152,15 +168,18 @@ def think_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list
 
 
 def think_answer_format_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:
-    """TRL's reward function: 1.0 where thinking and answer stand in their blocks and nothing else, else 0.0."""
+    """TRL's reward function: 1.0 where thinking and answer stand in their blocks and nothing else,
+    else 0.0.
+    """
     rests = [
         _after_block(completion_text(completion).strip(), THINK_TAGS) for completion in completions
     ]
     return [float(rest is not None and _after_block(rest, ANSWER_TAGS) == "") for rest in rests]
 
 
-# ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the list is ours, and fixed, so that two runs
-# can be compared. Each word has the pattern that counts as it; an ending such as `-ing` may follow.
+# ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the list is ours, and
+# fixed, so that two runs can be compared. Each word has the pattern that counts as it; an ending
+# such as `-ing` may follow.
 _ALONE = (
     "wait",
     "verify",
@@ -174,7 +193,8 @@ _ALONE = (
 )
 REFLECTIVE = {
     **{word: word for word in _ALONE},
-    "check": "(?<!-)(?<!double )check",  # not the end of `re-check` and `double-check`, which count as themselves
+    # not the end of `re-check` and `double-check`, which count as themselves
+    "check": "(?<!-)(?<!double )check",
     "recheck": "re-?check",
     "double-check": "double[- ]?check",
 }

@@ -1,4 +1,5 @@
-r"""Why a response gets its reward: what was extracted, both canonical forms, the rule that decided, the rewards.
+r"""Why a response gets its reward: what was extracted, both canonical forms, the rule that decided,
+the rewards.
 
 python -m adora_vl.rewards.explain --gold '2 \sqrt { 221 }' --response 'so \boxed{\sqrt{884}}'
 python -m adora_vl.rewards.explain --reward docs/my_rewards.py:brevity --response 'so \boxed{5}'
@@ -24,7 +25,8 @@ TRY_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
 
 # What the reasons of a grade mean. A reason `gold_x` is `x`, found in the reference answer.
 RULES = {
-    "same_number": "both are numbers, or both percentages, and equal to within 1e-6 relative (integers exactly)",
+    "same_number": "both are numbers, or both percentages, and equal to within 1e-6 relative (integers "
+    "exactly)",
     "same_value": "expressions with the same value at six points",
     "same_text": "no plain numbers, but the same text",
     "letter": "the letter of the right choice",
@@ -34,7 +36,8 @@ RULES = {
     "same_equation": "the same equation, but for moved terms and a factor that is not 0",
     "same_inequality": "the same inequality, but for moved terms and a positive factor",
     "same_solutions": "the same numbers solve both",
-    "different_form": "a list, point, interval, equation or inequality where the reference answer has another form",
+    "different_form": "a list, point, interval, equation or inequality where the reference answer has another "
+    "form",
     "different_length": "more or fewer values than the reference answer has",
     "different_part": "one part is not that of the reference answer",
     "different_label": "the value of something else",
@@ -78,8 +81,10 @@ RULES = {
 def explanation(
     response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool
 ) -> list[str]:
-    """The lines of the explanation. `accepted`: `rounding` and `answer_tags` of `grade`. Raises `UserError` for a
-    reference answer that cannot be graded against.
+    """The lines of the explanation.
+
+    `accepted`: `rounding` and `answer_tags` of `grade`. Raises `UserError` for a reference answer
+    that cannot be graded against.
     """
     reason = verify_gold(gold, choices)
     if reason:
@@ -88,7 +93,8 @@ def explanation(
     found = grade(response, gold, choices=choices, **accepted)
     answer_tags = accepted.get("answer_tags", False)
     lines = [
-        f"extracted  {_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"
+        "extracted  "
+        f"{_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"
     ]
     given = last_answer(response) if answer_tags else last_boxed(response)
     if given is not None:
@@ -98,7 +104,8 @@ def explanation(
     compared = comparison(response, gold, **accepted)
     for number, pair in enumerate(compared.pairs if compared else (), 1):
         lines.append(
-            f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: {pair.reason}"
+            f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: "
+            f"{pair.reason}"
         )
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_described(read(value))}")
@@ -133,7 +140,10 @@ def _printable(text: str) -> str:
 def tried(
     entries: Sequence[Entry], response: str, columns: Mapping[str, str], answer_tags: bool = False
 ) -> list[str]:
-    """What each reward of `entries` gives for a response, without a model. Raises `UserError` where one fails."""
+    """What each reward of `entries` gives for a response, without a model.
+
+    Raises `UserError` where one fails.
+    """
     chosen = choose_rewards(entries, answer_tags=answer_tags)
     chosen.check_columns(columns)
     noted: list[str] = []
@@ -173,7 +183,10 @@ def _columns(options: argparse.Namespace) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command. Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong."""
+    """The command.
+
+    Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong.
+    """
     parser = Parser(
         prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0]
     )

@@ -1,6 +1,8 @@
-r"""Reads an answer, of one value or of several: points, intervals, lists, sets, equations and inequalities.
+r"""Reads an answer, of one value or of several: points, intervals, lists, sets, equations and
+inequalities.
 
-Whether several values are asked for, the reference answer alone decides: an answer of another form is wrong.
+Whether several values are asked for, the reference answer alone decides: an answer of another form
+is wrong.
 """
 
 import re
@@ -92,8 +94,8 @@ def _read(raw: str) -> Answer:
 def canonical_gold(text: str) -> str:
     r"""The canonical form that data preparation stores as `answer`, for example `1000` for `1,000`.
 
-    Never raises: a reference answer without a canonical form comes back as it is, and `verify_gold` says why it cannot
-    be used.
+    Never raises: a reference answer without a canonical form comes back as it is, and `verify_gold`
+    says why it cannot be used.
     """
     answer = read(text)
     if answer.reason in {"too_long", "hidden_characters"}:
@@ -106,7 +108,9 @@ def canonical_gold(text: str) -> str:
 
 
 def as_form(answer: Answer) -> Answer:
-    """The same answer where a form is asked for: `x = 5` then has its name, and `1000,99` may be two values."""
+    """The same answer where a form is asked for: `x = 5` then has its name, and `1000,99` may be
+    two values.
+    """
     try:
         return _parsed(answer.whole)
     except NotReadError as error:
@@ -116,7 +120,10 @@ def as_form(answer: Answer) -> Answer:
 
 @lru_cache(maxsize=256)
 def _parsed(text: str) -> Answer:
-    """The answer in a text with all its names and brackets (`canonical.whole`). Raises `NotReadError`."""
+    """The answer in a text with all its names and brackets (`canonical.whole`).
+
+    Raises `NotReadError`.
+    """
     for reason, pattern in _REFUSED:
         if pattern.search(text) and not (reason == "matrix" and _MATRIX.search(text)):
             raise NotReadError(reason)
@@ -138,7 +145,10 @@ def _size(answer: Answer) -> int:
 
 @lru_cache(maxsize=256)
 def _depths(text: str) -> tuple[int, ...]:
-    """How many brackets each character stands in; a bracket does not stand in itself. Raises `NotReadError`."""
+    """How many brackets each character stands in; a bracket does not stand in itself.
+
+    Raises `NotReadError`.
+    """
     depth = 0
     depths = []
     for char in text:
@@ -212,7 +222,9 @@ def _leaf(text: str) -> Answer:
 
 
 def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answer:
-    """Pieces with commas between them: a list, or one inequality where all of them are inequalities."""
+    """Pieces with commas between them: a list, or one inequality where all of them are
+    inequalities.
+    """
     parts: list[Answer] = []
     for piece in pieces:
         if _AMBIGUOUS.fullmatch(piece):
@@ -238,7 +250,9 @@ def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answ
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
-    r"""A point, tuple or interval, or a set in `\{\}` or `{}`; None for text that no pair of brackets encloses."""
+    r"""A point, tuple or interval, or a set in `\{\}` or `{}`; None for text that no pair of
+    brackets encloses.
+    """
     point = _POINT.fullmatch(text)
     if point and "," in point[2]:
         inner = _bracketed(point[2], depth)
@@ -279,7 +293,9 @@ def _bracketed(text: str, depth: int) -> Answer | None:
 
 
 def _matrix(text: str, inside: str) -> Answer:
-    """A matrix of numbers as a tuple of its rows, which are tuples; a column as a tuple of its numbers."""
+    """A matrix of numbers as a tuple of its rows, which are tuples; a column as a tuple of its
+    numbers.
+    """
     lines = filter(str.strip, inside.split(r"\\"))
     rows = [[_leaf(entry.strip()) for entry in line.split("&")] for line in lines]
     even = len({len(row) for row in rows}) == 1 and len(rows) * len(rows[0]) <= MAX_PARTS
@@ -360,8 +376,9 @@ def _chain(sides: Sequence[str]) -> Answer:
 
 
 def working(text: str) -> list[tuple[str, Answer]]:
-    r"""The numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`, each with the sign before it; [] where it
-    is none: it begins with a name or number, ends with a number, and says more than `9 = 9`. Formulas may stand inside.
+    r"""The numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`, each with the sign
+    before it; [] where it is none: it begins with a name or number, ends with a number, and says
+    more than `9 = 9`. Formulas may stand inside.
     """
     try:
         sides, signs = _split(text, _SIGN)
@@ -400,7 +417,10 @@ def _side(text: str) -> Tree:
 
 
 def _difference(left: Tree, right: Tree) -> Tree:
-    """Left minus right. Raises `NotReadError` where that is the same number everywhere, as in `x < x + 1`."""
+    """Left minus right.
+
+    Raises `NotReadError` where that is the same number everywhere, as in `x < x + 1`.
+    """
     tree: Tree = ("sum", (1, left), (-1, right))
     if not unknowns(tree) or is_constant(tree):
         raise NotReadError("always_true")
@@ -442,7 +462,9 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
 
 
 def _solution(answer: Answer) -> Solution:
-    r"""What solves an inequality, an interval, a number with its name or a set of numbers: `\{-1\} \cup [0, 7)`."""
+    r"""What solves an inequality, an interval, a number with its name or a set of numbers: `\{-1\}
+    \cup [0, 7)`.
+    """
     if answer.solution:
         return answer.solution
     numbers = [_real(part) for part in answer.parts or (answer,)]
@@ -452,7 +474,9 @@ def _solution(answer: Answer) -> Solution:
 
 
 def _joined(text: str, word: str, parts: Sequence[Answer]) -> Answer:
-    """Several inequalities in one unknown, or intervals, of which all hold (`and`) or at least one (`or`)."""
+    """Several inequalities in one unknown, or intervals, of which all hold (`and`) or at least one
+    (`or`).
+    """
     labels = {part.label for part in parts}
     if len(labels) > 1 or not any(part.solution for part in parts):
         raise NotReadError("relation")

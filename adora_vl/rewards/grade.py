@@ -1,7 +1,8 @@
-r"""One function decides every training reward and the Geometry3K evaluation: `grade`, and `grade_batch` for many.
+r"""One function decides every training reward and the Geometry3K evaluation: `grade`, and
+`grade_batch` for many.
 
-Everything is decided in this process, by code whose cost is bounded by caps on length, nesting, digits, exponents and
-values (`canonical`, `grammar`, `numeric`).
+Everything is decided in this process, by code whose cost is bounded by caps on length, nesting,
+digits, exponents and values (`canonical`, `grammar`, `numeric`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
 _SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
 
 _LETTER = re.compile(r"([A-Z])|\(([A-Z])\)")
-# Where the choices are known: also `C)`, `c`, `Option C`, and the letter before its value, as in `(C) 12` and `C. 12`.
+# Where the choices are known: also `C)`, `c`, `Option C`, and the letter before its value, as in
+# `(C) 12` and `C. 12`.
 _LABEL = re.compile(
-    r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) ?(.*)",
+    r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) "
+    r"?(.*)",
     re.ASCII,
 )
-# Reference answers that no honest answer can meet, and what to write in their place. They run on canonical text.
+# Reference answers that no honest answer can meet, and what to write in their place. They run on
+# canonical text.
 _COMMA = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
 _UNMEETABLE = (
     ("decimal_comma", re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"), _COMMA),
@@ -52,10 +56,10 @@ REMEDIES["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
 class Grade:
     """The verdict on one response.
 
-    `extracted`: what stands in the last complete box, or with `answer_tags` in an `<answer>` block (cut to 200
-    characters), None when there is neither.
-    `reason`: the rule that decided, a short stable string such as `same_number`, `enumeration` or `no_box`.
-    `ms`: the milliseconds that grading took; two grades that differ in them alone are equal.
+    `extracted`: what stands in the last complete box, or with `answer_tags` in an `<answer>` block
+    (cut to 200 characters), None when there is neither. `reason`: the rule that decided, a short
+    stable string such as `same_number`, `enumeration` or `no_box`. `ms`: the milliseconds that
+    grading took; two grades that differ in them alone are equal.
     """
 
     verdict: Verdict
@@ -75,16 +79,20 @@ def grade(
     rounding: bool = False,
     answer_tags: bool = False,
 ) -> Grade:
-    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. Never raises, in any thread.
+    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer.
+
+    Never raises, in any thread.
 
     Args:
         response: the whole completion.
-        gold: the reference answer. One that cannot be used gives `wrong`, with a reason that starts with `gold_`;
+        gold: the reference answer. One that cannot be used gives `wrong`, with a reason that starts
+            with `gold_`;
             `verify_gold` finds such reference answers beforehand.
         choices: the values of A, B, C, ...
-        rounding: also accept a decimal with at least one decimal place that is the reference answer (a value, not a
-            letter) rounded to that many places.
-        answer_tags: the prompt asks for `<answer> </answer>`, and what stands there counts too (`last_answer`).
+        rounding: also accept a decimal with at least one decimal place that is the reference answer
+            (a value, not a letter) rounded to that many places.
+        answer_tags: the prompt asks for `<answer> </answer>`, and what stands there counts too
+            (`last_answer`).
     """
     began = time.perf_counter()
     given = last_answer(response) if answer_tags else last_boxed(response)
@@ -105,8 +113,9 @@ def grade_batch(
     choices: Sequence[Choices] | None = None,
     **accepted: bool,
 ) -> list[Grade]:
-    """As `grade`, for each response with its reference answer and choices. `accepted`: its `rounding`, `answer_tags`.
-    Raises `ValueError` for unequal lengths.
+    """As `grade`, for each response with its reference answer and choices.
+
+    `accepted`: its `rounding`, `answer_tags`. Raises `ValueError` for unequal lengths.
     """
     rows = zip(
         responses, golds, choices if choices is not None else [None] * len(responses), strict=True
@@ -115,9 +124,11 @@ def grade_batch(
 
 
 def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
-    """None if the reference answer, boxed, is correct against itself, as it is and in canonical form; else the reason.
+    """None if the reference answer, boxed, is correct against itself, as it is and in canonical
+    form; else the reason.
 
-    For a spelling that no honest answer can meet, such as `$5`, the reason says what to write: `currency: write ...`.
+    For a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
+    `currency: write ...`.
     """
     stored = canonical_gold(gold)
     for answer, against in ((gold, gold), (gold, stored), (stored, stored)):
@@ -129,7 +140,10 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
 
 
 def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool) -> Compared:
-    """The verdict, with the letters of a multiple-choice item resolved. Source: points 3, 5 and 6."""
+    """The verdict, with the letters of a multiple-choice item resolved.
+
+    Source: points 3, 5 and 6.
+    """
     named = _named(answer, choices)
     right = _named(reference, choices)
     if not choices:
@@ -173,8 +187,11 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
 def _by_value(
     answer: Answer, reference: Answer, right: _Named | None, choices: Sequence[str], rounding: bool
 ) -> Compared:
-    """The verdict on a value. Where a further choice has that of the right one, as `2, 1` has that of `1, 2`, the
-    answer has to have the text of the right one. With a letter as the reference answer (`right`), that text is enough.
+    """The verdict on a value.
+
+    Where a further choice has that of the right one, as `2, 1` has that of `1, 2`, the answer has
+    to have the text of the right one. With a letter as the reference answer (`right`), that text is
+    enough.
     """
     found = compare(answer, reference, rounding)
     if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(
@@ -191,7 +208,10 @@ def _by_value(
 def _by_letter(
     named: _Named, right: _Named | None, reference: Answer, choices: Sequence[str]
 ) -> Compared:
-    """The verdict on an answer that names a choice. `right`: the choice that the reference answer names, if it does."""
+    """The verdict on an answer that names a choice.
+
+    `right`: the choice that the reference answer names, if it does.
+    """
     value = _choice(named.letter, choices)
     if value is None:
         return Compared("wrong", "different_letter" if right else "letter_without_choice")
@@ -206,7 +226,10 @@ def _by_letter(
 
 
 def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -> Answer:
-    r"""What an answer says. For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer."""
+    r"""What an answer says.
+
+    For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer.
+    """
     answer = plain(given)
     row = boxes_in_a_row(response, answer_tags) if reference.kind == "unordered" else []
     return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
@@ -215,7 +238,9 @@ def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -
 def comparison(
     response: str, gold: str, *, rounding: bool = False, answer_tags: bool = False
 ) -> Compared | None:
-    """How the answer of a response was compared with a reference answer that is a form, part by part; else None."""
+    """How the answer of a response was compared with a reference answer that is a form, part by
+    part; else None.
+    """
     given = last_answer(response) if answer_tags else last_boxed(response)
     reference = read(gold)
     if given is None or not reference.is_form:
@@ -224,7 +249,9 @@ def comparison(
 
 
 class _Named(NamedTuple):
-    """The choice that an answer names: its letter in upper case, and what stands beside it, `12` in `(C) 12`."""
+    """The choice that an answer names: its letter in upper case, and what stands beside it, `12` in
+    `(C) 12`.
+    """
 
     text: str
     letter: str
@@ -232,8 +259,10 @@ class _Named(NamedTuple):
 
 
 def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
-    """The choice that an answer names. Without choices only `C` and `(C)` can be a letter, and a small letter is none
-    where a choice has it as an unknown.
+    """The choice that an answer names.
+
+    Without choices only `C` and `(C)` can be a letter, and a small letter is none where a choice
+    has it as an unknown.
     """
     match = _LETTER.fullmatch(answer.text)
     if match:
@@ -252,7 +281,9 @@ def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
 
 
 def _is_beside(named: _Named, value: Answer) -> bool:
-    """Whether nothing stands beside the letter but the value of its choice, which may have the letter in it too."""
+    """Whether nothing stands beside the letter but the value of its choice, which may have the
+    letter in it too.
+    """
     if not named.beside or named.text == value.text:
         return True
     return compare(plain(named.beside), value).verdict == "correct"

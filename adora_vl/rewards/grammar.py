@@ -1,16 +1,20 @@
-r"""The one grammar of closed forms and expressions: canonical text in, a small tree out. Nothing is computed here.
+r"""The one grammar of closed forms and expressions: canonical text in, a small tree out.
+
+Nothing is computed here.
 
 A tree is a nested tuple; no text reaches Python's or anybody else's parser:
 
-    ("num", "12.5")  ("pi",)  ("unknown", "x")  ("mixed", "7", "1", "2")
-    ("factorial", tree)  ("binomial", tree, tree)  ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
-    ("frac", above, below)  ("power", base, exponent)  ("root", degree, tree)  ("call", name, tree)  ("log", base, tree)
+    ("num", "12.5")  ("pi",)  ("unknown", "x")  ("mixed", "7", "1", "2") ("factorial", tree)
+        ("binomial", tree, tree)  ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
+        ("frac", above, below)  ("power", base, exponent)  ("root", degree, tree)  ("call", name,
+        tree)  ("log", base, tree)
 
-For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num", "3"))))),
-(-1, ("unknown", "x")))`.
+For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num",
+"3"))))), (-1, ("unknown", "x")))`.
 
-The nesting, the length, the digits of a literal and the number of functions are capped, so that nothing can hang.
-Ambiguous spellings are not read: `1/2\pi`, `2^34`, `\sqrt{3}2`, `3\frac{5}{2}`, `\sin30^2`.
+The nesting, the length, the digits of a literal and the number of functions are capped, so that
+nothing can hang. Ambiguous spellings are not read: `1/2\pi`, `2^34`, `\sqrt{3}2`, `3\frac{5}{2}`,
+`\sin30^2`.
 """
 
 import re
@@ -24,9 +28,11 @@ MAX_NESTING = 16
 MAX_DIGITS = 40  # of one literal
 MAX_FUNCTIONS = 16  # roots, powers, logarithms and angles, which cost most to compute
 
-# An unknown is one lower-case letter on its own: `rhombus` is a word and `AB` a side, not products of letters.
+# An unknown is one lower-case letter on its own: `rhombus` is a word and `AB` a side, not products
+# of letters.
 _TOKEN = re.compile(
-    r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|(?<![A-Za-z])[a-z](?![A-Za-z])|(?<=[A-Za-z]) (?=[A-Za-z])"
+    r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|(?<![A-Za-z])[a-z](?![A-Za-z])|(?<=[A-Za-z]) "
+    r"(?=[A-Za-z])"
     r"|[-+*/^(){}\[\]_!]"
 )
 _TIMES = frozenset({r"\cdot", r"\times", "*"})
@@ -41,8 +47,11 @@ _INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 
 
 class NotReadError(ValueError):
-    """A text or tree says nothing here. `reason`: `not_read`; `too_large`, over one of the caps; `undefined`, such as
-    1/0; `beyond`, read, but without a value of its own, such as `x+3`; and those of `canonical`, `answer` and `forms`.
+    """A text or tree says nothing here.
+
+    `reason`: `not_read`; `too_large`, over one of the caps; `undefined`, such as 1/0; `beyond`,
+    read, but without a value of its own, such as `x+3`; and those of `canonical`, `answer` and
+    `forms`.
     """
 
     def __init__(self, reason: str = "not_read") -> None:
@@ -51,7 +60,10 @@ class NotReadError(ValueError):
 
 
 def read_tree(text: str) -> Tree:
-    """Read a text in canonical form into a tree. Raises `NotReadError` for anything that the grammar does not have."""
+    """Read a text in canonical form into a tree.
+
+    Raises `NotReadError` for anything that the grammar does not have.
+    """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_large")
     nesting = deepest = 0
@@ -92,7 +104,10 @@ def nodes(tree: Tree) -> Iterator[Tree]:
 
 
 def children(tree: Tree) -> Iterator[Tree]:
-    """The trees right inside a tree. A term of a sum or product is a pair of its sign or operator and a tree."""
+    """The trees right inside a tree.
+
+    A term of a sum or product is a pair of its sign or operator and a tree.
+    """
     for child in tree[1:]:
         if isinstance(child, tuple):
             yield child[1] if child[0] in (1, -1, "*", "/") else child
@@ -104,8 +119,10 @@ def _is_unknown(symbol: str) -> bool:
 
 
 class _Parser:
-    """A recursive-descent parser with one method per rule of the grammar. Each method reads its rule from the next
-    token on, returns its tree, and raises `NotReadError` where the tokens do not fit. `MAX_NESTING` bounds the depth.
+    """A recursive-descent parser with one method per rule of the grammar.
+
+    Each method reads its rule from the next token on, returns its tree, and raises `NotReadError`
+    where the tokens do not fit. `MAX_NESTING` bounds the depth.
     """
 
     def __init__(self, tokens: list[str]) -> None:
@@ -125,7 +142,10 @@ class _Parser:
         return symbol
 
     def sum(self) -> Tree:
-        """A sum: `[sign] term (+|- term)*`, such as `-2x+6`. A single term without a minus sign stays alone."""
+        """A sum: `[sign] term (+|- term)*`, such as `-2x+6`.
+
+        A single term without a minus sign stays alone.
+        """
         sign = -1 if self.peek() in {"+", "-"} and self._take() == "-" else 1
         terms = [(sign, self._product())]
         while self.peek() in {"+", "-"}:
@@ -136,7 +156,10 @@ class _Parser:
         return terms[0][1] if len(terms) == 1 and terms[0][0] == 1 else ("sum", *terms)
 
     def _product(self) -> Tree:
-        """A product: `factor (operator factor | factor)*`. Factors side by side are multiplied, as in `2x`."""
+        """A product: `factor (operator factor | factor)*`.
+
+        Factors side by side are multiplied, as in `2x`.
+        """
         factors = [("*", self._power())]
         divided = False
         while (symbol := self.peek()) and symbol not in {"+", "-", ")", "}", "]"}:
@@ -149,7 +172,8 @@ class _Parser:
                 self._take()
                 divided = False
             elif divided or symbol == "{" or symbol[0] in ".0123456789":
-                raise NotReadError  # `1/2\pi` can be meant in two ways; `1{2}` and `\sqrt{3}2` look like something else
+                # `1/2\pi` can be meant in two ways; `1{2}` and `\sqrt{3}2` look like something else
+                raise NotReadError
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
@@ -184,7 +208,9 @@ class _Parser:
         return self._primary()
 
     def _primary(self) -> Tree:
-        """The smallest unit: a group in brackets, a fraction, a root, a function, pi, an unknown, or a number."""
+        """The smallest unit: a group in brackets, a fraction, a root, a function, pi, an unknown,
+        or a number.
+        """
         symbol = self.peek()
         if symbol in {"(", "{"}:
             return self._group(symbol)
@@ -223,8 +249,10 @@ class _Parser:
         return ("num", symbol)
 
     def _mixed(self, whole: Tree) -> Tree:
-        r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5. With anything but whole numbers in
-        the fraction it is a product, and `whole` is returned. `3\frac{5}{2}` can be meant in both ways.
+        r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
+
+        With anything but whole numbers in the fraction it is a product, and `whole` is returned.
+        `3\frac{5}{2}` can be meant in both ways.
         """
         start = self._next
         window = self._tokens[start : start + 7]
@@ -254,7 +282,8 @@ class _Parser:
         return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))
 
     def _call(self, name: str) -> Tree:
-        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`, `\log_{2}(8)`, `\log100`.
+        r"""A function of one argument: `\sin30`, `\sin(2x)`, `\cos{60}`, `\sin\frac{x}{2}`,
+        `\log_{2}(8)`, `\log100`.
 
         `\tan^{-1}(1)` is the arctangent, and `\sin^2x` the square of a sine.
         """

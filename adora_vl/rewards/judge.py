@@ -1,4 +1,6 @@
-"""The reward `judge`: a language model behind an OpenAI-compatible endpoint says how good an answer is, from 0 to 1."""
+"""The reward `judge`: a language model behind an OpenAI-compatible endpoint says how good an answer
+is, from 0 to 1.
+"""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +14,14 @@ from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Me
 NAME = "judge"
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
 INSTRUCTION = (
-    "You are given a problem, its reference answer and a reply to the problem. Say whether the reply's final answer is "
-    "the reference answer, whatever its notation: 1 if it is, 0 if it is not or if there is none."
+    "You are given a problem, its reference answer and a reply to the problem. Say whether the "
+    "reply's final answer is the reference answer, whatever its notation: 1 if it is, 0 if it is "
+    "not or if there is none."
 )
 _FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
 _MAX_CHARS = 16_000  # of a reply: its end has the answer
-# The options in `adora_reward: [{judge: {...}}]` with type and default. One without a default has to be given.
+# The options in `adora_reward: [{judge: {...}}]` with type and default. One without a default has
+# to be given.
 _OPTIONS: dict[str, tuple[type, Any]] = {
     "base_url": (str, None),
     "model": (str, None),
@@ -33,7 +37,10 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
 
 
 class JudgeReward:
-    """A reward function of TRL's form. `folder`: where the cache lies, unless its option is an absolute path."""
+    """A reward function of TRL's form.
+
+    `folder`: where the cache lies, unless its option is an absolute path.
+    """
 
     __name__ = "judge_reward"  # as TRL's log has it
 
@@ -59,7 +66,9 @@ class JudgeReward:
 
     @property
     def client(self) -> ChatClient:
-        """Made at the first call: its cache lies in the run's folder, which has to be checked first."""
+        """Made at the first call: its cache lies in the run's folder, which has to be checked
+        first.
+        """
         if self._client is None:
             self._client = ChatClient(self._endpoint, cache=self._cache, budget=self._budget)
         return self._client
@@ -71,8 +80,10 @@ class JudgeReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | EndpointError]:
-        """One score per completion, or the error of its call. Of the `columns` it reads `problem` and `answer`. Logs
-        `judge/failed` and `judge/cached`, shares. Raises `UserError` where the endpoint refuses the key.
+        """One score per completion, or the error of its call.
+
+        Of the `columns` it reads `problem` and `answer`. Logs `judge/failed` and `judge/cached`,
+        shares. Raises `UserError` where the endpoint refuses the key.
         """
         said = columns.get("problem") or [
             completion_text(prompt) for prompt in prompts or [""] * len(completions)
@@ -87,8 +98,9 @@ class JudgeReward:
         found = self.client.each(self._score, asked)
         if self._refused is not None:
             raise UserError(
-                f"adora_reward: judge: {self._endpoint.url} refuses the key in {KEY_VARIABLE} for the model "
-                f"{self._endpoint.model!r} ({self._refused}); set {KEY_VARIABLE} to one that it takes"
+                f"adora_reward: judge: {self._endpoint.url} refuses the key in {KEY_VARIABLE} for "
+                f"the model {self._endpoint.model!r} ({self._refused}); set {KEY_VARIABLE} to one "
+                "that it takes"
             )
         errors = [each for each in found if isinstance(each, EndpointError)]
         if errors and not self._warned:
@@ -121,8 +133,9 @@ class JudgeReward:
             self.client.chat(messages)
         except EndpointError as error:
             raise UserError(
-                f"adora_reward: judge: {self._endpoint.url} with the model {self._endpoint.model!r} gave no answer: "
-                f"{error}; the key is read from {KEY_VARIABLE}"
+                f"adora_reward: judge: {self._endpoint.url} with the model "
+                f"{self._endpoint.model!r} gave no answer: {error}; the key is read from "
+                f"{KEY_VARIABLE}"
             ) from None
 
     def _score(self, messages: Messages) -> float | EndpointError:
@@ -139,7 +152,10 @@ class JudgeReward:
             return error
 
     def _known(self, messages: Messages) -> float | None:
-        """The score in the cache. What is none there is asked for anew: a file may have been edited, or be damaged."""
+        """The score in the cache.
+
+        What is none there is asked for anew: a file may have been edited, or be damaged.
+        """
         found = self.client.cached(messages)
         try:
             return None if found is None else _checked_score(found)
@@ -148,7 +164,10 @@ class JudgeReward:
 
 
 def score_in(text: str) -> str:
-    """The score in a judge's reply, as text. Raises `EndpointError` where there is none from 0 to 1."""
+    """The score in a judge's reply, as text.
+
+    Raises `EndpointError` where there is none from 0 to 1.
+    """
     if "<score>" not in text or "</score>" not in text:
         raise EndpointError("the reply has no <score>...</score>")
     word = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()
@@ -176,7 +195,8 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
         value = options.get(name, default)
         if value is None:
             raise UserError(
-                f"{where}: no {name}; give base_url and model, as in {{judge: {{base_url: URL, ...}}}}"
+                f"{where}: no {name}; give base_url and model, as in {{judge: {{base_url: URL, "
+                "...}}"
             )
         number = isinstance(value, int | float) and not isinstance(value, bool)
         least = 0 if name in ("budget", "wait") else 1 if kind is int else 1e-3

@@ -1,9 +1,10 @@
 r"""The values of closed forms, and of expressions at given points, with a bound on their error.
 
-Integers, decimals, fractions and their whole powers are exact `Fraction`s. Roots, `\pi`, logarithms and angles are
-computed by mpmath with `PRECISION` bits. Each value carries a bound on its absolute error, so that a comparison knows
-when cancellation has left too few digits to decide. Nothing here can hang: the length and depth of a tree, its costly
-nodes and the digits of a literal are capped (`grammar`), and so is the size of every value, before it is computed.
+Integers, decimals, fractions and their whole powers are exact `Fraction`s. Roots, `\pi`, logarithms
+and angles are computed by mpmath with `PRECISION` bits. Each value carries a bound on its absolute
+error, so that a comparison knows when cancellation has left too few digits to decide. Nothing here
+can hang: the length and depth of a tree, its costly nodes and the digits of a literal are capped
+(`grammar`), and so is the size of every value, before it is computed.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PRECISION = 320  # bits, about 96 digits
 _SPARE_BITS = 16  # mpmath errs in the last bit or, in a power, in the last ten; the bound allows 16
 _LEAST_ERROR = sys.float_info.min  # so that the float of an error never becomes 0
 
-# The points at which two functions of unknowns are compared. They differ in sign and size, and no honest answer is
-# likely to be 0 at one of them.
+# The points at which two functions of unknowns are compared. They differ in sign and size, and no
+# honest answer is likely to be 0 at one of them.
 _POINTS = [Fraction(text) for text in ("37/23", "-53/31", "211/17", "7/41", "-389/29", "1009/13")]
 
 Value = Any  # a Fraction, or mpmath's mpf or mpc, which have no types
@@ -42,7 +43,8 @@ Comparison = Literal["equal", "different", "undefined", "too_large", "undecided"
 class Ball:
     """A value and a bound on its absolute error, 0 for a fraction.
 
-    `unevaluated`: of a closed form that is arithmetic still to be done, such as `180-40` or `(180-40)/2`.
+    `unevaluated`: of a closed form that is arithmetic still to be done, such as `180-40` or
+    `(180-40)/2`.
     """
 
     value: Value
@@ -113,7 +115,10 @@ _ONE = Ball(Fraction(1))
 
 
 def number_of(tree: Tree) -> Ball:
-    """The value of a tree. Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`."""
+    """The value of a tree.
+
+    Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`.
+    """
     ball = _of(tree, None)
     to_do = any(map(_is_left_to_do, nodes(tree))) and not any(map(_is_closed, nodes(tree)))
     return Ball(ball.value, ball.error, to_do)
@@ -135,7 +140,9 @@ def _is_left_to_do(tree: Tree) -> bool:
 
 
 def _is_bare(tree: Tree) -> bool:
-    """Whether it is made from integers and decimals by addition, subtraction, multiplication and powers alone."""
+    """Whether it is made from integers and decimals by addition, subtraction, multiplication and
+    powers alone.
+    """
     if tree[0] not in {"num", "sum", "product", "power"}:
         return False
     divides = tree[0] == "product" and any(operator == "/" for operator, _ in tree[1:])
@@ -145,7 +152,8 @@ def _is_bare(tree: Tree) -> bool:
 def same_number(answer: Ball, reference: Ball) -> bool | None:
     r"""Equal, or within 1e-6 relative unless both are integers: 1000001 is not 1000000.
 
-    None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit of pi left.
+    None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit
+    of pi left.
     """
     if answer.exact and reference.exact:
         if answer.value.denominator == reference.value.denominator == 1:
@@ -165,9 +173,10 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
 
 
 def same_function(answer: Tree, reference: Tree) -> Comparison:
-    """Whether two trees with the same unknowns have the same value, complex ones included, at six points: `different`
-    where only one has a value. A point where both are over the caps is left out; where one is, or no point is left, it
-    is `too_large`. Without a value anywhere it is `undefined`.
+    """Whether two trees with the same unknowns have the same value, complex ones included, at six
+    points: `different` where only one has a value. A point where both are over the caps is left
+    out; where one is, or no point is left, it is `too_large`. Without a value anywhere it is
+    `undefined`.
     """
     compared = 0
     nothing: Comparison = "undefined"
@@ -187,7 +196,9 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
 
 
 def factor_between(answer: Tree, reference: Tree) -> int:
-    """The sign of the factor, not 0, by which the answer is the reference at six points; 0 where there is none."""
+    """The sign of the factor, not 0, by which the answer is the reference at six points; 0 where
+    there is none.
+    """
     base: tuple[Ball, Ball] | None = None
     zeros = []
     names = unknowns(answer) | unknowns(reference)
@@ -223,7 +234,9 @@ def is_constant(tree: Tree) -> bool:
 
 
 def zero_of(tree: Tree) -> tuple[Ball, int] | None:
-    """Where a tree that is linear in its one unknown is 0, and the sign of its slope; None for any other tree."""
+    """Where a tree that is linear in its one unknown is 0, and the sign of its slope; None for any
+    other tree.
+    """
     (name,) = unknowns(tree)
     at_0, at_1 = (_value_at(tree, {name: Fraction(point)}) for point in (0, 1))
     if not (isinstance(at_0, Ball) and isinstance(at_1, Ball) and at_0.real and at_1.real):
@@ -279,7 +292,9 @@ def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_lar
 
 
 def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
-    """The value of a tree. `at`: that of its unknowns; without them it has to be real in all its parts. Raises
+    """The value of a tree.
+
+    `at`: that of its unknowns; without them it has to be real in all its parts. Raises
     `NotReadError`.
     """
     kind = tree[0]
@@ -335,9 +350,9 @@ _made: dict[str, Any] = {}
 
 
 def _mp() -> Any:
-    """mpmath with a context of our own, made when the first value needs it; all threads get the same one. It is not
-    safe for threads while it computes digits of its constants, so as many as any argument can ask for are computed
-    here.
+    """mpmath with a context of our own, made when the first value needs it; all threads get the
+    same one. It is not safe for threads while it computes digits of its constants, so as many as
+    any argument can ask for are computed here.
     """
     if "context" in _made:
         return _made["context"]
@@ -360,9 +375,11 @@ def _bits(value: Fraction) -> int:
 
 
 def _computed(value: Value, error: float = 0.0) -> Ball:
-    """A value of mpmath with the error that its operands bring, to which that of the operation is added.
+    """A value of mpmath with the error that its operands bring, to which that of the operation is
+    added.
 
-    Raises `NotReadError("too_large")` over the caps. An imaginary part within the error counts as 0.
+    Raises `NotReadError("too_large")` over the caps. An imaginary part within the error counts as
+    0.
     """
     size = Ball(value).size
     error += size * 2.0 ** (_SPARE_BITS - PRECISION) + _LEAST_ERROR
@@ -378,7 +395,9 @@ def _pi() -> Ball:
 
 
 def _exp(ball: Ball) -> Ball:
-    """Raises `NotReadError("too_large")` where the result would be too large or small, or little is known of it."""
+    """Raises `NotReadError("too_large")` where the result would be too large or small, or little is
+    known of it.
+    """
     ball = ball.inexact()
     if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
         raise NotReadError("too_large")
@@ -395,7 +414,10 @@ def _log(ball: Ball) -> Ball:
 
 
 def _raised(base: Ball, exponent: Ball) -> Ball:
-    """`base ** exponent`, the principal value. The size of the result is bounded before it is computed."""
+    """`base ** exponent`, the principal value.
+
+    The size of the result is bounded before it is computed.
+    """
     power = exponent.value
     if base.least <= 0:  # 0, but for its error
         if not exponent.real or power - exponent.error <= 0:
@@ -428,7 +450,10 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
 
 
 def _rooted(radicand: Ball, degree: int) -> Ball:
-    """The principal root. It is exact if the radicand is a perfect power, as in the square root of 4/9."""
+    """The principal root.
+
+    It is exact if the radicand is a perfect power, as in the square root of 4/9.
+    """
     value = radicand.value
     if radicand.exact and value >= 0:
         exact = Fraction(
@@ -441,7 +466,10 @@ def _rooted(radicand: Ball, degree: int) -> Ball:
 
 
 def _counted(whole: Ball, chosen: Ball | None = None) -> Ball:
-    """A factorial, or with `chosen` a binomial. Raises `NotReadError` over `MAX_COUNTED`, and where there is none."""
+    """A factorial, or with `chosen` a binomial.
+
+    Raises `NotReadError` over `MAX_COUNTED`, and where there is none.
+    """
     for ball in (whole, chosen or whole):
         if not ball.exact or ball.value.denominator != 1 or ball.value < 0:
             raise NotReadError("undefined")
@@ -456,7 +484,10 @@ def _counted(whole: Ball, chosen: Ball | None = None) -> Ball:
 
 
 def _called(name: str, argument: Ball, radians: bool) -> Ball:
-    """A function's value. Angles are in degrees, since the sign is stripped, unless they are given in `radians`."""
+    """A function's value.
+
+    Angles are in degrees, since the sign is stripped, unless they are given in `radians`.
+    """
     half_turn = Ball(Fraction(180))
     if name == "ln":
         return _log(argument)
@@ -483,8 +514,10 @@ def _called(name: str, argument: Ball, radians: bool) -> Ball:
 
 
 def _inverse(name: str, sine: Ball) -> Ball:
-    """The inverse of a sine, cosine or tangent, in radians. Its error follows from its slope, 1/sqrt(1 - z^2) or
-    1/(1 + z^2); at an end, where a sine is 1, an error of d in the sine is one of about sqrt(2d) in the angle.
+    """The inverse of a sine, cosine or tangent, in radians.
+
+    Its error follows from its slope, 1/sqrt(1 - z^2) or 1/(1 + z^2); at an end, where a sine is 1,
+    an error of d in the sine is one of about sqrt(2d) in the angle.
     """
     squared = sine * sine
     if name == "arctan":

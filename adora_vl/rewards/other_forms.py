@@ -1,4 +1,7 @@
-"""Reward functions in the forms of EasyR1 and verl, called as TRL calls its own. Their sub-scores are logged."""
+"""Reward functions in the forms of EasyR1 and verl, called as TRL calls its own.
+
+Their sub-scores are logged.
+"""
 
 import inspect
 from collections import defaultdict
@@ -12,8 +15,10 @@ Score = float | Mapping[str, float]
 
 
 def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself, or around one of another trainer's form one of TRL's with the same name. The reference
-    answer is the row's `answer`; the score is `overall` in EasyR1, and in verl a number, or `score` of a mapping.
+    """The function itself, or around one of another trainer's form one of TRL's with the same name.
+
+    The reference answer is the row's `answer`; the score is `overall` in EasyR1, and in verl a
+    number, or `score` of a mapping.
     """
     try:
         names = set(inspect.signature(function).parameters)

@@ -1,4 +1,7 @@
-"""Reward functions in TRL's form, by name. A completion is graded once however many of them there are."""
+"""Reward functions in TRL's form, by name.
+
+A completion is graded once however many of them there are.
+"""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -19,8 +22,10 @@ _References = list[tuple[str, tuple[str, ...] | None]]
 
 # Rewards for (a correct answer, a complete box that is not correct, no complete box).
 #   adora: the paper's, source: the grading policy, point 7.
-#   easyr1: 0.9 x accuracy + 0.1 x format, the weights of EasyR1's examples/reward_function/math.py. There the format is
-#     a <think> block and a box; here it is a complete box, since our prompt asks for no block. So it equals `adora`.
+#   easyr1: 0.9 x accuracy + 0.1 x format, the weights of EasyR1's examples/reward_function/math.py.
+#   There the format is
+#     a <think> block and a box; here it is a complete box, since our prompt asks for no block. So
+#     it equals `adora`.
 #   accuracy: the verdict alone. format: a complete box alone, to be weighed against another one.
 PRESETS: Mapping[str, tuple[float, float, float]] = {
     "adora": (1.0, 0.1, 0.0),
@@ -54,13 +59,15 @@ def reward_functions(
 ) -> list[RewardFunction]:
     """The TRL reward functions of some presets, named `<preset>_reward`.
 
-    Each reads the columns `answer` (the canonical reference answer) and, where there is one, `choices` (a list of
-    strings or None), and returns one float per completion. The first adds `verdict`, `extracted` and `reason` to TRL's
-    completions table, and logs the shares of the verdicts and milliseconds per completion. `rounded`: the presets with
-    `rounding`, which is that of `grade`, as is `answer_tags`.
+    Each reads the columns `answer` (the canonical reference answer) and, where there is one,
+    `choices` (a list of strings or None), and returns one float per completion. The first adds
+    `verdict`, `extracted` and `reason` to TRL's completions table, and logs the shares of the
+    verdicts and milliseconds per completion. `rounded`: the presets with `rounding`, which is that
+    of `grade`, as is `answer_tags`.
 
-    Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a missing or unusable
-    reference answer, since a reward of zero for every answer to a problem would never be noticed.
+    Raises `UserError` for an unknown preset, none, or one given twice; the functions raise it for a
+    missing or unusable reference answer, since a reward of zero for every answer to a problem would
+    never be noticed.
     """
     names = [*PRESETS, *OTHERS]
     known = ", ".join(names)
@@ -69,7 +76,8 @@ def reward_functions(
     for index, preset in enumerate(presets):
         if preset not in names:
             raise UserError(
-                f"adora_reward: unknown preset '{preset}', use one of {known}{did_you_mean(preset, names)}"
+                f"adora_reward: unknown preset '{preset}', use one of "
+                f"{known}{did_you_mean(preset, names)}"
             )
         if preset in presets[:index]:
             raise UserError(
@@ -84,7 +92,9 @@ def reward_functions(
 
 
 class _Grader:
-    """Grades a batch, and remembers the last one for the functions that ask for the same batch next."""
+    """Grades a batch, and remembers the last one for the functions that ask for the same batch
+    next.
+    """
 
     def __init__(self, rounding: bool, answer_tags: bool) -> None:
         self._accepted = {"rounding": rounding, "answer_tags": answer_tags}
@@ -134,7 +144,10 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
 def _references(
     answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int
 ) -> _References:
-    """One (reference answer, choices) per completion. Raises `UserError` for one that is missing or unusable."""
+    """One (reference answer, choices) per completion.
+
+    Raises `UserError` for one that is missing or unusable.
+    """
     if answer is None:
         raise UserError(
             "the dataset has no column 'answer': the reward needs the reference answer of every row"

@@ -1,5 +1,6 @@
-"""Calls a reward function that may fail, hang or return nonsense, and keeps the failure: one rank that raises would
-leave the others waiting in a collective call. The ranks stop together (`RewardGuard`).
+"""Calls a reward function that may fail, hang or return nonsense, and keeps the failure: one rank
+that raises would leave the others waiting in a collective call. The ranks stop together
+(`RewardGuard`).
 """
 
 import asyncio
@@ -23,7 +24,10 @@ _REASON = 200  # characters of what an exception says
 
 
 class RewardFailure(NamedTuple):
-    """Which function failed, on which row, and how. `mistake`: `reason` is the text of a `UserError` that it raised."""
+    """Which function failed, on which row, and how.
+
+    `mistake`: `reason` is the text of a `UserError` that it raised.
+    """
 
     function: str
     row: str
@@ -32,7 +36,10 @@ class RewardFailure(NamedTuple):
 
 
 class RewardValueError(Exception):
-    """What a function returned is not one reward per completion. `row`: the completion with the wrong one, if known."""
+    """What a function returned is not one reward per completion.
+
+    `row`: the completion with the wrong one, if known.
+    """
 
     def __init__(self, message: str, row: int | None = None) -> None:
         super().__init__(message)
@@ -40,9 +47,9 @@ class RewardValueError(Exception):
 
 
 def own_copy(value: Any) -> Any:
-    """Lists, mappings and records of `value` copied, with what is in them; images copied when they are drawn on.
-    Tensors and text stay the same objects. A function may edit what it gets, and the next one, the next step and the
-    record get what was there before.
+    """Lists, mappings and records of `value` copied, with what is in them; images copied when they
+    are drawn on. Tensors and text stay the same objects. A function may edit what it gets, and the
+    next one, the next step and the record get what was there before.
     """
     from PIL import Image  # late, for commands that import this module and touch no image
 
@@ -77,9 +84,11 @@ def safe_call(
     failures: list[RewardFailure],
     unscored: dict[int, str] | None = None,
 ) -> Callable[..., Any]:
-    """`function` as TRL calls it, sync or async as it is. What goes wrong is added to `failures`, and the call returns
-    zeros, which must not be used. `timeout`: seconds. Where the function returns an exception in the place of a reward,
-    TRL gets None, and `unscored` the completion's number with the reason.
+    """`function` as TRL calls it, sync or async as it is.
+
+    What goes wrong is added to `failures`, and the call returns zeros, which must not be used.
+    `timeout`: seconds. Where the function returns an exception in the place of a reward, TRL gets
+    None, and `unscored` the completion's number with the reason.
     """
     folder = Path.cwd()
 
@@ -146,7 +155,9 @@ def safe_call(
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine, also of a partial function or an object with an async `__call__`."""
+    """Whether a call returns a coroutine, also of a partial function or an object with an async
+    `__call__`.
+    """
     while isinstance(function, partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
@@ -204,7 +215,10 @@ def _failure(
         reason = str(error)
         row = error.row
     elif isinstance(error, SystemExit):
-        reason = f"it called sys.exit({'' if error.code is None else f'{error.code!r:.{_REASON}}'}){place}"
+        reason = (
+            "it called "
+            f"sys.exit({'' if error.code is None else f'{error.code!r:.{_REASON}}'}){place}"
+        )
     else:
         reason = f"{in_one_line(error)[:_REASON]}{place}"
     count = len(arguments["completions"])

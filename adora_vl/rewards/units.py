@@ -1,7 +1,8 @@
-r"""Units of measurement: which stands behind a value, of what dimension it is, and how it compares with another.
+r"""Units of measurement: which stands behind a value, of what dimension it is, and how it compares
+with another.
 
-A dimension is its base quantities with their powers, `length2` or `length/time`. A unit without a factor, as in
-`12 square units`, compares with any of its dimension.
+A dimension is its base quantities with their powers, `length2` or `length/time`. A unit without a
+factor, as in `12 square units`, compares with any of its dimension.
 """
 
 import re
@@ -24,11 +25,13 @@ _DIMENSIONS = {
         km|kilomet(?:er|re)s?|千米|公里 1000, in|inch(?:es)? 0.0254, ft|foot|feet 0.3048,
         yd|yards? 0.9144, mi|miles? 1609.344, units? 0""",
     "length3": "ml|mL|millilit(?:er|re)s?|毫升 0.000001, lit(?:er|re)s?|升 0.001",
-    "time": "secs?|seconds?|秒 1, mins?|minutes?|分钟 60, hrs?|hours?|小时 3600, days?|天 86400, weeks?|周 604800",
+    "time": "secs?|seconds?|秒 1, mins?|minutes?|分钟 60, hrs?|hours?|小时 3600, days?|天 86400, weeks?|周 "
+    "604800",
     "months": "months?|个月 1, years?|yrs?|年 12",
     "mass": """grams?|克 1, mg|milligrams? 0.001, kg|kilograms?|千克|公斤 1000, lbs? 453.59237,
         oz|ounces? 28.349523125""",
-    "energy": "joules? 1, kJ|kilojoules? 1000, cal|calories? 4.184, kcal|kilocalories? 4184, kWh 3600000",
+    "energy": "joules? 1, kJ|kilojoules? 1000, cal|calories? 4.184, kcal|kilocalories? 4184, kWh "
+    "3600000",
     "angle": "deg(?:rees?)?|度 1",
     "dollars": "dollars?|USD 1, cents? 0.01",
     "euros": "euros?|EUR 1",

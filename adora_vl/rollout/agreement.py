@@ -1,4 +1,7 @@
-"""Do engine and trainer agree? A few real prompts through both, and the bounds of what is rounding."""
+"""Do engine and trainer agree?
+
+A few real prompts through both, and the bounds of what is rounding.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -42,16 +45,17 @@ COLD = "agreement, cold"
 DISTANT = "agreement, far from the start"
 
 PIXELS = (
-    "give both sides the same limits: min_pixels and max_pixels in the config, not in a processor of your own, and the "
-    "tokenizer and chat template of the model folder"
+    "give both sides the same limits: min_pixels and max_pixels in the config, not in a processor "
+    "of your own, and the tokenizer and chat template of the model folder"
 )
 DTYPE = (
-    "set adora_vllm_dtype: auto (or the policy's own dtype); then compare tokenizer, template and pixel limits in the "
-    "model folder with the trainer's"
+    "set adora_vllm_dtype: auto (or the policy's own dtype); then compare tokenizer, template and "
+    "pixel limits in the model folder with the trainer's"
 )
 POSITIONS = (
-    "the rotary angles of engine and trainer differ, by more with each token: compare rope_parameters in the model "
-    "folder with the trainer's and look for a cast of buffers in code of your own; report it with this table"
+    "the rotary angles of engine and trainer differ, by more with each token: compare "
+    "rope_parameters in the model folder with the trainer's and look for a cast of buffers in "
+    "code of your own; report it with this table"
 )
 
 
@@ -115,7 +119,9 @@ def read_prompts(trainer: HasEngine, rows: Sequence[Any]) -> Prompts:
 def sample(
     trainer: HasEngine, prompts: Prompts, *, tokens: int, where: str, **further: Any
 ) -> Rollouts:
-    """Rollouts of at most `tokens` tokens, each with its own seed. `further`: vLLM's parameters beside the run's.
+    """Rollouts of at most `tokens` tokens, each with its own seed.
+
+    `further`: vLLM's parameters beside the run's.
 
     Raises `PromptMismatchError` where the engine reads another prompt.
     """
@@ -157,12 +163,15 @@ def difference(trainer: HasEngine, one_BC: Tensor, other_BC: Tensor, mask_BC: Te
     return merge_drift(trainer.accelerator.gather(drift_sums(one_BC, other_BC, mask_BC)[None]))
 
 
-# Nats a token on average. float32 was measured at 1e-6 here; bfloat16 is said to give 0.01 to 0.05 (adora_max_drift).
+# Nats a token on average. float32 was measured at 1e-6 here; bfloat16 is said to give 0.01 to 0.05
+# (adora_max_drift).
 BOUNDS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
 def agreement_bound(trainer: HasEngine) -> float:
-    """What engine and trainer may differ by: the coarser one's rounding decides, never more than adora_max_drift."""
+    """What engine and trainer may differ by: the coarser one's rounding decides, never more than
+    adora_max_drift.
+    """
     own = dtype_name(trainer.model.dtype)
     engine = trainer.vllm_generation.settings.dtype or own
     args = trainer.args
@@ -181,10 +190,12 @@ def agreement_bound(trainer: HasEngine) -> float:
 
 
 def distant_bound(trainer: HasEngine) -> float:
-    """The bound for answers that begin at about position 2,000: a tenth of `agreement_bound` in float32, else the same.
+    """The bound for answers that begin at about position 2,000: a tenth of `agreement_bound` in
+    float32, else the same.
 
-    Rounded rotary frequencies moved the tiny model's answers by 0.01 nats there, and two right float32 passes agree to
-    1e-6. In bfloat16 two right passes differ by as much, so a smaller bound would prove nothing.
+    Rounded rotary frequencies moved the tiny model's answers by 0.01 nats there, and two right
+    float32 passes agree to 1e-6. In bfloat16 two right passes differ by as much, so a smaller bound
+    would prove nothing.
     """
     bound = agreement_bound(trainer)
     return bound / 10 if bound <= BOUNDS["float32"] else bound
@@ -195,8 +206,9 @@ ROWS = 2  # prompts, of each rank
 
 
 def far_prompts(trainer: HasEngine, prompts: Prompts, tokens: int) -> Prompts | None:
-    """Some of `prompts`, each after tokens of its own text in random order: as many as leave room for `tokens` that are
-    sampled, up to `POSITION` in all, and equally many on all ranks. None where there is no room.
+    """Some of `prompts`, each after tokens of its own text in random order: as many as leave room
+    for `tokens` that are sampled, up to `POSITION` in all, and equally many on all ranks. None
+    where there is no room.
     """
     near = head(prompts, ROWS)
     longest = trainer.model.config.get_text_config().max_position_embeddings
@@ -241,8 +253,10 @@ def drift_measured(
     rows: Sequence[Any],
     step: int,
 ) -> Callable[[], None]:
-    """Ask servers that have the present weights for short rollouts of the first of these rows. Returns what scores them
-    and has them checked: the policy's log-probabilities, the engine's, the mask, (B, C), and the step.
+    """Ask servers that have the present weights for short rollouts of the first of these rows.
+
+    Returns what scores them and has them checked: the policy's log-probabilities, the engine's, the
+    mask, (B, C), and the step.
     """
     prompts = read_prompts(trainer, rows[:CHECK_ROWS])
     ticket = trainer.sampler.begin(_asks(trainer, prompts, f"drift/{step}", CHECK_TOKENS))
@@ -268,7 +282,9 @@ def judge(name: str, drift: Drift, bound: float, remedy: str, more: str = "") ->
 
 @dataclass
 class EngineProbe:
-    """One trainer with its engine, and the prompts that both are compared on; on all ranks together."""
+    """One trainer with its engine, and the prompts that both are compared on; on all ranks
+    together.
+    """
 
     trainer: HasEngine
     prompts: Prompts
@@ -281,7 +297,10 @@ class EngineProbe:
     def sampled(
         self, where: str, tokens: int | None = None, prompts: Prompts | None = None, **further: Any
     ) -> Rollouts:
-        """Rollouts of `prompts` (None: the probe's), as `sample`. An error of one rank is raised on all: none waits."""
+        """Rollouts of `prompts` (None: the probe's), as `sample`.
+
+        An error of one rank is raised on all: none waits.
+        """
         problem: Exception | None = None
         rollouts: Rollouts | None = None
         try:
@@ -301,7 +320,9 @@ class EngineProbe:
         return rollouts
 
     def drift(self, where: str, prompts: Prompts | None = None) -> tuple[Drift, Rollouts, Tensor]:
-        """How far the engine is from the policy on `prompts`, rollouts of them, and what the policy thinks of these."""
+        """How far the engine is from the policy on `prompts`, rollouts of them, and what the policy
+        thinks of these.
+        """
         rollouts = self.sampled(where, prompts=prompts)
         logps_BC = score(self.trainer, rollouts)
         return (
@@ -334,7 +355,8 @@ class EngineProbe:
         return [*checks, *worst_of_all_ranks([self.distant()])] if is_healthy(checks) else checks
 
     def distant(self) -> Check:
-        """As `cold`, without a sync, with some prompts moved back to about position 2,000, or as far as there is room.
+        """As `cold`, without a sync, with some prompts moved back to about position 2,000, or as
+        far as there is room.
 
         Where the same weights agree near the start and not there, the positions differ.
         """
@@ -362,15 +384,19 @@ def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
 
 
 class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Refuses to train where vLLM, here or on servers, and trainer disagree. Changes nothing of the run: no random
-    state, no figure. Rollouts of `transformers` are the policy's own.
+    """Refuses to train where vLLM, here or on servers, and trainer disagree.
+
+    Changes nothing of the run: no random state, no figure. Rollouts of `transformers` are the
+    policy's own.
     """
 
     def __init__(self, trainer: HasEngine) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The model is wrapped and a checkpoint is loaded by now; raises `RolloutError` on all ranks alike."""
+        """The model is wrapped and a checkpoint is loaded by now; raises `RolloutError` on all
+        ranks alike.
+        """
         trainer = self.trainer
         if not trainer.use_vllm:
             return
@@ -401,6 +427,6 @@ def refusal(problems: list[Check]) -> str:
     ]
     return (
         f"before the first step: {' '.join(lines)} Nothing would be learned from such rollouts. "
-        "`python -m adora_vl.doctor` with the same arguments looks closer; --adora_self_check false trains all the "
-        "same."
+        "`python -m adora_vl.doctor` with the same arguments looks closer; --adora_self_check "
+        "false trains all the same."
     )

@@ -1,4 +1,6 @@
-"""TRL's generation class for vLLM, with corrected prompts, weight sync, caches and settings for models with images."""
+"""TRL's generation class for vLLM, with corrected prompts, weight sync, caches and settings for
+models with images.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -52,7 +54,8 @@ def _biases(asked: Any) -> dict[int, float]:
         return {int(token): float(bias) for token, bias in asked.items()}
     except (AttributeError, TypeError, ValueError) as error:
         raise UserError(
-            f'generation_kwargs: logit_bias: {asked!r} is no mapping of token ids to biases; give {{"50": -1.0}}'
+            f"generation_kwargs: logit_bias: {asked!r} is no mapping of token ids to biases; give "
+            '{"50": -1.0}'
         ) from error
 
 
@@ -66,7 +69,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def __init__(
         self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
     ) -> None:
-        """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its seconds.
+        """`timed`: makes the context in which a `sync`, `wake` or `sleep` runs, which counts its
+        seconds.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
         """
@@ -85,7 +89,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         )
         if biases := _biases(generation_kwargs.get("logit_bias") or {}) | banned:
             generation_kwargs["logit_bias"] = biases
-        # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them text is made.
+        # TRL reads the token ids alone. Strings to stop at are looked for in the text, so with them
+        # text is made.
         colocated = kwargs.get("mode", "colocate") == "colocate"
         if colocated and not generation_kwargs.get("stop"):
             generation_kwargs.setdefault("detokenize", False)
@@ -97,12 +102,16 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @property
     def four_bit(self) -> bool:
-        """Whether the base is in 4 bits: then the engine has it from the same folder, and gets the adapter alone."""
+        """Whether the base is in 4 bits: then the engine has it from the same folder, and gets the
+        adapter alone.
+        """
         return bool(getattr(self.model, "is_loaded_in_4bit", False))
 
     def _init_vllm(self) -> None:
-        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them. Of servers it knows one, with an
-        NCCL group; ours knows several, which get weights by file. Raises `UserError` for what the CPU engine cannot do.
+        """Stock TRL builds the `LLM` without a dtype or pixel limits; ours adds them.
+
+        Of servers it knows one, with an NCCL group; ours knows several, which get weights by file.
+        Raises `UserError` for what the CPU engine cannot do.
         """
         folder = self.settings.weight_folder
         if self.mode == "colocate" or folder is not None:
@@ -164,8 +173,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         kwargs |= machine_options(longest, settings.max_num_batched_tokens, settings.enforce_eager)
         kwargs["logprobs_mode"] = self._logprobs_mode()
         kwargs["revision"] = settings.revision
-        # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head weights of its own where
-        # the checkpoint has a copy of them, until it has read both and found them equal.
+        # TRL puts it to sleep at once, which discards the weights. But vLLM gives a tied head
+        # weights of its own where the checkpoint has a copy of them, until it has read both and
+        # found them equal.
         base = None
         later = self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"])
         if self.four_bit:
@@ -181,11 +191,12 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if later:
             kwargs["load_format"] = LATER
         if self.tensor_parallel_size > 1 and segments_expand():
-            # vLLM's own all-reduce shares memory by handles that growing segments lack, and ends the process (vllm
-            # 42609).
+            # vLLM's own all-reduce shares memory by handles that growing segments lack, and ends
+            # the process (vllm 42609).
             kwargs["disable_custom_all_reduce"] = True
         if self.image_token_id is not None:
-            # vLLM reads the limits of the model's folder. With the trainer's own the two prompts agree.
+            # vLLM reads the limits of the model's folder. With the trainer's own the two prompts
+            # agree.
             kwargs["mm_processor_kwargs"] = pixel_limits(
                 getattr(self.processing_class, "image_processor", None)
             )
@@ -203,20 +214,23 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return llm
 
     def _logprobs_mode(self) -> str:
-        """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the trainer applies only
-        the temperature. Where that is 1, ours asks for those before filters and bans, which are the trainer's own: else
-        each token's ratio would lack the probability that was cut off.
+        """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the
+        trainer applies only the temperature. Where that is 1, ours asks for those before filters
+        and bans, which are the trainer's own: else each token's ratio would lack the probability
+        that was cut off.
         """
         raw = engine_scores_raw(self.temperature, self.repetition_penalty, self._asked)
         return "raw_logprobs" if raw else "processed_logprobs"
 
     def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears bfloat16 weights down.
+        """Stock TRL yields every parameter, and merges LoRA in place and back out, which wears
+        bfloat16 weights down.
 
-        Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a time. The first sync
-        sends everything, and so does each with sleep mode, whose level 2 discards the weights, and by NCCL, since TRL
-        announces the tensors of the first pass every time. A server would leave a layer that came in part with
-        uninitialised memory: so it gets whole parts.
+        Ours leaves out the parts that cannot have changed, and merges a copy of one tensor at a
+        time. The first sync sends everything, and so does each with sleep mode, whose level 2
+        discards the weights, and by NCCL, since TRL announces the tensors of the first pass every
+        time. A server would leave a layer that came in part with uninitialised memory: so it gets
+        whole parts.
         """
         trainable = trainable_components(self.model)
         by_nccl = self.mode == "server" and self.settings.weight_folder is None
@@ -244,8 +258,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                     yield self._fix_param_name_to_vllm(name), parameter.data
 
     def sync_weights(self) -> None:
-        """Stock TRL loads tensor by tensor, which the CPU engine's repacked layers refuse, and resets the prefix
-        cache alone, which leaves image features of the old vision tower in the encoder cache.
+        """Stock TRL loads tensor by tensor, which the CPU engine's repacked layers refuse, and
+        resets the prefix cache alone, which leaves image features of the old vision tower in the
+        encoder cache.
 
         Raises `EngineError` where the engine fails.
         """
@@ -259,7 +274,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 super().sync_weights()
                 self.served.first_rank(Servers.forget)
             else:
-                # everything where a server has not got the last sync: at the first one, or where it was started again
+                # everything where a server has not got the last sync: at the first one, or where it
+                # was started again
                 everything = bool(self.served.first_rank(lambda servers: servers.find()))
                 with self.served.weights_written(self._for_servers(everything)) as folder:
                     self.served.first_rank(lambda servers: servers.read_weights(folder))
@@ -280,7 +296,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @contextmanager
     def weights_written(self, *, everything: bool) -> Iterator[Path]:
-        """Inside, the policy's present weights are in this folder: `everything`, or what can change."""
+        """Inside, the policy's present weights are in this folder: `everything`, or what can
+        change.
+        """
         with ExitStack() as until:
             with self._timed("sync"), engine_call("the weight sync"):
                 folder = until.enter_context(
@@ -310,14 +328,17 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return runner_version(self.llm) if self.mode == "colocate" else None
 
     def put_to_sleep(self) -> None:
-        """Free the engine's memory, as TRL does after a generation. The next sync sends all weights again."""
+        """Free the engine's memory, as TRL does after a generation.
+
+        The next sync sends all weights again.
+        """
         self.llm.sleep(level=2)
         self._llm_weights_sleeping = True
 
     @contextmanager
     def staying_awake(self) -> Iterator[None]:
-        """Inside, a colocated engine does not sleep between generations of one policy, so the weights are synced once
-        for all of them. It sleeps at the end. All ranks enter together.
+        """Inside, a colocated engine does not sleep between generations of one policy, so the
+        weights are synced once for all of them. It sleeps at the end. All ranks enter together.
         """
         if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.stays_awake:
             yield
@@ -329,7 +350,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.put_to_sleep()
 
     def take_images_from(self, cache: ImageCache | None) -> None:
-        """Have a colocated engine's image processor ask the trainer's cache first. It is the engine's own object."""
+        """Have a colocated engine's image processor ask the trainer's cache first.
+
+        It is the engine's own object.
+        """
         if cache is not None and self.image_token_id is not None and self.mode == "colocate":
             processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
             compat.IMAGE_PROCESSING.install(cache.preprocess(processor), on=processor)
@@ -337,7 +361,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def _place_features(
         self, features: dict[str, Any] | None, prompt_ids: list[int]
     ) -> dict[str, Any] | None:
-        """Stock TRL moves a server's image features to the trainer's image tokens without comparing their numbers.
+        """Stock TRL moves a server's image features to the trainer's image tokens without comparing
+        their numbers.
 
         Raises `RolloutError` where they differ: the server was started with other pixel limits.
         """
@@ -348,18 +373,22 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             )
             if theirs != ours:
                 raise RolloutError(
-                    f"the server made {theirs} features for the images of a prompt with {ours} image tokens; start it "
-                    "with the min_pixels and max_pixels of the training config (--mm-processor-kwargs)"
+                    f"the server made {theirs} features for the images of a prompt with {ours} "
+                    "image tokens; start it with the min_pixels and max_pixels of the training "
+                    "config (--mm-processor-kwargs)"
                 )
         return placed
 
     def sample(
         self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any] | None = None
     ) -> list[RolloutAnswer]:
-        """What engine or servers sample now, by the weights of the last sync. All ranks call it together; each may ask
-        for a number of its own. `settings`: vLLM's parameters, by default those of the run.
+        """What engine or servers sample now, by the weights of the last sync.
 
-        Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise, else `EngineError`.
+        All ranks call it together; each may ask for a number of its own. `settings`: vLLM's
+        parameters, by default those of the run.
+
+        Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise,
+        else `EngineError`.
         """
         settings = dict(self.sampling if settings is None else settings)
         if self.mode == "server":
@@ -413,7 +442,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
 
     @property
     def greedy(self) -> dict[str, Any]:
-        """vLLM's parameters of an evaluation: the likeliest tokens, whatever the run says of its rollouts."""
+        """vLLM's parameters of an evaluation: the likeliest tokens, whatever the run says of its
+        rollouts.
+        """
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         made: dict[str, Any] = {
             "temperature": 0.0,

@@ -25,14 +25,19 @@ class EngineSettings:
 
 
 def training_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The dtype of mixed precision; None without it, when the trainer computes in the policy's own dtype."""
+    """The dtype of mixed precision; None without it, when the trainer computes in the policy's own
+    dtype.
+    """
     return "bfloat16" if args.bf16 else "float16" if args.fp16 else None
 
 
 def engine_dtype(args: AdoraGRPOConfig) -> str | None:
-    """The engine's dtype. With `adora_vllm_dtype: auto` it is that of the trainer; None is the policy's own dtype.
+    """The engine's dtype.
 
-    vLLM's own `auto` turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on average.
+    With `adora_vllm_dtype: auto` it is that of the trainer; None is the policy's own dtype.
+
+    vLLM's own `auto` turns a float32 checkpoint into bfloat16, which costs 0.04 nats per token on
+    average.
     """
     return training_dtype(args) if args.adora_vllm_dtype == "auto" else args.adora_vllm_dtype
 
@@ -62,12 +67,15 @@ def engine_runs_on_cpu() -> bool:
 
 
 def machine_options(longest: int | None, budget: int, eager: bool | None = None) -> dict[str, Any]:
-    """The arguments of `LLM` that depend on the machine. `longest`: tokens of a sequence. `budget`: tokens that are
-    processed at once. `eager`: without torch.compile and CUDA graphs; None: on a CPU.
+    """The arguments of `LLM` that depend on the machine.
 
-    There vLLM 0.31 compiles anew at every start ("Compiling model again due to a load failure"), longer than
-    it saves. And a prompt with a seed that is processed in two parts rewinds a random generator, as only CUDA's can be
-    ("CPU Generator does not use offset"), so it is processed whole.
+    `longest`: tokens of a sequence. `budget`: tokens that are processed at once. `eager`: without
+    torch.compile and CUDA graphs; None: on a CPU.
+
+    There vLLM 0.31 compiles anew at every start ("Compiling model again due to a load failure"),
+    longer than it saves. And a prompt with a seed that is processed in two parts rewinds a random
+    generator, as only CUDA's can be ("CPU Generator does not use offset"), so it is processed
+    whole.
     """
     on_cpu = engine_runs_on_cpu()
     options: dict[str, Any] = {
@@ -83,13 +91,17 @@ def machine_options(longest: int | None, budget: int, eager: bool | None = None)
 
 
 def refuse_on_cpu(config: Any, sleep_mode: bool) -> None:
-    """Raise `UserError` for what vLLM on a CPU cannot keep in sync. `config` is a Transformers model config."""
+    """Raise `UserError` for what vLLM on a CPU cannot keep in sync.
+
+    `config` is a Transformers model config.
+    """
     if not engine_runs_on_cpu():
         return
     if config.tie_word_embeddings:
         raise UserError(
-            "tie_word_embeddings: true, but vLLM on a CPU refreshes only one of the two uses of a tied embedding when "
-            "weights are synced, so rollouts would drift from the policy; use an untied model, a GPU or use_vllm: false"
+            "tie_word_embeddings: true, but vLLM on a CPU refreshes only one of the two uses of a "
+            "tied embedding when weights are synced, so rollouts would drift from the policy; use "
+            "an untied model, a GPU or use_vllm: false"
         )
     if sleep_mode:
         raise UserError("vllm_enable_sleep_mode: true needs a GPU; set it to false on a CPU")

@@ -1,4 +1,6 @@
-"""How far the engine is from the policy: the drift of its log-probabilities, and the ratio that corrects for it."""
+"""How far the engine is from the policy: the drift of its log-probabilities, and the ratio that
+corrects for it.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -29,11 +31,13 @@ class Drift:
 
 
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """`[sum, count, largest]` of |difference| over the masked tokens that the engine scored. (3,), float64.
+    """`[sum, count, largest]` of |difference| over the masked tokens that the engine scored.
 
-    Sums are returned instead of a mean, so that a rank with few tokens does not count as much as one with many. A
-    token that the engine could not score (NaN) is left out. If the policy's values are NaN, or the engine scored no
-    token at all, the difference is infinite.
+    (3,), float64.
+
+    Sums are returned instead of a mean, so that a rank with few tokens does not count as much as
+    one with many. A token that the engine could not score (NaN) is left out. If the policy's values
+    are NaN, or the engine scored no token at all, the difference is infinite.
     """
     sampled_BC = mask_BC.bool()
     scored_BC = sampled_BC & ~torch.isnan(engine_BC)
@@ -45,7 +49,9 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
 
 
 def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Mean |difference| of each rollout over the tokens that the engine scored, (B,); NaN where it scored none."""
+    """Mean |difference| of each rollout over the tokens that the engine scored, (B,); NaN where it
+    scored none.
+    """
     scored_BC = mask_BC.bool() & ~torch.isnan(engine_BC)
     gaps_BC = torch.where(scored_BC, (trainer_BC - engine_BC).abs(), 0.0)
     return gaps_BC.sum(dim=1) / scored_BC.sum(dim=1)
@@ -60,12 +66,15 @@ def merge_drift(sums_R3: Tensor) -> Drift:
 
 
 def drift_message(drift: Drift, bound: float, step: int, checkpoint: str) -> str:
-    """The message of a run that stops because of drift: the figures, the likely causes and the checkpoint."""
+    """The message of a run that stops because of drift: the figures, the likely causes and the
+    checkpoint.
+    """
     causes = "\n".join(f"  - {cause}" for cause in CAUSES)
     return (
-        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats per token from the trainer's on "
-        f"average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. Importance ratios would hide this while "
-        f"nothing is learned, so the run stops before the step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
+        f"step {step}: the engine's log-probabilities are {drift.mean:.3g} nats per token from "
+        f"the trainer's on average (largest {drift.largest:.3g}); adora_max_drift is {bound:g}. "
+        "Importance ratios would hide this while nothing is learned, so the run stops before the "
+        f"step. Checkpoint: {checkpoint}. Likely causes:\n{causes}"
     )
 
 
@@ -80,9 +89,10 @@ def importance_ratio(
 ) -> Tensor:
     """exp(policy - engine), cut off: (B, C) for `token_*` modes, (B, 1) for `sequence_*`.
 
-    `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the engine gave no
-    log-probability (NaN), the ratio is 1. The definitions are TRL's (`vllm_importance_sampling_mode`), after Yao et
-    al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+    `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the
+    engine gave no log-probability (NaN), the ratio is 1. The definitions are TRL's
+    (`vllm_importance_sampling_mode`), after Yao et al., "Your Efficient RL Framework Secretly
+    Brings You Off-Policy RL Training" (2025).
     """
     difference = torch.nan_to_num((logps_BC - sampling_BC) * mask_BC, nan=0.0)
     if mode.startswith("sequence"):
@@ -112,7 +122,8 @@ _FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
 def ratio_figures(
     ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, same_B: Tensor
 ) -> Tensor:
-    """This rank's values of `_FIGURES`, (5,), over the rows `same_B` (bool); 0 where they have no token.
+    """This rank's values of `_FIGURES`, (5,), over the rows `same_B` (bool); 0 where they have no
+    token.
 
     No mask is used as an index, for which the host would wait.
     """
@@ -142,7 +153,10 @@ class ImportanceRatio:
         return "importance_sampling_ratio" not in micro and "sampling_per_token_logps" in micro
 
     def complete(self, micro: Batch, logps_BC: Tensor) -> dict[str, float]:
-        """Put the ratio into the batch. Returns its figures for the log under TRL's names, of all ranks."""
+        """Put the ratio into the batch.
+
+        Returns its figures for the log under TRL's names, of all ranks.
+        """
         mask_BC = loss_mask(micro)
         sampling_BC = micro["sampling_per_token_logps"]
         config = self.config

@@ -49,8 +49,8 @@ class Rollout:
     """An answer so far, or to its end: it may pause between two spans, or wait for a tool."""
 
     spans: tuple[Span, ...] = ()
-    # by itself, at the run's limit, with a call that nobody answers, or at the end of the room in the answer or the
-    # engine
+    # by itself, at the run's limit, with a call that nobody answers, or at the end of the room in
+    # the answer or the engine
     ended: Literal["", "stop", "length", "calls", "room"] = ""
     distorted: bool = False  # sampled on another image than the trainer's
     pictures: tuple[Picture, ...] = ()
@@ -120,7 +120,10 @@ class RolloutGroup:
         return all(rollout.ended for rollout in self.rollouts)
 
     def seed(self, run_seed: int, member: int, rollout: Rollout) -> int:
-        """Of the next span of that rollout. With the seed of an earlier one its random numbers would be drawn again."""
+        """Of the next span of that rollout.
+
+        With the seed of an earlier one its random numbers would be drawn again.
+        """
         problem = self.problem
         number = sum(span.logps is not None for span in rollout.spans)
         where = f"{problem.where}/segment-{number}" if number else problem.where
@@ -139,8 +142,9 @@ def graded(row: Row, rollout: Rollout) -> Row:
 def groups_of(
     rows: Sequence[Any], where: str, began: int, first: int, generations: int
 ) -> list[RolloutGroup]:
-    """The rows of a rank, whose first one has the number `first` over all ranks, as groups that are about to begin, or
-    parts of them. `where`, `began`: of the generation. `generations`: rollouts of a problem, whose rows are neighbours.
+    """The rows of a rank, whose first one has the number `first` over all ranks, as groups that are
+    about to begin, or parts of them. `where`, `began`: of the generation. `generations`: rollouts
+    of a problem, whose rows are neighbours.
     """
     found: list[RolloutGroup] = []
     for place, numbered in groupby(enumerate(rows, first), key=lambda one: one[0] // generations):
@@ -155,7 +159,9 @@ def groups_of(
 def open_rollouts(
     groups: Sequence[RolloutGroup], limits: Iterable[int]
 ) -> dict[tuple[int, int], Rollout]:
-    """Those that have not ended, by the group's number and their own; first those that go on, as the last to end."""
+    """Those that have not ended, by the group's number and their own; first those that go on, as
+    the last to end.
+    """
     found = {
         (n, member): one
         for n in limits
@@ -171,7 +177,8 @@ class RolloutAsk:
 
     ids: list[int]  # the prompt with its image tokens expanded, and what the rollout has already
     images: list[Any]  # that the engine is to see
-    together: Hashable  # neighbours of one name that ask for the same may be one request; their seeds count up
+    # neighbours of one name that ask for the same may be one request; their seeds count up
+    together: Hashable
     seed: int | None = None  # None: the engine's own
     limit: int | None = None  # of tokens; None: the run's
 

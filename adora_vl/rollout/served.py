@@ -50,7 +50,10 @@ class Served:
     def gathered(
         self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any]
     ) -> list[GroupRequest]:
-        """What all ranks ask for as requests, on the first rank; nothing elsewhere. `settings`: vLLM's parameters."""
+        """What all ranks ask for as requests, on the first rank; nothing elsewhere.
+
+        `settings`: vLLM's parameters.
+        """
         everyone = gather_object(list(asks))
         if not self.accelerator.is_main_process:
             return []
@@ -75,7 +78,9 @@ class Served:
     def first_rank(
         self, do: Callable[[Servers], Any], others: Callable[[], object] = lambda: None
     ) -> Any:
-        """What `do` returns on the first rank, or raises, on all of them; the others do `others` in the meantime."""
+        """What `do` returns on the first rank, or raises, on all of them; the others do `others` in
+        the meantime.
+        """
         found: Any = None
         problem: Exception | None = None
         if self.servers is not None:

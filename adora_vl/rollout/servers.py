@@ -1,6 +1,8 @@
-"""vLLM servers that sample for the trainer: asked group by group, given weights, left out where they fail.
+"""vLLM servers that sample for the trainer: asked group by group, given weights, left out where
+they fail.
 
-Everything here is HTTP, and runs on the first rank alone. What all ranks do together is in `served.py`.
+Everything here is HTTP, and runs on the first rank alone. What all ranks do together is in
+`served.py`.
 """
 
 import socket
@@ -38,7 +40,8 @@ _REFUSED = "Request failed: 4"  # TRL's words for an HTTP status of the 400s
 _AT_A_TIME = (
     256  # requests that a server has at a time: vLLM's own limit, beyond which one would wait there
 )
-# A machine that has lost its power closes no connection: after 2 minutes of silence the kernel does.
+# A machine that has lost its power closes no connection: after 2 minutes of silence the kernel
+# does.
 _ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -73,7 +76,9 @@ class GroupRequest:
 
 
 def of_sampled(tokens: Any, logps: Any, ids: Any) -> list[list[float | None]]:
-    """The log-probability of each sampled token, by its id: the first of several is the likeliest token's."""
+    """The log-probability of each sampled token, by its id: the first of several is the likeliest
+    token's.
+    """
     return [
         [given[known.index(token)] for token, given, known in zip(*row, strict=True)]
         for row in zip(tokens, logps, ids, strict=True)
@@ -91,7 +96,10 @@ class _Retry(Retry):
 
 
 class _Adapter(HTTPAdapter):
-    """Gives up soon on what does not answer at all. TRL's own waits for a minute, and for ever where nobody listens."""
+    """Gives up soon on what does not answer at all.
+
+    TRL's own waits for a minute, and for ever where nobody listens.
+    """
 
     def __init__(self, answer_s: float) -> None:
         """`answer_s`: how long an answer may take where the request does not say it."""
@@ -132,7 +140,10 @@ class Server:
         self.serves = ("", False)  # its model, and whether that is in 4 bits
 
     def look(self, timeout: tuple[float, float] = _LIVING_S) -> None:
-        """See whether it answers, and which start of it does. `timeout`: seconds to connect, and to answer."""
+        """See whether it answers, and which start of it does.
+
+        `timeout`: seconds to connect, and to answer.
+        """
         found = self._json("GET", "server_info?config_format=json", timeout=timeout)
         config = found["vllm_config"]
         model = found["vllm_config"]["model_config"]
@@ -143,7 +154,10 @@ class Server:
         self.serves = str(model.get("model")), model.get("quantization") == "bitsandbytes"
 
     def check_lora(self, needs: Mapping[str, Any], base: str, four_bit: bool) -> None:
-        """Raise `UnusableServerError` where it was not started for an adapter on `base`. `needs`: vLLM's settings."""
+        """Raise `UnusableServerError` where it was not started for an adapter on `base`.
+
+        `needs`: vLLM's settings.
+        """
         served, in_four_bit = self.serves
         lacks = [
             f"--{name.replace('_', '-')}{'' if value is True else f' {value}'}"
@@ -166,7 +180,9 @@ class Server:
             )
 
     def check_weights(self) -> None:
-        """Raise `UnusableServerError` where it was started again since it read the weights: it has its checkpoint's."""
+        """Raise `UnusableServerError` where it was started again since it read the weights: it has
+        its checkpoint's.
+        """
         if not self.synced_life:  # weights do not travel by file
             return
         self.look()
@@ -176,8 +192,11 @@ class Server:
             )
 
     def answer(self, ask: GroupRequest, place: PlaceFeatures, features_of: Features) -> Sampled:
-        """Sample. `place` points image features at the image tokens of the prompt. `features_of`: those that it has
-        read in this call, each once, also for rollouts that go on: each of them is a request.
+        """Sample.
+
+        `place` points image features at the image tokens of the prompt. `features_of`: those that
+        it has read in this call, each once, also for rollouts that go on: each of them is a
+        request.
         """
         features = None
         try:
@@ -220,8 +239,10 @@ class Server:
         self.synced_life = self.life
 
     def read_adapter(self, folder: Path) -> None:
-        """Have it read the adapter in `folder` in the place of the one before. Requests name it as the folder, as no
-        other one is named: a server that has another one refuses them.
+        """Have it read the adapter in `folder` in the place of the one before.
+
+        Requests name it as the folder, as no other one is named: a server that has another one
+        refuses them.
         """
         old = self.client.model
         self.client.model = folder.name
@@ -270,8 +291,10 @@ class Servers:
         answer_s: float,
         logprobs_mode: str = "",
     ) -> None:
-        """`patience_s`: how long a sync waits for a first server to be there. `answer_s`: how long one may sample.
-        `logprobs_mode`: the trainer's; one that gives others is named at its first sync.
+        """`patience_s`: how long a sync waits for a first server to be there.
+
+        `answer_s`: how long one may sample. `logprobs_mode`: the trainer's; one that gives others
+        is named at its first sync.
         """
         self._all = [Server(client, answer_s) for client in clients]
         self.living = list(self._all)
@@ -286,7 +309,10 @@ class Servers:
         return all(server.lora for server in self._all)
 
     def take_adapter(self, needs: Any, base: str, four_bit: bool) -> None:
-        """They get the adapter alone from now on. `needs`: as of `Server.check_lora`. Raises `EngineError`."""
+        """They get the adapter alone from now on.
+
+        `needs`: as of `Server.check_lora`. Raises `EngineError`.
+        """
         self._adapter = needs, base, four_bit
         for server in self._all:
             try:
@@ -296,12 +322,15 @@ class Servers:
             if server.serves[0] != base:
                 named = f"Server {server.address} serves {server.serves[0]}"
                 tqdm.write(
-                    f"{named}, to which the adapter goes alone; it has to be {base}, the policy's base."
+                    f"{named}, to which the adapter goes alone; it has to be {base}, the policy's "
+                    "base."
                 )
 
     def find(self, *, in_part: bool = False) -> bool:
-        """See which servers are there, for a sync. Returns whether one of them has not the weights of the last one;
-        where only a part of the weights is written (`in_part`), it is left out until the next sync.
+        """See which servers are there, for a sync.
+
+        Returns whether one of them has not the weights of the last one; where only a part of the
+        weights is written (`in_part`), it is left out until the next sync.
 
         Raises `NoServerError` where none answers in time.
         """
@@ -318,7 +347,10 @@ class Servers:
                 new = [server for server in self.living if server.synced_life != server.life]
                 for server in new:
                     if server.logprobs_mode != self._logprobs_mode:
-                        started = f"Server {server.address} was started with --logprobs-mode {server.logprobs_mode}"
+                        started = (
+                            f"Server {server.address} was started with --logprobs-mode "
+                            f"{server.logprobs_mode}"
+                        )
                         tqdm.write(f"{started}; {self._logprobs_mode} is the trainer's.")
                     if in_part and not self._adapter:
                         self._leave_out(server, _STARTED_AGAIN)
@@ -336,7 +368,10 @@ class Servers:
             server.check_lora(*self._adapter)
 
     def read_weights(self, folder: Path) -> None:
-        """Give all of them the tensors in `folder`. Raises `NoServerError` where none takes them."""
+        """Give all of them the tensors in `folder`.
+
+        Raises `NoServerError` where none takes them.
+        """
         read = Server.read_adapter if self._adapter else Server.read_weights
         self._all_do(lambda server: read(server, folder), f"Does it see {str(folder.parent)!r}? ")
 
@@ -345,9 +380,11 @@ class Servers:
         self._all_do(Server.forget)
 
     def sample(self, asks: Sequence[GroupRequest], place: PlaceFeatures) -> list[Sampled]:
-        """An answer to each request; others are asked where one does not answer, or turns out to have lost the weights.
+        """An answer to each request; others are asked where one does not answer, or turns out to
+        have lost the weights.
 
-        Raises `NoServerError` where none is left, and `RolloutError` for what no server would answer.
+        Raises `NoServerError` where none is left, and `RolloutError` for what no server would
+        answer.
         """
         answers: dict[int, Sampled] = {}
         last: Exception | None = None
@@ -409,7 +446,9 @@ class Servers:
 def _answer(
     server: Server, ask: GroupRequest, place: PlaceFeatures, features: Features, failed: set[Server]
 ) -> Sampled:
-    """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs passes once."""
+    """Its answer, unless it is one of those that have `failed`: the deadline of a server that hangs
+    passes once.
+    """
     if server in failed:
         raise UnusableServerError("it did not answer another request")
     try:
@@ -443,7 +482,10 @@ def _settle(future: Future[_T], do: Callable[[], _T]) -> None:
 
 
 def _on_threads(work: Sequence[Callable[[], _T]], at_a_time: int) -> list[Future[_T]]:
-    """The result of each, or what it raised. The threads are daemons: an ending process waits for no server."""
+    """The result of each, or what it raised.
+
+    The threads are daemons: an ending process waits for no server.
+    """
     futures = [Future[_T]() for _ in work]
     left = deque(zip(work, futures, strict=True))
 
@@ -473,7 +515,9 @@ def _none_left(problem: BaseException | None) -> str:
 
 
 class _Session(requests.Session):
-    """What a server is asked by: its login in a header instead of in its address, and no proxy to this machine."""
+    """What a server is asked by: its login in a header instead of in its address, and no proxy to
+    this machine.
+    """
 
     def __init__(self, address: str, login: tuple[str, str] | None) -> None:
         super().__init__()
@@ -490,8 +534,9 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
     host: str
 
     def check_server(self, total_timeout: float = 0.0, retry_interval: float = 2.0) -> None:
-        """Stock TRL asks without a time limit, also a proxy, and for ever where it gets another status than 200; what
-        it says has the address with its login. Ours raises `ConnectionError` once the time is over.
+        """Stock TRL asks without a time limit, also a proxy, and for ever where it gets another
+        status than 200; what it says has the address with its login. Ours raises `ConnectionError`
+        once the time is over.
         """
         self.base_url, login = without_login(self.base_url)
         self.session = _Session(self.base_url, login)
@@ -511,7 +556,10 @@ class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy
 
 
 def connect(addresses: Sequence[str], group_port: int, patience_s: float) -> list[VLLMClient]:
-    """TRL's clients of the servers, which answer within `patience_s`. Raises `EngineError` where one does not."""
+    """TRL's clients of the servers, which answer within `patience_s`.
+
+    Raises `EngineError` where one does not.
+    """
 
     def client(address: str) -> VLLMClient:
         try:

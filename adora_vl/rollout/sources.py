@@ -1,4 +1,6 @@
-"""Who samples a generation: vLLM, in the trainer's own processes or on servers, or else the policy itself."""
+"""Who samples a generation: vLLM, in the trainer's own processes or on servers, or else the policy
+itself.
+"""
 
 import threading
 import time
@@ -41,14 +43,20 @@ class Sampler(Protocol):
     def sample(
         self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
     ) -> list[RolloutAnswer]:
-        """Sampled now, by the policy's present weights. `prompts`: of the asks, None where there are none."""
+        """Sampled now, by the policy's present weights.
+
+        `prompts`: of the asks, None where there are none.
+        """
 
     def awake(self) -> AbstractContextManager[None]:
         """Inside, an engine does not sleep between two calls."""
 
 
 class PolicyNow:
-    """The policy samples by Transformers, in TRL's way. What it thinks of its tokens a pass has to say."""
+    """The policy samples by Transformers, in TRL's way.
+
+    What it thinks of its tokens a pass has to say.
+    """
 
     scores = False
 
@@ -69,7 +77,9 @@ class PolicyNow:
 
 
 class EngineNow:
-    """vLLM samples, in the trainer's processes or on servers, after it has got the policy's weights."""
+    """vLLM samples, in the trainer's processes or on servers, after it has got the policy's
+    weights.
+    """
 
     scores = True
 
@@ -82,7 +92,10 @@ class EngineNow:
         engine.take_images_from(images.cache)
 
     def give_weights(self, *, anew: bool = False) -> None:
-        """The policy's weights to the engine, unless it has them. `anew`: they are no longer those of this step."""
+        """The policy's weights to the engine, unless it has them.
+
+        `anew`: they are no longer those of this step.
+        """
         if anew or self.context.state().global_step != self.synced:
             self._give()
             self.synced = self.context.state().global_step
@@ -101,9 +114,11 @@ class EngineNow:
 
 
 class ServersAhead(EngineNow):
-    """Servers that are asked before the rollouts are needed. What they get, weights and asks, stands in a queue, and is
-    done in its order on a thread of the first rank that does HTTP alone, so that no collective of the policy's meets
-    another: which weights sample what does not depend on the clock. Weights wait as files.
+    """Servers that are asked before the rollouts are needed.
+
+    What they get, weights and asks, stands in a queue, and is done in its order on a thread of the
+    first rank that does HTTP alone, so that no collective of the policy's meets another: which
+    weights sample what does not depend on the clock. Weights wait as files.
     """
 
     def __init__(
@@ -154,7 +169,9 @@ class ServersAhead(EngineNow):
         return self.begin(asks, settings).join()
 
     def waited(self) -> dict[str, float]:
-        """Seconds since the last call for which the trainer waited for servers, and on the first rank they for it."""
+        """Seconds since the last call for which the trainer waited for servers, and on the first
+        rank they for it.
+        """
         found = self._seconds
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         return found
@@ -165,7 +182,10 @@ class ServersAhead(EngineNow):
             self._files.pop(folder, ExitStack()).close()
 
     def _put(self, do: Callable[[Servers], Any]) -> Future[Any] | None:
-        """Into the queue, on the first rank. What follows an item that has failed fails as it has."""
+        """Into the queue, on the first rank.
+
+        What follows an item that has failed fails as it has.
+        """
         servers = self.engine.served.servers
         if servers is None:
             return None

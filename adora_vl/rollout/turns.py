@@ -1,7 +1,8 @@
 """Several turns of a rollout: the policy samples, tools answer its calls, and it goes on.
 
-The tokens of earlier turns stay as they were sampled; those of an answer are put behind them, once. Nothing is decoded
-and encoded again: one of sixteen answers would come back as other tokens. This file knows neither tools nor trainer.
+The tokens of earlier turns stay as they were sampled; those of an answer are put behind them, once.
+Nothing is decoded and encoded again: one of sixteen answers would come back as other tokens. This
+file knows neither tools nor trainer.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,11 +28,13 @@ def play(
     may_go_on: Callable[[Key, Rollout], bool],
     any_rank: Callable[[bool], bool],
 ) -> dict[Key, Rollout]:
-    """These rollouts after they have gone on, in lockstep: all play a turn, then those that got an answer the next.
+    """These rollouts after they have gone on, in lockstep: all play a turn, then those that got an
+    answer the next.
 
-    `ask`: with what one call of the engine has added. `answered`: one whose turn has ended, with the answer to its
-    calls; as it is where it called nothing. `may_go_on`: whether it has tokens left. `any_rank`: whether something
-    holds on any rank, since all make the same calls of `ask`, also with nothing to ask.
+    `ask`: with what one call of the engine has added. `answered`: one whose turn has ended, with
+    the answer to its calls; as it is where it called nothing. `may_go_on`: whether it has tokens
+    left. `any_rank`: whether something holds on any rank, since all make the same calls of `ask`,
+    also with nothing to ask.
     """
     done = dict[Key, Rollout]()
     going = dict(rollouts)
@@ -55,9 +58,12 @@ def gone_on(
     step: int = 0,
     distorted: bool = False,
 ) -> Rollout:
-    """The rollout with what was sampled for it. `longest`: tokens of the whole answer; `turn`: of a turn, None for any
-    number. `ended`: whether a turn has an end, as a server does not say why it stopped. `step`: of the weights.
-    `distorted`: on another image than the trainer's, of which what an engine says does not belong to the trainer's.
+    """The rollout with what was sampled for it.
+
+    `longest`: tokens of the whole answer; `turn`: of a turn, None for any number. `ended`: whether
+    a turn has an end, as a server does not say why it stopped. `step`: of the weights. `distorted`:
+    on another image than the trainer's, of which what an engine says does not belong to the
+    trainer's.
     """
     logps = (None,) * len(answer.tokens) if distorted else tuple(answer.logps)
     made = replace(
@@ -88,8 +94,10 @@ class Tools(Protocol):
     def answer(
         self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any
     ) -> ToolAnswer | None:
-        """What they say to a turn of the policy, None where it called nothing. `images`: the problem's, then those of
-        tools. `seed`: names the random numbers. `last`: whether no calls are left. `environment`: the rollout's own.
+        """What they say to a turn of the policy, None where it called nothing.
+
+        `images`: the problem's, then those of tools. `seed`: names the random numbers. `last`:
+        whether no calls are left. `environment`: the rollout's own.
         """
 
 
@@ -118,8 +126,10 @@ class Turns:
         step: int,
         seed: str,
     ) -> Rollout:
-        """A rollout whose turn has ended, with the answer to its calls. `images`: of its problem. `prompt`: tokens of
-        it. `longest`: of the whole answer, with what tools say. `step`: optimizer steps made. `seed`: names its place.
+        """A rollout whose turn has ended, with the answer to its calls.
+
+        `images`: of its problem. `prompt`: tokens of it. `longest`: of the whole answer, with what
+        tools say. `step`: optimizer steps made. `seed`: names its place.
         """
         text = self.decode(rollout.turn)
         number = sum(span.logps is None for span in rollout.spans)
@@ -170,7 +180,9 @@ class Turns:
 
     @cached_property
     def _around(self) -> tuple[str, str, str]:
-        """What the template writes between the policy's words and a user's turn, for an image, and behind the turn."""
+        """What the template writes between the policy's words and a user's turn, for an image, and
+        behind the turn.
+        """
         sees = hasattr(self.processor, "tokenizer")
         mark = "Answer 4711."
         asked = "Begin 4712."
@@ -195,7 +207,9 @@ class Turns:
         return before, image, behind
 
     def _harmless(self, text: str) -> str:
-        """A text without the template's marks: that of an image would have no image, that of a turn would begin one."""
+        """A text without the template's marks: that of an image would have no image, that of a turn
+        would begin one.
+        """
         for mark in (
             one.content for one in self._tokenizer.added_tokens_decoder.values() if one.special
         ):

@@ -24,21 +24,24 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightFiles:
-    """Folders `adora-weights-RUN-RANDOM`, each there only while it is written and read; servers are told its name.
-    One with an adapter stays until the next one was read: vLLM reads it again where another adapter took its place, and
-    a server that does not find it dies.
+    """Folders `adora-weights-RUN-RANDOM`, each there only while it is written and read; servers are
+    told its name. One with an adapter stays until the next one was read: vLLM reads it again where
+    another adapter took its place, and a server that does not find it dies.
 
-    One process of a run writes. Other runs may have their weights in the same folder, which stay, also those of a
-    container whose machine and `output_dir` have the same names. Servers read a folder as they read a checkpoint, so
-    any network and any number of them will do.
+    One process of a run writes. Other runs may have their weights in the same folder, which stay,
+    also those of a container whose machine and `output_dir` have the same names. Servers read a
+    folder as they read a checkpoint, so any network and any number of them will do.
     """
 
     def __init__(self, folder: Path, output_dir: Path) -> None:
-        """`folder`: made when it is written to. What this run, known by its `output_dir`, has left there when it was
-        killed is removed now: nobody holds its lock.
+        """`folder`: made when it is written to.
+
+        What this run, known by its `output_dir`, has left there when it was killed is removed now:
+        nobody holds its lock.
         """
         self.folder = folder.absolute()
-        run = f"{socket.gethostname()}:{output_dir.resolve()}"  # two machines may each have a disk with such a path
+        # two machines may each have a disk with such a path
+        run = f"{socket.gethostname()}:{output_dir.resolve()}"
         self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
         self._was_there = (
             self.folder.exists()
@@ -53,9 +56,11 @@ class WeightFiles:
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
-        """Writes named tensors, which are copied one by one, and yields their folder, in which servers read them.
+        """Writes named tensors, which are copied one by one, and yields their folder, in which
+        servers read them.
 
-        All of `tensors` is gone through, as other ranks take part in each. Raises `UserError` where the disk refuses.
+        All of `tensors` is gone through, as other ranks take part in each. Raises `UserError` where
+        the disk refuses.
         """
         rest = iter(tensors)
         with ExitStack() as until:
@@ -98,5 +103,7 @@ def _remove(path: Path, lock: int | None, last: bool) -> None:
 
 
 def _rights_in(folder: Path) -> int:
-    """Those of a run's folder: for the trainer's user alone, unless `folder` was opened to its group alone."""
+    """Those of a run's folder: for the trainer's user alone, unless `folder` was opened to its
+    group alone.
+    """
     return 0o750 if folder.stat().st_mode & 0o057 == 0o050 else 0o700

@@ -40,7 +40,10 @@ def count_of(dataset: Any) -> int | None:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """The policy. `keys`: its name and how it is loaded. `loaded`: an object of Python's, `processor` too."""
+    """The policy.
+
+    `keys`: its name and how it is loaded. `loaded`: an object of Python's, `processor` too.
+    """
 
     keys: ModelConfig
     peft_config: Any = None
@@ -50,8 +53,10 @@ class ModelSource:
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user wants, whichever way it came. `rows`: a command's keys, or data sets of Python's. `rewards`: what
-    Python gave. `given`: the command; None from Python. `most`: so many prompts are measured; None: all.
+    """What a user wants, whichever way it came.
+
+    `rows`: a command's keys, or data sets of Python's. `rewards`: what Python gave. `given`: the
+    command; None from Python. `most`: so many prompts are measured; None: all.
     """
 
     config: AdoraGRPOConfig
@@ -66,7 +71,9 @@ class Asked:
 
 @dataclass(repr=False)
 class Checked:
-    """A run on the road: what was asked, and what each stop has found; that is there from its turn on."""
+    """A run on the road: what was asked, and what each stop has found; that is there from its turn
+    on.
+    """
 
     asked: Asked
     where: Where
@@ -128,7 +135,9 @@ class Checked:
         )
 
     def policy(self) -> Any:
-        """What TRL makes its model of: a name, or the model of an adapter that was named, or in 4 bits."""
+        """What TRL makes its model of: a name, or the model of an adapter that was named, or in 4
+        bits.
+        """
         if not self.adapters and not self.four_bit:
             return self.name
         init = {
@@ -155,7 +164,9 @@ class Checked:
 
     @property
     def system_prompt(self) -> str | None:
-        """What the model is told before each problem, tools among it: the key, or the start of Python's first row."""
+        """What the model is told before each problem, tools among it: the key, or the start of
+        Python's first row.
+        """
         if self.script is not None:
             return with_tools(self.script.adora_system_prompt, self.schemas)
         prompt = next(iter(self.dataset))["prompt"]
@@ -181,7 +192,9 @@ class Checked:
 
     @property
     def environment(self) -> Any:
-        """What makes one for each rollout, FILE.py:CLASS or an object of Python's; None without any."""
+        """What makes one for each rollout, FILE.py:CLASS or an object of Python's; None without
+        any.
+        """
         return (
             self.asked.environment
             if self.asked.environment is not None
@@ -193,7 +206,10 @@ class Checked:
         return bool(self.config.process_index == 0)
 
     def take(self, wanted: object) -> None:
-        """Hold `output_dir` for a run of Python's. `wanted`: what its `train` was told. Raises `UserError`."""
+        """Hold `output_dir` for a run of Python's.
+
+        `wanted`: what its `train` was told. Raises `UserError`.
+        """
         self.start = self.folder.take(wanted, from_python=True)
 
     def manifest(self) -> dict[str, Any]:
@@ -214,7 +230,9 @@ class Checked:
 
     @property
     def finished(self) -> Path | None:
-        """The checkpoint of the last step, if the run has reached it: Transformers would take one step more."""
+        """The checkpoint of the last step, if the run has reached it: Transformers would take one
+        step more.
+        """
         checkpoint = Path(self.start.checkpoint) if self.start.checkpoint else None
         over = checkpoint is not None and 0 < self.config.max_steps <= facts_of(checkpoint)["step"]
         return checkpoint if over else None

@@ -25,7 +25,10 @@ _Found = TypeVar("_Found")
 
 
 class RunFolder:
-    """`output_dir` of one run. Every method is called by all ranks together: the first one decides, and all hear it."""
+    """`output_dir` of one run.
+
+    Every method is called by all ranks together: the first one decides, and all hear it.
+    """
 
     def __init__(
         self,
@@ -33,8 +36,9 @@ class RunFolder:
         now: Fingerprint | Callable[[], Fingerprint],
         inputs: Sequence[tuple[str, str]],
     ) -> None:
-        """`now`: of the run; a function where it may not be asked for, since it reads all weights. `inputs`: keys and
-        the folders that they name, which the run reads.
+        """`now`: of the run; a function where it may not be asked for, since it reads all weights.
+
+        `inputs`: keys and the folders that they name, which the run reads.
         """
         self.path = Path(config.output_dir)
         self.overwrite = config.overwrite_output_dir
@@ -49,8 +53,10 @@ class RunFolder:
         return self._now() if callable(self._now) else self._now
 
     def look(self, wanted: object, *, data_known: bool = True) -> StartPoint:
-        """Where a run would start, with nothing held or written. `wanted` as for `choose_start`. `data_known`: else it
-        is not known whether this is the same run. Raises `UserError` as `take` does.
+        """Where a run would start, with nothing held or written.
+
+        `wanted` as for `choose_start`. `data_known`: else it is not known whether this is the same
+        run. Raises `UserError` as `take` does.
         """
 
         def choose() -> StartPoint:
@@ -72,8 +78,11 @@ class RunFolder:
         return self._all_hear(choose)
 
     def take(self, wanted: object, *, from_python: bool = False) -> StartPoint:
-        """Hold the folder until `release`. Returns where the run starts. `from_python`: None and false mean a new run,
-        as in Transformers. Raises `UserError`, also where the ranks do not share the folder or have not the same run.
+        """Hold the folder until `release`.
+
+        Returns where the run starts. `from_python`: None and false mean a new run, as in
+        Transformers. Raises `UserError`, also where the ranks do not share the folder or have not
+        the same run.
         """
 
         def choose() -> tuple[StartPoint, Fingerprint, str]:
@@ -87,7 +96,10 @@ class RunFolder:
             if from_python and not wanted and not self.overwrite and holds_a_run(self.path):
                 found = next(iter(checkpoints(self.path)), None)
                 goes_on = "train(resume_from_checkpoint=True) goes on, " if found else ""
-                holds = f"{str(self.path)!r} holds {f'{found.name} of a run' if found else 'a finished run'}"
+                holds = (
+                    f"{str(self.path)!r} holds "
+                    f"{f'{found.name} of a run' if found else 'a finished run'}"
+                )
                 remedy = (
                     f"{goes_on}overwrite_output_dir=True replaces it, or choose another output_dir"
                 )

@@ -1,4 +1,6 @@
-"""What Python gives as objects: a model, data sets, functions; what is refused, and how a run knows them again."""
+"""What Python gives as objects: a model, data sets, functions; what is refused, and how a run knows
+them again.
+"""
 
 import hashlib
 import json
@@ -36,7 +38,10 @@ class Datasets:
 
 
 def config_of(args: Any, model: Any) -> AdoraGRPOConfig:
-    """The trainer's `args`; None is TRL's default. Raises `UserError` for another config than ours."""
+    """The trainer's `args`; None is TRL's default.
+
+    Raises `UserError` for another config than ours.
+    """
     if args is None:
         return AdoraGRPOConfig(f"{_name_of(model).split('/')[-1]}-GRPO")
     if not isinstance(args, AdoraGRPOConfig):
@@ -51,20 +56,25 @@ def config_of(args: Any, model: Any) -> AdoraGRPOConfig:
 def refuse_objects(
     train_dataset: Any, reward_funcs: Any, rollout_func: Any, environment_factory: Any
 ) -> None:
-    """Raises `UserError` for an argument of the trainer that would be ignored, or fail after the weights are loaded."""
+    """Raises `UserError` for an argument of the trainer that would be ignored, or fail after the
+    weights are loaded.
+    """
     if rollout_func:
         raise UserError(
-            "rollout_func: a sampler of your own is not supported, because its rollouts have neither seeds nor "
-            "log-probabilities that can be checked; use tools, or trl.GRPOTrainer"
+            "rollout_func: a sampler of your own is not supported, because its rollouts have "
+            "neither seeds nor log-probabilities that can be checked; use tools, or "
+            "trl.GRPOTrainer"
         )
     if not isinstance(train_dataset, Dataset | IterableDataset):
         kind = "None" if train_dataset is None else f"a {type(train_dataset).__name__}"
         raise UserError(
-            f"train_dataset: {kind} is no data set; make one, such as datasets.Dataset.from_list(rows)"
+            f"train_dataset: {kind} is no data set; make one, such as "
+            "datasets.Dataset.from_list(rows)"
         )
     if not reward_funcs and environment_factory is None:
         raise UserError(
-            f"reward_funcs: {reward_funcs} would train on nothing; give a function, a preset or a list"
+            f"reward_funcs: {reward_funcs} would train on nothing; give a function, a preset or a "
+            "list"
         )
 
 
@@ -75,12 +85,16 @@ def _name_of(model: Any) -> str:
 def model_keys(
     model: Any, config: AdoraGRPOConfig, peft_config: Any, quantised: Any = None
 ) -> ModelConfig:
-    """What a command's keys would say of the model. `quantised`: `quantization_config`. Raises `UserError`."""
+    """What a command's keys would say of the model.
+
+    `quantised`: `quantization_config`. Raises `UserError`.
+    """
     init = dict(config.model_init_kwargs or {})
     quantised = quantised or init.pop("quantization_config", None)
     if quantised is not None and not getattr(quantised, "load_in_4bit", False):
         raise UserError(
-            "quantization_config: only 4 bits are supported; give BitsAndBytesConfig(load_in_4bit=True)"
+            "quantization_config: only 4 bits are supported; give "
+            "BitsAndBytesConfig(load_in_4bit=True)"
         )
     if not isinstance(model, str):
         if quantised or getattr(model, "quantization_method", None):
@@ -103,7 +117,10 @@ def model_keys(
 
 
 def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
-    """The trainer's `reward_funcs`, as in TRL, or as in the key; a name with a slash is a model. Raises `UserError`."""
+    """The trainer's `reward_funcs`, as in TRL, or as in the key; a name with a slash is a model.
+
+    Raises `UserError`.
+    """
     asked = [*given] if isinstance(given, list | tuple) else [] if given is None else [given]
     # with a slash, or of a folder, it is the name of a reward model, for which TRL looks
     models = [
@@ -125,7 +142,8 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
             continue
         if not isinstance(one, str) and not callable(one):
             raise UserError(
-                f"reward_funcs: {one!r:.80} is no function; give a function, a preset or a list of them"
+                f"reward_funcs: {one!r:.80} is no function; give a function, a preset or a list "
+                "of them"
             )
         name = one if isinstance(one, str) else function_name(one)
         entries.append(f"{name} of Python" if name in NAMES else name)
@@ -145,7 +163,10 @@ def _can_be_tried(function: Any) -> bool:
 
 
 def told_of_tools(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
-    """The data set, or each of several, with the tools in its system messages. Raises `UserError` for a text prompt."""
+    """The data set, or each of several, with the tools in its system messages.
+
+    Raises `UserError` for a text prompt.
+    """
     if not schemas or dataset is None:
         return dataset
     if isinstance(dataset, Mapping):
@@ -155,7 +176,8 @@ def told_of_tools(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
         first = row["prompt"][0] if row["prompt"] else None
         if not isinstance(first, Mapping):
             raise UserError(
-                'train_dataset: with tools a prompt has to be messages, such as [{"role": "user", "content": "..."}]'
+                'train_dataset: with tools a prompt has to be messages, such as [{"role": "user", '
+                '"content": "..."}]'
             )
         has_one = first["role"] == "system"
         said = first["content"] if has_one else None
@@ -173,7 +195,10 @@ def told_of_tools(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def check_prompts(dataset: Dataset) -> bool:
-    """Whether a row of a data set of Python's has an image. Raises `UserError` for a row that cannot be asked."""
+    """Whether a row of a data set of Python's has an image.
+
+    Raises `UserError` for a row that cannot be asked.
+    """
     if "prompt" not in dataset.column_names:
         raise UserError(
             f"train_dataset: lacks the column 'prompt' (it has {', '.join(dataset.column_names)})"
@@ -222,12 +247,16 @@ def _tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[
 
 
 def is_stored(dataset: Any) -> bool:
-    """Whether its rows can be looked at beforehand: not those of a stream, and not what a transform makes of them."""
+    """Whether its rows can be looked at beforehand: not those of a stream, and not what a transform
+    makes of them.
+    """
     return isinstance(dataset, Dataset) and dataset.format["type"] != "custom"
 
 
 def identity_of_rows(dataset: Any) -> str:
-    """Rows and a hash of all, of images by their bytes, to know them again; of a stream its columns."""
+    """Rows and a hash of all, of images by their bytes, to know them again; of a stream its
+    columns.
+    """
     if not isinstance(dataset, Dataset):
         return f"a stream of {dataset.column_names}"
     digest = hashlib.sha256(str(sorted(dataset.features.items())).encode())
@@ -254,7 +283,9 @@ def _paths(table: pa.Table) -> Iterator[str]:
 
 
 def identity_of_model(model: Any) -> str:
-    """By what a run knows a model object again: its config, and some numbers of some of its tensors."""
+    """By what a run knows a model object again: its config, and some numbers of some of its
+    tensors.
+    """
     digest = hashlib.sha256(model.config.to_json_string().encode())
     tensors = [
         (name, value) for name, value in model.named_parameters() if value.numel()

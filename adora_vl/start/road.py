@@ -1,5 +1,6 @@
-"""Every check before a weight is loaded, once and in one order, the cheapest first. A user's own code is run by the
-stops `rewards` and `tries` alone, after all keys are right.
+"""Every check before a weight is loaded, once and in one order, the cheapest first.
+
+A user's own code is run by the stops `rewards` and `tries` alone, after all keys are right.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,8 +50,8 @@ from adora_vl.utils.own_files import function_name
 from adora_vl.utils.versions import check_versions
 
 _ELSEWHERE = (
-    "the run is for another machine, so packages, trackers, servers, attention kernel, weights and output_dir were not "
-    "looked at"
+    "the run is for another machine, so packages, trackers, servers, attention kernel, weights "
+    "and output_dir were not looked at"
 )
 
 
@@ -119,7 +120,9 @@ def rewards(run: Checked) -> None:
 
 
 def _graded_by(run: Checked, environments: Environments) -> None:
-    """Their own reward beside the others: as in TRL it weighs 1, unless `reward_weights` has one more."""
+    """Their own reward beside the others: as in TRL it weighs 1, unless `reward_weights` has one
+    more.
+    """
     found = run.rewards
     weights = run.config.reward_weights
     name = environments.name
@@ -249,7 +252,8 @@ def processor(run: Checked) -> None:
     )
     if run.overlong.limit is None and run.first and not run.where.paper:
         print(
-            f"the lengths of the prompts are not checked: {unknown or 'neither a key nor the model has a limit'}"
+            "the lengths of the prompts are not checked: "
+            f"{unknown or 'neither a key nor the model has a limit'}"
         )
 
 
@@ -289,13 +293,16 @@ def _limit(run: Checked) -> lengths.ContextLimit | None:
     limit = lengths.context_limit(config, run.model_config, served[0])
     if on_server and served[0] is None and run.first and not run.where.paper:
         print(
-            f"the vLLM server does not answer yet, so prompts are held against {limit.name if limit else None}"
+            "the vLLM server does not answer yet, so prompts are held against "
+            f"{limit.name if limit else None}"
         )
     return limit
 
 
 def rows(run: Checked) -> None:
-    """The rows to train on: those that the model can read, and whose prompts leave room for an answer."""
+    """The rows to train on: those that the model can read, and whose prompts leave room for an
+    answer.
+    """
     asked = run.asked.rows
     run.data = []
     run.dataset = None
@@ -345,7 +352,9 @@ def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[i
 
 
 def tries(run: Checked) -> None:
-    """The user's own environments and reward functions on the groups of two rows, and the judge with a question."""
+    """The user's own environments and reward functions on the groups of two rows, and the judge
+    with a question.
+    """
     rows = list[Any]()
     environments = run.tools.environments
     if run.dataset is not None and (run.rewards.own or environments):

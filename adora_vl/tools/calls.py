@@ -1,7 +1,8 @@
 """How a call is written, read and answered, in Hermes' form as Qwen's models know it.
 
-A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the policy's turn; the answer is a turn of the
-user's with `<tool_response>...</tool_response>`. What is wrong with a call is its answer, in one line.
+A call is `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` in the policy's turn; the
+answer is a turn of the user's with `<tool_response>...</tool_response>`. What is wrong with a call
+is its answer, in one line.
 """
 
 import inspect
@@ -49,7 +50,8 @@ class CallError(Exception):
 def schema_of(
     entry: str, function: Callable[..., Any], words: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What a model is told of a tool, as Transformers makes it of type hints and a Google docstring, without `HIDDEN`.
+    """What a model is told of a tool, as Transformers makes it of type hints and a Google
+    docstring, without `HIDDEN`.
 
     `words`: in the docstring's braces. Raises `UserError` for a function of which none can be made.
     """
@@ -70,8 +72,8 @@ def schema_of(
         made: dict[str, Any] = get_json_schema(told)
     except Exception as error:  # Transformers has classes of its own for what a docstring lacks
         raise UserError(
-            f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each of its parameters is "
-            f"({in_one_line(error)[:_LINE]})"
+            f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each "
+            f"of its parameters is ({in_one_line(error)[:_LINE]})"
         ) from error
     kinds = {one.kind for one in shown}
     if kinds & {
@@ -135,7 +137,10 @@ def _depth(value: Any) -> int:
 
 
 def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments as the schema has them; whole numbers may be written as 3.0. Raises `CallError`."""
+    """The arguments as the schema has them; whole numbers may be written as 3.0.
+
+    Raises `CallError`.
+    """
     wanted = schema["function"]["parameters"]
     known: Mapping[str, Any] = wanted["properties"]
     for name in arguments:
@@ -176,7 +181,9 @@ def clean(text: str) -> str:
 
 @contextmanager
 def limited(what: str, seconds: float, seed: str) -> Iterator[None]:
-    """Inside, code of the user's runs for so long, with random numbers named by `seed`; the run's own stay."""
+    """Inside, code of the user's runs for so long, with random numbers named by `seed`; the run's
+    own stay.
+    """
     with kept_random_state():
         number = number_at(f"tool/{seed}")
         random.seed(number)

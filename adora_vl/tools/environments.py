@@ -1,7 +1,9 @@
-"""Environments in TRL's form: an object for each rollout of a generation, whose public methods that rollout may call.
+"""Environments in TRL's form: an object for each rollout of a generation, whose public methods that
+rollout may call.
 
-Stock TRL resets each rollout's by itself, and takes whatever `reset` then says. Ours resets those of one problem with
-the same random numbers, and refuses what differs: the rollouts of a group are compared, so they begin alike.
+Stock TRL resets each rollout's by itself, and takes whatever `reset` then says. Ours resets those
+of one problem with the same random numbers, and refuses what differs: the rollouts of a group are
+compared, so they begin alike.
 """
 
 import inspect
@@ -54,7 +56,9 @@ class Environments:
         )
 
     def reward(self) -> Callable[..., list[float | None]]:
-        """TRL's reward function of environments that grade by themselves, under the name of their class."""
+        """TRL's reward function of environments that grade by themselves, under the name of their
+        class.
+        """
 
         def get_reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
             return [one.get_reward() for one in environments]
@@ -65,7 +69,10 @@ class Environments:
     def entered(
         self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool
     ) -> list[RolloutGroup]:
-        """The groups in environments, with what `reset` said. `anew`: those of before are free. Raises `UserError`."""
+        """The groups in environments, with what `reset` said.
+
+        `anew`: those of before are free. Raises `UserError`.
+        """
         self.taken = 0 if anew else self.taken
         return [self._entered(group, run_seed) for group in groups]
 
@@ -84,8 +91,8 @@ class Environments:
         other = next((text for text in said if text != said[0]), said[0])
         if other != said[0]:
             raise UserError(
-                f"{KEY}: {where}: reset says {said[0]!r:.60} to one rollout of a problem and {other!r:.60} to another; "
-                "let it say what the row alone decides"
+                f"{KEY}: {where}: reset says {said[0]!r:.60} to one rollout of a problem and "
+                f"{other!r:.60} to another; let it say what the row alone decides"
             )
         return replace(group, row=_told(group.row, said[0]), rollouts=tuple(inside))
 
@@ -97,7 +104,8 @@ class Environments:
             refuse(
                 (
                     known,
-                    f"{where}: {self.name} is one object for two rollouts; give what makes one at each call",
+                    f"{where}: {self.name} is one object for two rollouts; give what makes one at "
+                    "each call",
                 )
             )
             self.made.append(new)

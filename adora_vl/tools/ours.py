@@ -1,7 +1,10 @@
-"""The tools of this project. None of them reads a file or the network, and nothing is evaluated by Python.
+"""The tools of this project.
 
-Points come in the family's coordinates (`Vision.relative`), and are taken from the picture as it is: a region holds
-more than the model has seen where the picture was made smaller for it. `{points}` in a docstring is said by family.
+None of them reads a file or the network, and nothing is evaluated by Python.
+
+Points come in the family's coordinates (`Vision.relative`), and are taken from the picture as it
+is: a region holds more than the model has seen where the picture was made smaller for it.
+`{points}` in a docstring is said by family.
 """
 
 import math
@@ -21,7 +24,10 @@ _DIGITS = 10  # of a number in an answer
 
 @dataclass(frozen=True)
 class View:
-    """What a model sees of a picture: `low` to `high` pixels, `unit` a side of a token. `relative`: as in `Vision`."""
+    """What a model sees of a picture: `low` to `high` pixels, `unit` a side of a token.
+
+    `relative`: as in `Vision`.
+    """
 
     low: int
     high: int
@@ -42,7 +48,10 @@ class View:
         return (1000, 1000) if self.relative else (width, height)
 
     def shares(self, image: Image.Image, *points: tuple[float, float]) -> list[tuple[float, float]]:
-        """The points as shares of width and height. Raises `ValueError` for one that is not in the picture."""
+        """The points as shares of width and height.
+
+        Raises `ValueError` for one that is not in the picture.
+        """
         wide, high = self.scale(image)
         for x, y in points:
             if not (0 <= x <= wide and 0 <= y <= high):

@@ -1,7 +1,8 @@
-"""The tools of a run: which they are, and what they say to a turn, within limits of time, number and size.
+"""The tools of a run: which they are, and what they say to a turn, within limits of time, number
+and size.
 
-A tool is code of the user's. It may fail, hang, exit, fork or return anything, and each of these is one line for the
-model; it gets views of the pictures, and draws from random states of its own.
+A tool is code of the user's. It may fail, hang, exit, fork or return anything, and each of these is
+one line for the model; it gets views of the pictures, and draws from random states of its own.
 """
 
 import json
@@ -50,14 +51,20 @@ _NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).pa
 
 @dataclass(frozen=True)
 class ChosenTools:
-    """A run's tools by name, with methods of the first of `environments`. `hashes`: of each file of the user's."""
+    """A run's tools by name, with methods of the first of `environments`.
+
+    `hashes`: of each file of the user's.
+    """
 
     functions: Mapping[str, Callable[..., Any]]
     hashes: Mapping[str, str] = field(default_factory=dict)
     environments: Environments | None = None
 
     def schemas(self, view: View | None) -> list[dict[str, Any]]:
-        """What the model is told of each. `view`: of a model that sees; None: of one that reads text alone."""
+        """What the model is told of each.
+
+        `view`: of a model that sees; None: of one that reads text alone.
+        """
         words = {"points": view.points} if view else {}
         return [schema_of(name, tool, words) for name, tool in self.functions.items()]
 
@@ -65,7 +72,10 @@ class ChosenTools:
 def choose_tools(
     asked: Sequence[str | Callable[..., Any]], environments: Environments | None = None
 ) -> ChosenTools:
-    """The key's tools: names of ours, `FILE.py:FUNCTION`, functions; and environments' methods. Raises `UserError`."""
+    """The key's tools: names of ours, `FILE.py:FUNCTION`, functions; and environments' methods.
+
+    Raises `UserError`.
+    """
     given = list[tuple[str, str, Any]]()  # name, how it is called in an error, and the tool
     hashes = dict(environments.hashes) if environments is not None else {}
     for entry in asked:
@@ -84,7 +94,8 @@ def choose_tools(
         else:
             known = ", ".join(OURS)
             raise UserError(
-                f"tools: {entry!r} is none of {known}, nor FILE.py:FUNCTION{did_you_mean(entry, OURS)}"
+                f"tools: {entry!r} is none of {known}, nor "
+                f"FILE.py:FUNCTION{did_you_mean(entry, OURS)}"
             )
         if not is_function(tool):
             raise UserError(f"tools: {entry!r:.80} is no function")
@@ -100,7 +111,9 @@ def choose_tools(
 
 
 def view_of(config: Any, pixels: Limits) -> View | None:
-    """What a model of this Transformers config sees within these limits; None for one that reads text alone."""
+    """What a model of this Transformers config sees within these limits; None for one that reads
+    text alone.
+    """
     family = family_of(config)
     vision = family.vision if family is not None else None
     relative = vision is not None and vision.relative
@@ -138,8 +151,10 @@ class Toolbox:
         last: bool,
         environment: Any = None,
     ) -> ToolAnswer | None:
-        """What the tools say to a turn; None: it called nothing. `images`: the problem's, then those of tools. `seed`:
-        names the random numbers. `last`: whether no calls are left. `environment`: the rollout's own.
+        """What the tools say to a turn; None: it called nothing.
+
+        `images`: the problem's, then those of tools. `seed`: names the random numbers. `last`:
+        whether no calls are left. `environment`: the rollout's own.
         """
         shown = list(images)
         parts = list[Part]()
@@ -225,7 +240,10 @@ class Toolbox:
             raise CallError(in_one_line(error)) from None
 
     def _parts(self, result: Any, before: int) -> list[Part]:
-        """A tool's result as text and pictures that the model's processor takes. Raises `CallError`."""
+        """A tool's result as text and pictures that the model's processor takes.
+
+        Raises `CallError`.
+        """
         found = [
             self._part(one) for one in (result if isinstance(result, list | tuple) else [result])
         ]

@@ -1,7 +1,8 @@
 """Turns the grades of a generation into the advantages that the loss gets.
 
-Each batch of rollouts is judged when it is graded. The groups that are learned from are weighed once, when none of them
-is replaced any more: some methods weigh a group by all the others. The mathematics is in `adora_vl.advantage`.
+Each batch of rollouts is judged when it is graded. The groups that are learned from are weighed
+once, when none of them is replaced any more: some methods weigh a group by all the others. The
+mathematics is in `adora_vl.advantage`.
 """
 
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class Advantages:
 
 
 class AdvantageComputer:
-    """Judges and weighs whole groups by the run's methods, on the host: all ranks compute the same from gathered
-    figures, a few numbers, and whatever looks at one on a device waits for it.
+    """Judges and weighs whole groups by the run's methods, on the host: all ranks compute the same
+    from gathered figures, a few numbers, and whatever looks at one on a device waits for it.
     """
 
     def __init__(
@@ -48,7 +49,10 @@ class AdvantageComputer:
         *,
         tools: bool = False,
     ) -> None:
-        """`reward_weights_F`: of the functions. `tools`: then what has no end is truncated, however short."""
+        """`reward_weights_F`: of the functions.
+
+        `tools`: then what has no end is truncated, however short.
+        """
         config = context.config
         self.scale = str(config.scale_rewards)
         self.accelerator = context.accelerator
@@ -62,10 +66,13 @@ class AdvantageComputer:
     def judged(
         self, scores: Scores, batch: Batch, generations: int, step: int, *, training: bool
     ) -> Advantages:
-        """What the criteria say of rollouts that have just been graded. `batch` is this rank's.
+        """What the criteria say of rollouts that have just been graded.
 
-        In a training nothing is learned from them so far: the advantages are 0, and the batch gets the columns by which
-        its groups can be chosen, and weighed later. In an evaluation it gets the advantages that TRL would give it.
+        `batch` is this rank's.
+
+        In a training nothing is learned from them so far: the advantages are 0, and the batch gets
+        the columns by which its groups can be chosen, and weighed later. In an evaluation it gets
+        the advantages that TRL would give it.
         """
         surprisal_B = self.accelerator.gather(self._surprisal(batch)).cpu()
         facts = (scores.lengths_B, scores.unended_B.float(), surprisal_B)
@@ -87,7 +94,9 @@ class AdvantageComputer:
         return Advantages(groups, self.methods.weigh(groups), raw_PG, advantages_PG, figures)
 
     def _equal_share(self, groups: Groups, raw_PG: Tensor) -> float:
-        """TRL's share of the groups with a reward whose rewards do not differ, in the unit by which they are scaled."""
+        """TRL's share of the groups with a reward whose rewards do not differ, in the unit by which
+        they are scaled.
+        """
         rewards_PG = groups.rewards_PG
         if not self.methods.sums_rewards:  # the deviation of normalised sums, over itself and 1e-4
             spread = deviation(raw_PG.flatten(), raw_PG.mean()) / 1e4
@@ -99,7 +108,10 @@ class AdvantageComputer:
         return equal_P[groups.scored_PG.any(dim=1)].float().mean().item()
 
     def __call__(self, batch: Batch, generations: int, step: int) -> Advantages:
-        """Of the groups that are learned from. `batch` is this rank's, with the columns that `judged` gave its rows."""
+        """Of the groups that are learned from.
+
+        `batch` is this rank's, with the columns that `judged` gave its rows.
+        """
         grades_BK = self.accelerator.gather(batch["grades"]).cpu()
         groups, raw_PG = self._groups(grades_BK, generations, step)
         advantages_PG = self.methods(groups, raw_PG)
@@ -140,7 +152,9 @@ class AdvantageComputer:
         ), raw_PG
 
     def _surprisal(self, batch: Batch) -> Tensor:
-        """Mean surprisal of each rollout of this rank in nats per token, (B,); NaN where the engine gave none."""
+        """Mean surprisal of each rollout of this rank in nats per token, (B,); NaN where the engine
+        gave none.
+        """
         logps_BC = batch.get("sampling_per_token_logps")
         mask_BC = loss_mask(batch)
         if logps_BC is None:

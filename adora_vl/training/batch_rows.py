@@ -1,4 +1,7 @@
-"""Rows of a batch, taken, packed, joined and replaced. This file alone knows which columns are as wide as what."""
+"""Rows of a batch, taken, packed, joined and replaced.
+
+This file alone knows which columns are as wide as what.
+"""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -12,9 +15,11 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 from adora_vl.dedup.image_store import ImageBanks, first_patches
 from adora_vl.types import Batch
 
-# The columns of a batch by name, where `pixel_values` is a list with the pixels, or references, of each row.
+# The columns of a batch by name, where `pixel_values` is a list with the pixels, or references, of
+# each row.
 SplitBatch = dict[str, Any]
-# The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its first patch.
+# The columns of some rows, on the CPU. In `images` stands each distinct image, by the number of its
+# first patch.
 PackedRows = dict[str, Any]
 _OWN_WIDTH = ("pixel_values", "image_grid_thw", "grades")  # whatever the number of their columns
 
@@ -31,7 +36,10 @@ def join_images(split: SplitBatch) -> Batch:
 
 
 def pack_rows(rows: SplitBatch, banks: ImageBanks) -> PackedRows:
-    """The rows, copied to the CPU as separate tensors. Each image is included once, in place of references to it."""
+    """The rows, copied to the CPU as separate tensors.
+
+    Each image is included once, in place of references to it.
+    """
     packed: PackedRows = to_cpu(
         {name: value for name, value in rows.items() if name != "pixel_values"}
     )
@@ -87,12 +95,15 @@ def take_rows(split: SplitBatch, rows: Sequence[int]) -> SplitBatch:
 
 
 def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> tuple[int, int]:
-    """The first column of prompts and the number of columns of completions that are not padding in every row."""
+    """The first column of prompts and the number of columns of completions that are not padding in
+    every row.
+    """
     return int(prompt_mask.any(dim=0).int().argmax()), max(*lengths, 1)
 
 
 def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) -> dict[str, Any]:
-    """Cut off columns that are padding in every row: on the left of prompts and on the right of completions.
+    """Cut off columns that are padding in every row: on the left of prompts and on the right of
+    completions.
 
     `used`: the `used_columns` of these rows, where they are known.
     """
@@ -115,7 +126,9 @@ def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) 
 
 
 def _span(name: str, value: Any, prompt: int, completion: int) -> str:
-    """Of what a column has a value for each token: of the `prompt`, the `answer` or `both`; empty: of neither."""
+    """Of what a column has a value for each token: of the `prompt`, the `answer` or `both`; empty:
+    of neither.
+    """
     if not isinstance(value, Tensor) or value.dim() < 2 or name in _OWN_WIDTH:
         return ""
     if name in ("prompt_ids", "prompt_mask"):
@@ -124,7 +137,10 @@ def _span(name: str, value: Any, prompt: int, completion: int) -> str:
 
 
 def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
-    """The rows of both batches, padded to the wider of the two. Values without rows are taken from `batch`."""
+    """The rows of both batches, padded to the wider of the two.
+
+    Values without rows are taken from `batch`.
+    """
     prompt = max(part["prompt_ids"].size(1) for part in (batch, further))
     completion = max(part["completion_ids"].size(1) for part in (batch, further))
     both_sequence = all(_sequence_ratio(part) for part in (batch, further))
@@ -142,7 +158,8 @@ def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
 def chosen_groups(
     batch: Batch, further: Batch, groups: Sequence[int], size: int, pad_id: int
 ) -> Batch:
-    """The `groups` of `size` rows of both batches, by their numbers in the two together, padded to the wider of them.
+    """The `groups` of `size` rows of both batches, by their numbers in the two together, padded to
+    the wider of them.
 
     `num_items_in_batch` is left unchanged, because it is a sum over all ranks.
     """

@@ -1,4 +1,6 @@
-"""One generation of a run, from the rows to the micro-batches, and where an experimental method may change it."""
+"""One generation of a run, from the rows to the micro-batches, and where an experimental method may
+change it.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,16 @@ class Generation:
 
     @classmethod
     def restored(cls, first_micro_step: int, micro_batches: list[Batch]) -> Generation:
-        """A generation that a checkpoint was written within. It has nothing but its micro-batches."""
+        """A generation that a checkpoint was written within.
+
+        It has nothing but its micro-batches.
+        """
         return cls([], "train", 0, "", 0, 0, 0, first_micro_step, micro_batches=micro_batches)
 
     def release(self) -> None:
-        """Let go of all but the micro-batches, which are copies: the policy learns from nothing else."""
+        """Let go of all but the micro-batches, which are copies: the policy learns from nothing
+        else.
+        """
         self.rows = []
         self.rollouts = []
         self.batch = Batch()
@@ -61,14 +68,19 @@ class Generation:
 
 
 class Extension:
-    """The hooks for methods of `adora_vl.experimental`; these do nothing. All ranks call them in one order."""
+    """The hooks for methods of `adora_vl.experimental`; these do nothing.
+
+    All ranks call them in one order.
+    """
 
     needs_old_logps = (
         False  # whether each generation needs the log-probabilities of the policy that sampled it
     )
 
     def images_of(self, group: RolloutGroup, images: list[Any]) -> list[list[Any] | None]:
-        """What each rollout of a training group sees, None for its own `images`; the same again where it goes on."""
+        """What each rollout of a training group sees, None for its own `images`; the same again
+        where it goes on.
+        """
         return [None] * len(group.rollouts)
 
     def after_weighing(self, generation: Generation) -> None:
@@ -81,7 +93,10 @@ def other_images(
     asked: Sequence[tuple[int, int]],
     images: Sequence[list[Any] | None],
 ) -> list[list[Any] | None]:
-    """What a rollout sees where not the trainer's `images`. `asked`: of each the number of its group, and in it."""
+    """What a rollout sees where not the trainer's `images`.
+
+    `asked`: of each the number of its group, and in it.
+    """
     found: list[list[Any] | None] = [None] * len(asked)
     for extension in extensions:
         seen: dict[int, list[list[Any] | None]] = {}

@@ -1,5 +1,6 @@
-"""Ends the run, or skips the step, when something goes wrong: an unreadable image, a reward function that fails, an
-engine that drifts from the policy, an importance ratio that explodes. All ranks decide alike.
+"""Ends the run, or skips the step, when something goes wrong: an unreadable image, a reward
+function that fails, an engine that drifts from the policy, an importance ratio that explodes. All
+ranks decide alike.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +30,18 @@ from adora_vl.utils.files import disk_is_full
 
 
 class GenerationGuard:
-    """Ends the run, with a checkpoint, where a generation is sampled: there one is exact, and nothing is lost."""
+    """Ends the run, with a checkpoint, where a generation is sampled: there one is exact, and
+    nothing is lost.
+    """
 
     def __init__(self, context: StepContext) -> None:
         self.save = context.save_now
         self.state = context.state
 
     def check(self, rows: Sequence[Row], step: int) -> None:
-        """Raises `RunError` on all ranks, with row and checkpoint, if any has one whose image cannot be read."""
+        """Raises `RunError` on all ranks, with row and checkpoint, if any has one whose image
+        cannot be read.
+        """
         found = gather_object(unreadable_rows(rows))
         if not found:
             return
@@ -45,13 +50,16 @@ class GenerationGuard:
         more = len({name for name, _ in found}) - 1
         raise RunError(
             f"step {step + 1}: row {row}: an image cannot be read: {reason}"
-            f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. Repair or remove the "
-            f"row, and go on with --resume_from_checkpoint {checkpoint}"
+            f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. "
+            f"Repair or remove the row, and go on with --resume_from_checkpoint {checkpoint}"
         )
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:
-        """Inside, a user's code begins rollouts. `SharedUserError` on all ranks where any raised `UserError`; saves."""
+        """Inside, a user's code begins rollouts.
+
+        `SharedUserError` on all ranks where any raised `UserError`; saves.
+        """
         problem = ""
         try:
             yield
@@ -65,17 +73,23 @@ class GenerationGuard:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, all ranks ask the servers, or give them weights. Raises `RunError` on all of them together."""
+        """Inside, all ranks ask the servers, or give them weights.
+
+        Raises `RunError` on all of them together.
+        """
         try:
             yield
         except NoServerError as error:
             raise RunError(
-                f"step {self.state().global_step + 1}: {error}, and go on with --resume_from_checkpoint {self.save()}"
+                f"step {self.state().global_step + 1}: {error}, and go on with "
+                f"--resume_from_checkpoint {self.save()}"
             ) from None
 
 
 class RewardGuard:
-    """Ends the run where a reward function fails, hangs or returns nonsense, and knows which of its calls failed."""
+    """Ends the run where a reward function fails, hangs or returns nonsense, and knows which of its
+    calls failed.
+    """
 
     def __init__(self, context: StepContext) -> None:
         self.timeout = (
@@ -88,7 +102,10 @@ class RewardGuard:
         ] = []  # by function: this rank's completions whose call failed, and why
 
     def around(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
-        """The functions as TRL is to call them. Reward models, which are modules, stay as they are."""
+        """The functions as TRL is to call them.
+
+        Reward models, which are modules, stay as they are.
+        """
         self._unscored = [{} for _ in functions]
         return [
             function
@@ -104,8 +121,8 @@ class RewardGuard:
         ]
 
     def check(self, step: int) -> None:
-        """Raises `RunError` on all ranks, with function, row and the checkpoint to go on from, if any rank failed;
-        `SharedUserError` where the failure is a mistake of the user.
+        """Raises `RunError` on all ranks, with function, row and the checkpoint to go on from, if
+        any rank failed; `SharedUserError` where the failure is a mistake of the user.
         """
         found = [RewardFailure(*each) for each in gather_object(self.failures[:])]
         self.failures.clear()
@@ -116,13 +133,15 @@ class RewardGuard:
             raise SharedUserError(f"step {step + 1}: {mistake}, and go on with {self._resume()}")
         failure = found[0]
         raise RunError(
-            f"step {step + 1}: reward {failure.function}: {failure.row}: {failure.reason}. Nothing of this step was "
-            f"applied. Repair the function, and go on with {self._resume()}"
+            f"step {step + 1}: reward {failure.function}: {failure.row}: {failure.reason}. "
+            "Nothing of this step was applied. Repair the function, and go on with "
+            f"{self._resume()}"
         )
 
     def failed_calls(self, rows: int) -> dict[tuple[int, int], str]:
-        """Why a function returned an exception in the place of a reward, by the number of the rollout, of all ranks,
-        and of the function. `rows`: rollouts of one rank; every rank has as many.
+        """Why a function returned an exception in the place of a reward, by the number of the
+        rollout, of all ranks, and of the function. `rows`: rollouts of one rank; every rank has as
+        many.
         """
         own = [
             [
@@ -139,12 +158,16 @@ class RewardGuard:
         }
 
     def check_scored(self, missing: Sequence[str | None], step: int) -> None:
-        """Raises `RunError` if not one rollout has a reward. `missing`: why each has none, of all ranks."""
+        """Raises `RunError` if not one rollout has a reward.
+
+        `missing`: why each has none, of all ranks.
+        """
         if not all(missing):
             return
         raise RunError(
-            f"step {step + 1}: not one of {len(missing)} rollouts has a reward ({missing[0]}). Nothing of this step "
-            f"was applied. Repair the reward, and go on with {self._resume()}"
+            f"step {step + 1}: not one of {len(missing)} rollouts has a reward ({missing[0]}). "
+            "Nothing of this step was applied. Repair the reward, and go on with "
+            f"{self._resume()}"
         )
 
     def _resume(self) -> str:
@@ -153,7 +176,9 @@ class RewardGuard:
 
 
 def _is_bounded(function: Any) -> bool:
-    """Whether a function is one of ours: those bound the work for each answer, or the time for each call of a judge."""
+    """Whether a function is one of ours: those bound the work for each answer, or the time for each
+    call of a judge.
+    """
     return str(getattr(function, "__module__", "")).startswith("adora_vl.rewards.")
 
 
@@ -167,9 +192,12 @@ class DriftGuard:
         self.bound = context.config.adora_max_drift  # nats per token on average; None only logs
 
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
-        """As `check`, for the log-probabilities of a batch. Called in the first pass that scores these rollouts.
+        """As `check`, for the log-probabilities of a batch.
 
-        `logps_BC`: the policy's, by default the old ones. Where they or the engine's are missing, nothing is compared.
+        Called in the first pass that scores these rollouts.
+
+        `logps_BC`: the policy's, by default the old ones. Where they or the engine's are missing,
+        nothing is compared.
         """
         logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
         sampling_BC = batch.get("sampling_per_token_logps")
@@ -177,7 +205,10 @@ class DriftGuard:
             self.check(logps_BC, sampling_BC, compared_mask(batch), step)
 
     def check(self, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, step: int) -> None:
-        """The policy's log-probabilities against the engine's. Raises `RolloutError` on all ranks together."""
+        """The policy's log-probabilities against the engine's.
+
+        Raises `RolloutError` on all ranks together.
+        """
         sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
         if (
@@ -190,9 +221,11 @@ class DriftGuard:
 
 
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
-    """The largest importance ratio of a batch, (), float32, and at least 1; NaN if any ratio is NaN.
+    """The largest importance ratio of a batch, (), float32, and at least 1; NaN if any ratio is
+    NaN.
 
-    `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's `importance_sampling_level`.
+    `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's
+    `importance_sampling_level`.
     """
     counted_BC = torch.where(
         mask_BC.bool(), log_ratios_BC.float(), 0.0
@@ -215,8 +248,10 @@ class RatioGuard:
         self.exploded: float | None = None  # the ratio above the bound, in this optimizer step
 
     def loss(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
-        """Returns `loss`, or NaN if the ratio is above the bound. With NaN every backend finds gradients that are not
-        finite on all ranks, and the step is skipped and counted like any such step.
+        """Returns `loss`, or NaN if the ratio is above the bound.
+
+        With NaN every backend finds gradients that are not finite on all ranks, and the step is
+        skipped and counted like any such step.
 
         `logps_BC`: the policy's log-probabilities from its pass for this loss.
         """
@@ -242,7 +277,10 @@ class RatioGuard:
 
 @contextmanager
 def errors_with_step(step: Callable[[], int], where_to_go_on: Callable[[], str]) -> Iterator[None]:
-    """Wraps the training. Errors are raised again with the step and the checkpoint that a new start goes on from."""
+    """Wraps the training.
+
+    Errors are raised again with the step and the checkpoint that a new start goes on from.
+    """
     try:
         yield
     except EngineError as error:
@@ -254,8 +292,9 @@ def errors_with_step(step: Callable[[], int], where_to_go_on: Callable[[], str])
         if disk_is_full(error):
             file = getattr(error, "filename", None)
             raise DiskFullError(
-                f"step {step() + 1}: no space left on the disk{f' of {str(file)!r}' if file else ''}; make room there, "
-                f"and {where_to_go_on()}"
+                f"step {step() + 1}: no space left on the "
+                f"disk{f' of {str(file)!r}' if file else ''}; make room there, and "
+                f"{where_to_go_on()}"
             ) from None
         what = lost_contact(error) or in_one_line(error)
         raise RunError(f"step {step() + 1}: {what}; {where_to_go_on()}") from error

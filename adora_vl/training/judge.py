@@ -1,4 +1,5 @@
-"""From complete groups to a batch that is graded and judged: what is said, its columns, rewards and criteria.
+"""From complete groups to a batch that is graded and judged: what is said, its columns, rewards and
+criteria.
 
 On the same rollouts every column is TRL 1.16's to the bit (`tests/parity/test_own_generation.py`).
 """
@@ -43,7 +44,10 @@ class Watcher(Protocol):
     """Notes what becomes of a generation; for all ranks together."""
 
     def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
-        """Its rollouts are graded and judged. `prompts`, `answers`: of this rank, as messages or texts."""
+        """Its rollouts are graded and judged.
+
+        `prompts`, `answers`: of this rank, as messages or texts.
+        """
 
     def weighed(self, generation: Generation) -> None:
         """The advantages of those that are learned from are final."""
@@ -77,7 +81,10 @@ class Judge:
         *,
         aged: bool,
     ) -> None:
-        """Fill the generation. `prompts`: of its rollouts, None: to be read. `aged`: the batch has their ages."""
+        """Fill the generation.
+
+        `prompts`: of its rollouts, None: to be read. `aged`: the batch has their ages.
+        """
         step = generation.step
         mode = generation.mode
         rows = generation.rows = [group.row for group in groups for _ in group.rollouts]
@@ -116,7 +123,10 @@ class Judge:
         *,
         aged: bool,
     ) -> Batch:
-        """What is known of rollouts from how they were sampled. `ended`: whether each has an end."""
+        """What is known of rollouts from how they were sampled.
+
+        `ended`: whether each has an end.
+        """
         config = self.context.config
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         logps = [rollout.logps for rollout in rollouts] if self.scored else None
@@ -159,10 +169,13 @@ class Judge:
         counted: Sequence[bool],
         own: Sequence[list[bool]] | None = None,
     ) -> Batch:
-        """The rollouts of this rank, B rows. `prompts`: with the images of the completions behind their own.
+        """The rollouts of this rank, B rows.
 
-        `logps`: the engine's; None for a token that it could not score, which becomes NaN. `counted`: whether the loss
-        counts a rollout. `own`: which tokens the policy has sampled, where tools may have said others.
+        `prompts`: with the images of the completions behind their own.
+
+        `logps`: the engine's; None for a token that it could not score, which becomes NaN.
+        `counted`: whether the loss counts a rollout. `own`: which tokens the policy has sampled,
+        where tools may have said others.
         """
         pad_id = self.context.pad_id
         image_id = getattr(self.processor, "image_token_id", None)

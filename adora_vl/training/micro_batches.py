@@ -1,8 +1,10 @@
-"""Divides a generation into micro-batches. Groups stay together, those without signal are left out, padding is cut.
+"""Divides a generation into micro-batches.
 
-A unit is the rows that stay together: a group, or as large a part of it as divides a micro-batch (`Shape.unit`). Units
-move between ranks, so that none waits for another: with ZeRO-3 the ranks go through their micro-batches in lockstep,
-and one takes as long as on the rank with the most tokens.
+Groups stay together, those without signal are left out, padding is cut.
+
+A unit is the rows that stay together: a group, or as large a part of it as divides a micro-batch
+(`Shape.unit`). Units move between ranks, so that none waits for another: with ZeRO-3 the ranks go
+through their micro-batches in lockstep, and one takes as long as on the rank with the most tokens.
 """
 
 import math
@@ -40,14 +42,19 @@ def live_units(advantages: Tensor, unit: int) -> list[bool]:
 
 
 def chosen_units(live: Sequence[bool], wanted: int, tokens: Sequence[int]) -> list[int]:
-    """All live units, filled up to `wanted` with the shortest of the others, in their original order."""
+    """All live units, filled up to `wanted` with the shortest of the others, in their original
+    order.
+    """
     dead = sorted((unit for unit, alive in enumerate(live) if not alive), key=tokens.__getitem__)
     kept = {unit for unit, alive in enumerate(live) if alive}
     return sorted(kept | set(dead[: max(0, wanted - len(kept))]))
 
 
 def split_evenly(units: Sequence[int], micro_batches: int) -> list[list[int]]:
-    """Distribute the units as evenly as possible. Neighbours share a micro-batch, and none stays empty."""
+    """Distribute the units as evenly as possible.
+
+    Neighbours share a micro-batch, and none stays empty.
+    """
     assert len(units) >= micro_batches, f"{len(units)} units for {micro_batches} micro-batches"
     return [part.tolist() for part in torch.tensor(units).tensor_split(micro_batches)]
 
@@ -55,9 +62,9 @@ def split_evenly(units: Sequence[int], micro_batches: int) -> list[list[int]]:
 def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[list[int]]:
     """The units of each of `chunks` x `chunk` micro-batches.
 
-    A chunk is the set of micro-batches that one generation contributes to one optimizer step. A chunk uses as few
-    micro-batches as possible, each of up to `full` units. The others are empty and come first. The last one triggers
-    the reduction of gradients, so it must not be empty.
+    A chunk is the set of micro-batches that one generation contributes to one optimizer step. A
+    chunk uses as few micro-batches as possible, each of up to `full` units. The others are empty
+    and come first. The last one triggers the reduction of gradients, so it must not be empty.
     """
     plan: list[list[int]] = []
     for part in split_evenly(units, chunks):
@@ -69,7 +76,9 @@ def planned(units: Sequence[int], chunks: int, chunk: int, full: int) -> list[li
 def tokens_of_units(
     prompts_B: Tensor, answers_B: Tensor, unit: int, *, shares_prompt: bool
 ) -> list[int]:
-    """How many tokens the policy's pass has for each unit, with its prompt once or once for each row."""
+    """How many tokens the policy's pass has for each unit, with its prompt once or once for each
+    row.
+    """
     prompts_UR = prompts_B.view(-1, unit)
     answers_UR = answers_B.view(-1, unit)
     own_U = prompts_UR[:, 0] if shares_prompt else prompts_UR.sum(dim=1)
@@ -78,11 +87,13 @@ def tokens_of_units(
 
 
 def by_length(units: Sequence[int], tokens: Sequence[int], chunks: int, place: str) -> list[int]:
-    """The units in the order in which they are learned from, divided into `chunks` optimizer steps by `split_evenly`.
+    """The units in the order in which they are learned from, divided into `chunks` optimizer steps
+    by `split_evenly`.
 
-    Within a step the longest come first. So units of similar length meet, in a micro-batch, where they need little
-    padding, and on ranks, where none waits for another; and a run that does not fit into memory fails at once. Each
-    step should see units of all lengths: which go into which step is drawn by `place`, the same for all ranks.
+    Within a step the longest come first. So units of similar length meet, in a micro-batch, where
+    they need little padding, and on ranks, where none waits for another; and a run that does not
+    fit into memory fails at once. Each step should see units of all lengths: which go into which
+    step is drawn by `place`, the same for all ranks.
     """
     longest_first = sorted(units, key=lambda number: (-tokens[number], number))
     if chunks == 1:
@@ -92,7 +103,8 @@ def by_length(units: Sequence[int], tokens: Sequence[int], chunks: int, place: s
 
 
 _CPU = torch.device("cpu")
-# With at least this share of the longest unit's tokens one may be learned from beside it (`benchmarks.lockstep`).
+# With at least this share of the longest unit's tokens one may be learned from beside it
+# (`benchmarks.lockstep`).
 ALIKE = 0.8
 
 
@@ -105,12 +117,14 @@ class Move(NamedTuple):
 
 
 def plan_moves(tokens: Sequence[Mapping[int, int]], least: int = 1) -> list[Move]:
-    """The units that move, so that ranks find similar ones at the same time, the longest first; the same on all ranks.
+    """The units that move, so that ranks find similar ones at the same time, the longest first; the
+    same on all ranks.
 
-    Units are dealt, the longest first, in rounds of one for each rank: its own where that is about as long as the
-    longest that is left; else another rank's, if there is such a one.
+    Units are dealt, the longest first, in rounds of one for each rank: its own where that is about
+    as long as the longest that is left; else another rank's, if there is such a one.
 
-    `tokens`: on each rank, of each unit that is to be learned from. `least`: units that every rank processes anyway.
+    `tokens`: on each rank, of each unit that is to be learned from. `least`: units that every rank
+    processes anyway.
     """
     left = [
         sorted(((count, -number) for number, count in own.items()), reverse=True) for own in tokens
@@ -151,11 +165,12 @@ def rebalanced(
     pad_id: int,
     exchange: Callable[[Sequence[Move], Sequence[Any], int], list[Any]],
 ) -> tuple[Batch, list[bool]]:
-    """Carry out the `plan` of `plan_moves`; returns the new batch of this rank, and for each of its units whether it
-    learns from it. All ranks call this together. Units that are given away stay in the batch with advantages of 0.
+    """Carry out the `plan` of `plan_moves`; returns the new batch of this rank, and for each of its
+    units whether it learns from it. All ranks call this together. Units that are given away stay in
+    the batch with advantages of 0.
 
-    `live`: for each unit of `unit` rows, whether it is to be learned from. `banks`: the images that the rows refer to.
-    `exchange`: sends packed rows, by the plan.
+    `live`: for each unit of `unit` rows, whether it is to be learned from. `banks`: the images that
+    the rows refer to. `exchange`: sends packed rows, by the plan.
     """
     live = list(live)
     split = split_images(batch)
@@ -176,13 +191,19 @@ def rebalanced(
 
 
 def movable(batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """The columns' names, the same on all ranks. Empty where each row has pixels of its own, too large to send."""
+    """The columns' names, the same on all ranks.
+
+    Empty where each row has pixels of its own, too large to send.
+    """
     pixels = batch.get("pixel_values")
     return () if pixels is not None and pixels.is_floating_point() else tuple(sorted(batch))
 
 
 class MicroBatcher:
-    """Divides generations. All ranks call every method together and get equally many micro-batches with work."""
+    """Divides generations.
+
+    All ranks call every method together and get equally many micro-batches with work.
+    """
 
     def __init__(self, context: StepContext, banks: ImageBanks, *, every_row_counts: bool) -> None:
         """`every_row_counts`: whether a row adds to the loss even if its advantage is 0."""
@@ -196,7 +217,9 @@ class MicroBatcher:
         self._group: Any = None  # of the exchange
 
     def split(self, batch: Batch, key: str) -> list[Batch]:
-        """Divide the generation into `steps_per_generation` micro-batches of whole units. An empty one has no work.
+        """Divide the generation into `steps_per_generation` micro-batches of whole units.
+
+        An empty one has no work.
 
         `key`: where the run stands, the same on all ranks.
         """
@@ -248,7 +271,9 @@ class MicroBatcher:
         return micro
 
     def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
-        """The loss by its share of rows: stock TRL takes a mean over rows, so those of a small one would weigh more."""
+        """The loss by its share of rows: stock TRL takes a mean over rows, so those of a small one
+        would weigh more.
+        """
         share = micro.get("share_of_rows", 1.0)
         return loss * share if share != 1.0 and self.config.loss_type in MEAN_OVER_ROWS else loss
 
@@ -269,8 +294,9 @@ class MicroBatcher:
         return rebalanced(batch, live, unit, plan, rank, self.banks, self.pad_id, self._exchange)
 
     def _exchange(self, plan: Sequence[Move], sending: Sequence[Any], rank: int) -> list[Any]:
-        """What arrives on this rank of packed rows that go through CPU memory, so that no GPU has to hold them twice.
-        `sending`: those of this rank, in the order of the plan, which all ranks go through together.
+        """What arrives on this rank of packed rows that go through CPU memory, so that no GPU has
+        to hold them twice. `sending`: those of this rank, in the order of the plan, which all ranks
+        go through together.
         """
         if self._group is None:
             self._group = distributed.new_group(backend="gloo")

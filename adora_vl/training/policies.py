@@ -1,4 +1,6 @@
-"""By which rules a pool of groups fills generations, as functions of the numbers that all ranks know."""
+"""By which rules a pool of groups fills generations, as functions of the numbers that all ranks
+know.
+"""
 
 import math
 from collections.abc import Sequence
@@ -7,43 +9,55 @@ import torch
 
 from adora_vl.utils.seeding import generator_at
 
-# `auto`: the share of the answers that end within the budget, by the answers of so many generations, and how many times
-# as long as the budget the longest answer of a generation has to be on average.
+# `auto`: the share of the answers that end within the budget, by the answers of so many
+# generations, and how many times as long as the budget the longest answer of a generation has to be
+# on average.
 SHARE = 0.9
 REMEMBERED = 4
 TAIL = 1.5
-MORE = 1.5  # as many further problems as lack signal on average: then one round is enough as often as with all places
+# as many further problems as lack signal on average: then one round is enough as often as with all
+# places
+MORE = 1.5
 
 
 def generations_in(steps: int, each: int, epoch: int) -> int:
-    """Generations of the first `steps` optimizer steps, `each` in a step but the last one of an epoch of `epoch`."""
+    """Generations of the first `steps` optimizer steps, `each` in a step but the last one of an
+    epoch of `epoch`.
+    """
     epochs, rest = divmod(steps, math.ceil(epoch / each))
     return epochs * epoch + min(rest * each, epoch)
 
 
 def place_of(number: int, each: int, epoch: int) -> tuple[int, int]:
-    """The optimizer steps before the generation of this number, and the generations before it in its own step."""
+    """The optimizer steps before the generation of this number, and the generations before it in
+    its own step.
+    """
     epochs, rest = divmod(number, epoch)
     return epochs * math.ceil(epoch / each) + rest // each, rest % each
 
 
 def how_many_begin(waiting: int, complete: int, places: int, left: int) -> int:
-    """How many groups begin in a generation: as many as it has places, but no more than can be learned from, and fewer
-    where more are complete already than fill half of the places.
+    """How many groups begin in a generation: as many as it has places, but no more than can be
+    learned from, and fewer where more are complete already than fill half of the places.
 
-    `waiting`: groups of earlier generations, `complete` of which are. `left`: generations to come, with this one.
+    `waiting`: groups of earlier generations, `complete` of which are. `left`: generations to come,
+    with this one.
     """
     return max(0, min(places - max(0, complete - places // 2), left * places - waiting))
 
 
 def groups_to_complete(groups: int, places: int, left: int, least: int) -> int:
-    """How many groups have to be complete now, `least` at least, so that all can be learned from in the end."""
+    """How many groups have to be complete now, `least` at least, so that all can be learned from in
+    the end.
+    """
     return min(groups, places, max(least, groups - (left - 1) * places))
 
 
 def automatic_budget(lengths: Sequence[Sequence[int]], least: int) -> int | None:
-    """The length that nine of ten answers had at most, and `least`. None, so no budget, where there are none yet, and
-    where those that run on are not much longer: little would be saved then, and groups would be late for it.
+    """The length that nine of ten answers had at most, and `least`.
+
+    None, so no budget, where there are none yet, and where those that run on are not much longer:
+    little would be saved then, and groups would be late for it.
     """
     known = sorted(length for generation in lengths for length in generation)
     if not known:
@@ -53,27 +67,34 @@ def automatic_budget(lengths: Sequence[Sequence[int]], least: int) -> int | None
 
 
 def further_rows(rows: int, groups: int, place: str) -> list[int]:
-    """Row numbers of `groups` further problems, drawn with `place` as the seed, so a resumed run draws the same."""
+    """Row numbers of `groups` further problems, drawn with `place` as the seed, so a resumed run
+    draws the same.
+    """
     drawn: list[int] = torch.randperm(rows, generator=generator_at(place))[:groups].tolist()
     return [drawn[number % len(drawn)] for number in range(groups)]
 
 
 def groups_for(with_signal: float, shares: Sequence[float], most: int) -> int:
-    """How many groups begin, `most` at most, so that on average so many have signal, by the last `shares`."""
+    """How many groups begin, `most` at most, so that on average so many have signal, by the last
+    `shares`.
+    """
     share = sum(shares) / len(shares) if shares else 1.0
     return min(most, math.ceil(with_signal / share)) if share else most
 
 
 def exchanges(live: Sequence[bool], further_live: Sequence[bool]) -> list[tuple[int, int]]:
-    """Pairs (group without signal, further group with signal that replaces it), until either kind runs out."""
+    """Pairs (group without signal, further group with signal that replaces it), until either kind
+    runs out.
+    """
     dead = [group for group, alive in enumerate(live) if not alive]
     found = [group for group, alive in enumerate(further_live) if alive]
     return list(zip(dead, found, strict=False))
 
 
 def admitted(live: Sequence[bool], further: Sequence[bool], places: int) -> list[int]:
-    """Which groups are learned from when further ones are graded: for each place a number, counted on from `live` to
-    `further`. Free places are filled first, with signal if possible, the same number of them on all ranks.
+    """Which groups are learned from when further ones are graded: for each place a number, counted
+    on from `live` to `further`. Free places are filled first, with signal if possible, the same
+    number of them on all ranks.
     """
     chosen = list(range(len(live)))
     best = sorted(range(len(further)), key=lambda number: not further[number])
@@ -85,7 +106,10 @@ def admitted(live: Sequence[bool], further: Sequence[bool], places: int) -> list
 
 
 def replayed(sizes: Sequence[float], alpha: float, count: int, place: str) -> list[int]:
-    """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`. `place` seeds it."""
+    """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`.
+
+    `place` seeds it.
+    """
     if not sizes or not count:
         return []
     relative = torch.tensor(sizes, dtype=torch.float64) / max(

@@ -1,12 +1,15 @@
 """A pool of groups fills a generation: by rules, whoever samples, and to the same end on all ranks.
 
-A problem is drawn; its group begins, and its rollouts go on until they end, or for as many tokens as a generation may
-take (`budget`: partial rollouts, of Kimi k1.5, arXiv 2501.12599, section 2.6.2, and APRIL, arXiv 2509.18521, for texts;
-ours keeps whole groups, takes the images along, and drops nothing). The oldest complete groups are graded, and those
-without signal give their places to groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476) or
-of earlier generations (`replay`). What is left is weighed once; what has not ended waits for the next generation.
+A problem is drawn; its group begins, and its rollouts go on until they end, or for as many tokens
+as a generation may take (`budget`: partial rollouts, of Kimi k1.5, arXiv 2501.12599, section 2.6.2,
+and APRIL, arXiv 2509.18521, for texts; ours keeps whole groups, takes the images along, and drops
+nothing). The oldest complete groups are graded, and those without signal give their places to
+groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476) or of earlier
+generations (`replay`). What is left is weighed once; what has not ended waits for the next
+generation.
 
-All ranks begin, grade and learn from equally many groups, so only the groups themselves have to be remembered.
+All ranks begin, grade and learn from equally many groups, so only the groups themselves have to be
+remembered.
 """
 
 import math
@@ -81,8 +84,10 @@ class Pool:
         turns: Turns | None = None,
         environments: Environments | None = None,
     ) -> None:
-        """`phase`: inside, the seconds count as this one's. `dataset`: whose rows are trained on. `turns`: how calls of
-        tools are answered, None without tools. `environments`: of the rollouts, where they have some.
+        """`phase`: inside, the seconds count as this one's.
+
+        `dataset`: whose rows are trained on. `turns`: how calls of tools are answered, None without
+        tools. `environments`: of the rollouts, where they have some.
         """
         self.context = context
         self.images = images
@@ -105,7 +110,8 @@ class Pool:
         self.places = (
             self.shape.rows * self.shape.steps // self.shape.generations
         )  # groups of one rank
-        # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer step.
+        # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer
+        # step.
         chunks = self.shape.steps // self.shape.chunk
         unit = self.shape.unit
         self.least = math.ceil(max(self.places / 2, chunks * unit / self.shape.generations))
@@ -120,19 +126,22 @@ class Pool:
             None  # the prompts that were asked last
         )
 
-    # ------------------------------------------------------------------------------------------ a generation
+    # --------------------------------------------------------------------------------- a generation
 
     def fill(self, generation: Generation) -> None:
-        """Sample, grade and judge the rows. In a training, replace groups without signal, and weigh what is left."""
+        """Sample, grade and judge the rows.
+
+        In a training, replace groups without signal, and weigh what is left.
+        """
         rows = generation.rows
         size = generation.group_size
         self.guard.check(rows, generation.step)
         if generation.mode == "train" and (self.aged or self.replay is not None):
             if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
                 raise UserError(
-                    "adora_rollouts: these rows do not say their numbers, by which problems that wait are read again "
-                    "(a streamed data set, or a loader of your own); load the data set whole, or set budget, ahead and "
-                    "replay off"
+                    "adora_rollouts: these rows do not say their numbers, by which problems that "
+                    "wait are read again (a streamed data set, or a loader of your own); load the "
+                    "data set whole, or set budget, ahead and replay off"
                 )
             generation.number = self._until(generation.step, generation.micro)
         first = self.accelerator.process_index * len(rows)
@@ -172,7 +181,9 @@ class Pool:
         """Called before the last micro-batch of every optimizer step."""
 
     def _note(self, generation: Generation) -> None:
-        """Keep what was there before an optimizer step's generations: a run that stops within goes on there."""
+        """Keep what was there before an optimizer step's generations: a run that stops within goes
+        on there.
+        """
         if (
             self._sampled_at < 0 and self.waits and not self.asked.refill
         ):  # whose groups may be superfluous
@@ -204,7 +215,10 @@ class Pool:
         )
 
     def _budget(self) -> int | None:
-        """Of this generation. `auto`: so large that the oldest answers, sampled to their ends, have no more left."""
+        """Of this generation.
+
+        `auto`: so large that the oldest answers, sampled to their ends, have no more left.
+        """
         given: int | str | None = self.asked.budget
         parts = (
             math.ceil(self.asked.staleness / self.asked.ahead)
@@ -221,7 +235,10 @@ class Pool:
     def _begun(
         self, generation: Generation, drawn: list[RolloutGroup], waiting: int
     ) -> list[RolloutGroup]:
-        """The groups that begin now; the problems that do not stay drawn. `waiting`: groups that have begun."""
+        """The groups that begin now; the problems that do not stay drawn.
+
+        `waiting`: groups that have begun.
+        """
         if not self.waits:
             return drawn
         known = {group.problem: group.row for group in drawn}
@@ -246,7 +263,9 @@ class Pool:
     def _go_on(
         self, generation: Generation, drawn: list[RolloutGroup], budget: int | None
     ) -> list[RolloutGroup]:
-        """The groups of a generation after their rollouts have gone on, by the budget or to their ends."""
+        """The groups of a generation after their rollouts have gone on, by the budget or to their
+        ends.
+        """
         groups = [*self.state.groups, *self._begun(generation, drawn, len(self.state.groups))]
         limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
         if budget is None:
@@ -277,8 +296,9 @@ class Pool:
     def _rounds(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None
     ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
-        """Grade what is complete, and what further problems bring as long as any rank lacks groups with signal. Returns
-        the groups of the batch, those that wait, and how many of them have ended on the rank with the fewest.
+        """Grade what is complete, and what further problems bring as long as any rank lacks groups
+        with signal. Returns the groups of the batch, those that wait, and how many of them have
+        ended on the rank with the fewest.
         """
         learned, groups, fewest = self._judged(generation, groups, self.places)
         lengths = _lengths(generation)
@@ -309,7 +329,8 @@ class Pool:
                 continue
             lengths = (*lengths, *_lengths(further))
             if not all(gather_object([further.batch.keys() == generation.batch.keys()])):
-                continue  # only one of the two batches has images, so their rows have different columns
+                # only one of the two batches has images, so their rows have different columns
+                continue
             chosen = policies.admitted(
                 live, live_units(further.batch["signal"], size), self.places if self.aged else 0
             )
@@ -339,7 +360,9 @@ class Pool:
         return self._sampled(generation, [*groups, *begun], limits)
 
     def _further(self, generation: Generation, count: int) -> list[RolloutGroup]:
-        """Groups of so many further problems for a generation; where the run stands seeds the choice."""
+        """Groups of so many further problems for a generation; where the run stands seeds the
+        choice.
+        """
         rank = self.accelerator.process_index
         empty = (Rollout(),) * generation.group_size
         seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
@@ -366,8 +389,9 @@ class Pool:
     def _judged(
         self, generation: Generation, groups: list[RolloutGroup], most: int
     ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
-        """Grade the oldest complete groups, equally many on every rank and at most so many. Returns them, the others,
-        and how many of those have ended on the rank with the fewest.
+        """Grade the oldest complete groups, equally many on every rank and at most so many.
+
+        Returns them, the others, and how many of those have ended on the rank with the fewest.
         """
         complete = [number for number, group in enumerate(groups) if group.complete]
         count = len(groups)
@@ -382,7 +406,7 @@ class Pool:
             self.judge(generation, graded, self._prompts(graded), aged=self.aged)
         return graded, kept, fewest - count
 
-    # ------------------------------------------------------------------------------------------ sampling
+    # ------------------------------------------------------------------------------------- sampling
 
     def _sampled(
         self,
@@ -391,8 +415,10 @@ class Pool:
         limits: dict[int, int | None],
         ticket: Ticket | None = None,
     ) -> list[RolloutGroup]:
-        """The groups after their rollouts have gone on, by so many tokens or (None) to their ends. `limits`: by the
-        number of the group. `ticket`: for these rollouts, where they were asked for before.
+        """The groups after their rollouts have gone on, by so many tokens or (None) to their ends.
+
+        `limits`: by the number of the group. `ticket`: for these rollouts, where they were asked
+        for before.
         """
         began = open_rollouts(groups, limits)
         tickets = [] if ticket is None else [ticket]
@@ -444,7 +470,9 @@ class Pool:
         limits: dict[int, int | None],
         began: Mapping[tuple[int, int], Rollout],
     ) -> tuple[dict[tuple[int, int], _Asked], PromptBatch | None]:
-        """What is asked for these rollouts, each by the number of its group and in it; and their prompts."""
+        """What is asked for these rollouts, each by the number of its group and in it; and their
+        prompts.
+        """
         if not began:
             return {}, None
         rows = [groups[number].row for number, _ in began]
@@ -509,7 +537,9 @@ class Pool:
         return self.judge.ends.ended(tokens, self.judge.ends.decode(tokens))
 
     def longest(self, group: RolloutGroup, member: int) -> int:
-        """The tokens at which an answer is cut off: the same for all, unless `benchmarks.long_tailed` sets it."""
+        """The tokens at which an answer is cut off: the same for all, unless
+        `benchmarks.long_tailed` sets it.
+        """
         return int(self.config.max_completion_length)
 
     def _prompts(self, groups: Sequence[RolloutGroup]) -> PromptBatch | None:
@@ -521,17 +551,22 @@ class Pool:
         ]
         return read[1] if read is not None and same else None
 
-    # ------------------------------------------------------------------------------------------ what is said of it
+    # --------------------------------------------------------------------------- what is said of it
 
     def _say_what_is_lost(self, generation: Generation) -> None:
-        """Of a run that goes on with fewer steps than it had begun groups for. Said once, by the first rank."""
+        """Of a run that goes on with fewer steps than it had begun groups for.
+
+        Said once, by the first rank.
+        """
         waiting = len(self.state.groups) + sum(len(one.groups) for one in self.state.coming)
         room = self._left(generation) * self.places
         if waiting > room and self.accelerator.is_main_process:
             tqdm.write(
-                f"max_steps: {self.context.state().max_steps} ends the run before {waiting - room} of the {waiting} "
-                "groups per process that the checkpoint has set aside (adora_rollouts.budget) can be learned from; "
-                f"{generation.step + math.ceil(waiting / self.places) * self.shape.updates} is enough for all",
+                f"max_steps: {self.context.state().max_steps} ends the run before "
+                f"{waiting - room} of the {waiting} groups per process that the checkpoint has "
+                "set aside (adora_rollouts.budget) can be learned from; "
+                f"{generation.step + math.ceil(waiting / self.places) * self.shape.updates} is "
+                "enough for all",
                 file=sys.stderr,
             )
 
@@ -553,15 +588,19 @@ class Pool:
             self.log("adora/unfinished", sums_R3[:, 2].sum().item())
             self.log("adora/rollout_budget", budget or self.config.max_completion_length)
 
-    # ------------------------------------------------------------------------------------------ a checkpoint
+    # --------------------------------------------------------------------------------- a checkpoint
 
     def forget_kept(self) -> None:
-        """The policy has moved too far from the one that sampled the groups that were to come again."""
+        """The policy has moved too far from the one that sampled the groups that were to come
+        again.
+        """
         self.state = replace(self.state, kept=())
 
     def save(self, folder: Path) -> None:
-        """Write what waits on this rank. Where nothing was learned from the last generations, they are sampled again,
-        so what waited before them is written.
+        """Write what waits on this rank.
+
+        Where nothing was learned from the last generations, they are sampled again, so what waited
+        before them is written.
         """
         if not self.aged and self.replay is None:
             return
@@ -583,8 +622,9 @@ class Pool:
         unread = [file.name for name in EARLIER_FILES for file in checkpoint.glob(name)]
         if unread and self.accelerator.is_main_process:
             tqdm.write(
-                f"resume_from_checkpoint: {str(checkpoint)!r} is of an earlier version: rollouts that it has set aside "
-                f"({', '.join(sorted(unread))}) are not read, and their problems come again in a later epoch",
+                f"resume_from_checkpoint: {str(checkpoint)!r} is of an earlier version: rollouts "
+                f"that it has set aside ({', '.join(sorted(unread))}) are not read, and their "
+                "problems come again in a later epoch",
                 file=sys.stderr,
             )
         found = PoolState.load(

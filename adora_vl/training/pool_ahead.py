@@ -1,13 +1,15 @@
-"""The pool where servers sample generations ahead: while the policy learns, by weights that are as many behind.
+"""The pool where servers sample generations ahead: while the policy learns, by weights that are as
+many behind.
 
-    generation n:  weights n go into the servers' queue, then what measures their drift | the prompts of n + k follow,
-                   and are asked for | the rollouts of n, by weights n - k, are joined | grade and learn | the drift is
-                   judged, the last thing before weights change
+    generation n:  weights n go into the servers' queue, then what measures their drift | the
+        prompts of n + k follow, and are asked for | the rollouts of n, by weights n - k, are joined
+        | grade and learn | the drift is judged, the last thing before weights change
 
-The ratio to the engine corrects for the older weights; the old log-probabilities are the policy's own. Since all of
-these rollouts are stale, the drift is measured on short ones of their own, by the present weights. With k > 1 they come
-after generation n + k - 1, which the policy would otherwise wait for where it could learn from n. With tools only the
-first turns are sampled ahead: the later ones of n follow by weights n, before n + k is asked for.
+The ratio to the engine corrects for the older weights; the old log-probabilities are the policy's
+own. Since all of these rollouts are stale, the drift is measured on short ones of their own, by the
+present weights. With k > 1 they come after generation n + k - 1, which the policy would otherwise
+wait for where it could learn from n. With tools only the first turns are sampled ahead: the later
+ones of n follow by weights n, before n + k is asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,8 +39,10 @@ class PoolAhead(Pool):
         drift: Callable[[list[Row], int], Callable[[], None]],
         **more: Any,
     ) -> None:
-        """`next_rows`: of the generation so many after the one with rows of these numbers. `drift`: asks for what says
-        how far the policy is from servers that have its present weights, and returns what judges it.
+        """`next_rows`: of the generation so many after the one with rows of these numbers.
+
+        `drift`: asks for what says how far the policy is from servers that have its present
+        weights, and returns what judges it.
         """
         super().__init__(*given, **more)
         assert isinstance(self.sampler, ServersAhead)
@@ -53,7 +57,10 @@ class PoolAhead(Pool):
     def _go_on(
         self, now: Generation, drawn: list[RolloutGroup], budget: int | None
     ) -> list[RolloutGroup]:
-        """The groups of a generation that was asked for before. Meanwhile servers get the present weights, and more."""
+        """The groups of a generation that was asked for before.
+
+        Meanwhile servers get the present weights, and more.
+        """
         servers = self.servers
         expected = self.state.coming[0] if self.state.coming else None
         fits = expected is not None and expected.numbers == _numbers(drawn)
@@ -101,7 +108,10 @@ class PoolAhead(Pool):
         budget: int | None,
         present: Sequence[RolloutGroup] = (),
     ) -> list[RolloutGroup]:
-        """Ask until `count` generations are coming, with this one. Groups of `present` that go on are taken along."""
+        """Ask until `count` generations are coming, with this one.
+
+        Groups of `present` that go on are taken along.
+        """
         rest = list(present)
         going = [group for group in present if not group.complete]
         while len(self.state.coming) < count:
@@ -138,7 +148,9 @@ class PoolAhead(Pool):
         return rest
 
     def _spare(self, later: Generation, began: int) -> list[RolloutGroup]:
-        """Groups of further problems for those of a generation that will have no signal: then there is no time."""
+        """Groups of further problems for those of a generation that will have no signal: then there
+        is no time.
+        """
         found: list[RolloutGroup] = []
         most = self.places * (1 + self.asked.refill)
         wanted = (
@@ -174,7 +186,10 @@ class PoolAhead(Pool):
     def _rows_after(
         self, now: Generation, drawn: list[RolloutGroup], distance: int
     ) -> list[Row] | None:
-        """Of the generation so many after this one. None where one cannot be read: the step that draws it says so."""
+        """Of the generation so many after this one.
+
+        None where one cannot be read: the step that draws it says so.
+        """
         if not distance:
             return now.rows
         rows: list[Row] = []

@@ -1,4 +1,6 @@
-"""What a pool of groups carries from one generation to the next, and its file in a checkpoint: one of each rank."""
+"""What a pool of groups carries from one generation to the next, and its file in a checkpoint: one
+of each rank.
+"""
 
 from __future__ import annotations
 
@@ -142,13 +144,16 @@ class PoolState:
         )
         if paused and before != ranks:
             raise UserError(
-                f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts (adora_rollouts.budget) of "
-                f"{before} processes, now {ranks}; start as many as before"
+                f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts "
+                f"(adora_rollouts.budget) of {before} processes, now {ranks}; start as many as "
+                "before"
             )
         found = load_of_rank(checkpoint, FILES, rank) or {**first, "kept": ()}
         if (
             before != ranks
-        ):  # what was drawn and asked for belongs to those processes; it comes again in a later epoch
+            # what was drawn and asked for belongs to those processes; it comes again in a later
+            # epoch
+        ):
             found = {**found, "drawn": (), "coming": ()}
         images = {digest: _image_in(encoded) for digest, encoded in found.get("images", {}).items()}
         groups = tuple(_unpacked(one, images) for one in found["groups"])
@@ -169,7 +174,10 @@ class PoolState:
 
 
 def _packed(group: RolloutGroup) -> dict[str, Any]:
-    """As tensors: a token with its log-probability, float32 as of engines, takes 8 bytes. Of pictures only digests."""
+    """As tensors: a token with its log-probability, float32 as of engines, takes 8 bytes.
+
+    Of pictures only digests.
+    """
     rollouts = []
     for rollout in group.rollouts:
         facts = {**vars(rollout), "spans": [(*_tensors(span), span.step) for span in rollout.spans]}

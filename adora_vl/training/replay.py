@@ -1,13 +1,15 @@
 """Selective sample replay over steps: earlier groups take the places of groups that teach nothing.
 
 Source: SSR of VL-Rethinker (arXiv 2504.08837) and its repository (TIGER-AI-Lab/VL-Rethinker,
-`openrlhf/trainer/ppo_utils/replay_buffer.py`). Groups without signal give their places to groups of earlier
-generations, which are drawn with a chance that grows with their advantages. Those keep the log-probabilities of the
-policy that sampled them, so the loss corrects for the updates since. They are weighed anew, with those beside them.
+`openrlhf/trainer/ppo_utils/replay_buffer.py`). Groups without signal give their places to groups of
+earlier generations, which are drawn with a chance that grows with their advantages. Those keep the
+log-probabilities of the policy that sampled them, so the loss corrects for the updates since. They
+are weighed anew, with those beside them.
 
-The repository keeps single rollouts, as many as half a generation; ours keeps whole groups, whose rollouts share one
-pass over their prompt and image. The repository also draws the rollouts of the present generation anew by their
-|advantages|, adds up to a tenth that are right throughout their group, and halves the batch; ours does none of it.
+The repository keeps single rollouts, as many as half a generation; ours keeps whole groups, whose
+rollouts share one pass over their prompt and image. The repository also draws the rollouts of the
+present generation anew by their |advantages|, adds up to a tenth that are right throughout their
+group, and halves the batch; ours does none of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +38,10 @@ class Replay:
     def __init__(
         self, context: StepContext, columns: Columns, more_images: Callable[[], object]
     ) -> None:
-        """`columns`: of groups with their rows. `more_images`: told that some rank is about to add some."""
+        """`columns`: of groups with their rows.
+
+        `more_images`: told that some rank is about to add some.
+        """
         config = context.config
         self.accelerator = context.accelerator
         self.log = context.log
@@ -82,8 +87,10 @@ class Replay:
         step: int,
         key: str,
     ) -> Batch:
-        """The batch with groups without signal replaced as far as there are earlier ones. `rows`: of the data set, by
-        their numbers. Where the run stands (`key`) seeds the choice, so that a resumed run draws the same groups.
+        """The batch with groups without signal replaced as far as there are earlier ones.
+
+        `rows`: of the data set, by their numbers. Where the run stands (`key`) seeds the choice, so
+        that a resumed run draws the same groups.
         """
         live = live_units(batch["signal"], self.generations)
         place = f"{self.seed}/{key}/{self.accelerator.process_index}"
@@ -105,7 +112,10 @@ class Replay:
     def kept(
         self, kept: Sequence[KeptGroup], fresh: dict[int, KeptGroup], advantages: Tensor
     ) -> tuple[KeptGroup, ...]:
-        """With this generation's own groups, as far as they are learned from. `advantages`: (B,) or (B, C)."""
+        """With this generation's own groups, as far as they are learned from.
+
+        `advantages`: (B,) or (B, C).
+        """
         sized = []
         for place, own in enumerate(torch.split(advantages.abs(), self.generations)):
             size = float((own if own.dim() == 1 else own.amax(dim=1)).sum())
@@ -118,7 +128,9 @@ class Replay:
         return cast("Batch", {**columns, **send_to_device(one.columns, batch["prompt_ids"].device)})
 
     def _log(self, groups: int, ages: list[int]) -> None:
-        """Also tells every rank whether any has new images: all must take part in the same vision passes."""
+        """Also tells every rank whether any has new images: all must take part in the same vision
+        passes.
+        """
         own = torch.tensor([[len(ages), sum(ages), groups]], device=self.accelerator.device)
         replayed_, age, all_groups = self.accelerator.gather(own).sum(dim=0).tolist()
         if replayed_:

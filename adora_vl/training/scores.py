@@ -1,4 +1,6 @@
-"""What grading says of a generation: every function's reward, lengths, and which rollouts lack a reward."""
+"""What grading says of a generation: every function's reward, lengths, and which rollouts lack a
+reward.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _ALONE = "no other rollout of its group has a reward"
 
 @dataclass(frozen=True)
 class Rewards:
-    """What the reward functions said of a generation, of all ranks, and which rollouts lack a reward."""
+    """What the reward functions said of a generation, of all ranks, and which rollouts lack a
+    reward.
+    """
 
     all_BF: Tensor  # of each function; NaN where it gave no score
     counted_BF: Tensor  # the same, and NaN throughout for rollouts that have left their group
@@ -41,7 +45,10 @@ class Rewards:
         names: Sequence[str],
         generations: int,
     ) -> Rewards:
-        """`all_BF`: as TRL gathers it. `failed`: why, by rollout and function. `weights_F`, `names`: of these."""
+        """`all_BF`: as TRL gathers it.
+
+        `failed`: why, by rollout and function. `weights_F`, `names`: of these.
+        """
         failed_BF = torch.zeros_like(all_BF, dtype=torch.bool)
         weights_F = weights_F.to(all_BF.device)
         for place in failed:
@@ -82,13 +89,17 @@ class Ends:
     def of(
         cls, tokens: Iterable[int], asked: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
     ) -> Ends:
-        """`tokens`: that end a turn. `asked`: `generation_kwargs`. `decode`: as the texts are made."""
+        """`tokens`: that end a turn.
+
+        `asked`: `generation_kwargs`. `decode`: as the texts are made.
+        """
         stop = asked.get("stop") or ()
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         return cls(frozenset({*tokens, *(asked.get("stop_token_ids") or ())}), strings, decode)
 
     def ended(self, ids: Sequence[int], text: str) -> bool:
-        """Whether an answer of these tokens has ended: it is empty, or its last token ends it or completes a string.
+        """Whether an answer of these tokens has ended: it is empty, or its last token ends it or
+        completes a string.
 
         One that was stopped at its limit, or because it repeats itself, has not.
         """
@@ -99,8 +110,10 @@ class Ends:
         )
 
     def has_end(self, rollout: Rollout, text: str) -> bool:
-        """Whether a rollout whose last turn is this text has come to its end by itself. One whose call nobody answers,
-        or for whose answer there is no room, has not, whatever its last token is.
+        """Whether a rollout whose last turn is this text has come to its end by itself.
+
+        One whose call nobody answers, or for whose answer there is no room, has not, whatever its
+        last token is.
         """
         return rollout.ended not in ("calls", "room") and self.ended(rollout.turn, text)
 
@@ -142,7 +155,9 @@ class Grades:
 
 @dataclass(frozen=True)
 class RewardFunctions:
-    """The reward functions of a run as TRL 1.16 calls them, in `_calculate_rewards`: functions, coroutines, models."""
+    """The reward functions of a run as TRL 1.16 calls them, in `_calculate_rewards`: functions,
+    coroutines, models.
+    """
 
     functions: Sequence[Any]
     tokenizers: Sequence[Any]  # of the models, None for the others
@@ -158,9 +173,12 @@ class RewardFunctions:
         ids: list[list[int]],
         state: Any,
     ) -> Grades:
-        """Of this rank's rollouts. There is no collective call inside: each rank may have a number of its own.
+        """Of this rank's rollouts.
 
-        `prompts`, `completions`: as messages, or texts. `state`: the trainer's, which functions are shown.
+        There is no collective call inside: each rank may have a number of its own.
+
+        `prompts`, `completions`: as messages, or texts. `state`: the trainer's, which functions are
+        shown.
         """
         extra = defaultdict[str, list[Any]](list)
         logged = defaultdict[str, list[float]](list)
@@ -222,7 +240,10 @@ class RewardFunctions:
 
 
 class Grader:
-    """Makes the scores of a generation from what its reward functions have returned. All ranks call it together."""
+    """Makes the scores of a generation from what its reward functions have returned.
+
+    All ranks call it together.
+    """
 
     def __init__(
         self,
@@ -247,8 +268,9 @@ class Grader:
         generations: int,
         step: int,
     ) -> Scores:
-        """Of this rank's rollouts, (B,): their tokens, those of completions as far as the policy has sampled them; what
-        they say; and whether they have an end. Raises `RunError` where a function failed, or no rollout has a reward.
+        """Of this rank's rollouts, (B,): their tokens, those of completions as far as the policy
+        has sampled them; what they say; and whether they have an end. Raises `RunError` where a
+        function failed, or no rollout has a reward.
         """
         self.guard.check(step)
         failed = self.guard.failed_calls(len(texts))
@@ -270,7 +292,10 @@ class Grader:
 
 
 def _of_all_ranks(grades: Grades, rows: int) -> tuple[dict[str, list[Any]], dict[str, float]]:
-    """The columns that functions of any rank asked to show, and the means of their figures. `rows`: of each rank."""
+    """The columns that functions of any rank asked to show, and the means of their figures.
+
+    `rows`: of each rank.
+    """
     everyone = gather_object([(dict(grades.extra), dict(grades.logged))])
     columns = {
         name: [value for extra, _ in everyone for value in extra.get(name, [None] * rows)]

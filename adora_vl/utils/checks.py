@@ -45,7 +45,9 @@ _MARKS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FAIL"}
 
 
 def table(checks: Sequence[Check]) -> str:
-    """The table for a person: one line per check, the remedy below a failure, and the number of checks of each kind."""
+    """The table for a person: one line per check, the remedy below a failure, and the number of
+    checks of each kind.
+    """
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:

@@ -1,4 +1,6 @@
-"""What the commands have in common: exit codes, options, words for nothing, yes and no, YAML and JSON of users."""
+"""What the commands have in common: exit codes, options, words for nothing, yes and no, YAML and
+JSON of users.
+"""
 
 import argparse
 import json
@@ -34,8 +36,9 @@ class MistakesError(UserError):
 
 
 def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool = True) -> int:
-    """Run a command: 0 done, 2 the user's input is wrong, 130 Ctrl-C, 141 nobody reads on, as behind `| head`.
-    `interrupted`: what became of its work. `speaks`: whether this process says what is wrong with the input.
+    """Run a command: 0 done, 2 the user's input is wrong, 130 Ctrl-C, 141 nobody reads on, as
+    behind `| head`. `interrupted`: what became of its work. `speaks`: whether this process says
+    what is wrong with the input.
     """
     try:
         command()
@@ -61,7 +64,9 @@ def amount(count: int, noun: str) -> str:
 
 
 def quantile(values: Sequence[Any], share: float) -> Any:
-    """The nearest-rank quantile of at least one value: the smallest that this share of them does not exceed."""
+    """The nearest-rank quantile of at least one value: the smallest that this share of them does
+    not exceed.
+    """
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
@@ -77,7 +82,9 @@ def spelled(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON and YAML know it: a block of options as a mapping, or as its `shorthand` where that says all."""
+    """A value as JSON and YAML know it: a block of options as a mapping, or as its `shorthand`
+    where that says all.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         found = {key.name: plain(getattr(value, key.name)) for key in fields(value)}
         short = str(getattr(value, "shorthand", ""))
@@ -117,7 +124,10 @@ def imports() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse prints its usage before an error; one line is the rule of this project. No option may be shortened."""
+    """argparse prints its usage before an error; one line is the rule of this project.
+
+    No option may be shortened.
+    """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **{"allow_abbrev": False, **keywords})
@@ -203,7 +213,10 @@ _PLAIN_LIST = re.compile(
 
 
 def is_null(text: object) -> bool:
-    """Whether `text` is None or the word null. The word `none` is a value of some keys, so it is not."""
+    """Whether `text` is None or the word null.
+
+    The word `none` is a value of some keys, so it is not.
+    """
     return text is None or (isinstance(text, str) and text.strip().lower() in _NULL)
 
 
@@ -214,7 +227,10 @@ def truth(value: object) -> bool | None:
 
 
 def split_list(words: Sequence[Any]) -> list[Any]:
-    """The entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`. Raises `ValueError` for an open bracket."""
+    """The entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`.
+
+    Raises `ValueError` for an open bracket.
+    """
     texts = [str(word) for word in words]
     if texts and texts[0].startswith("[") and texts[-1].endswith("]"):
         entries = yaml_value(" ".join(texts))
@@ -241,7 +257,9 @@ def _load_yaml(text: str) -> Any:
 
 @cache
 def _loader() -> Any:
-    """PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be given again.
+    """PyYAML takes the last of two equal keys without a word.
+
+    A key that is merged with `<<` may be given again.
 
     It also takes aliases of aliases, of which a few lines hold more than any memory.
     """
@@ -278,7 +296,10 @@ def _loader() -> Any:
 
 
 def read_json(text: str | bytes) -> Any:
-    """What a JSON text stands for. Raises `ValueError`, also for a key given twice, of which Python takes one."""
+    """What a JSON text stands for.
+
+    Raises `ValueError`, also for a key given twice, of which Python takes one.
+    """
     return json.loads(text, object_pairs_hook=each_once)
 
 
@@ -312,7 +333,9 @@ def yaml_line(value: Any) -> str:
 
 
 def flow_mapping(text: str) -> dict[str, Any] | None:
-    """The mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`, of what JSON knows; None where it is none."""
+    """The mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`, of what JSON knows; None
+    where it is none.
+    """
     content = yaml_value(text) if text.startswith("{") else None
     try:
         return dict(json.loads(json.dumps(content))) if isinstance(content, dict) else None
@@ -321,7 +344,10 @@ def flow_mapping(text: str) -> dict[str, Any] | None:
 
 
 def read_mapping(option: str, path: Path) -> dict[str, Any]:
-    """The keys and values in a file. Raises `UserError`, which begins with `option`, in one line."""
+    """The keys and values in a file.
+
+    Raises `UserError`, which begins with `option`, in one line.
+    """
     try:
         content = _load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

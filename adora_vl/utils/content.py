@@ -1,4 +1,6 @@
-"""What files hold, as a short name that is another one where any byte is, whatever their sizes and times say."""
+"""What files hold, as a short name that is another one where any byte is, whatever their sizes and
+times say.
+"""
 
 import hashlib
 import os
@@ -23,9 +25,10 @@ _HASH = re.compile(r"[0-9a-f]{32}")
 
 
 def content_hash(files: Iterable[Path]) -> str:
-    """32 hexadecimal digits for the names of files, without their folders, and all of their bytes, by XXH3: five times
-    as fast as SHA-256, and no defence against somebody who wants two files to look alike. A file is not read again
-    while its `_state` is the same, whose times nobody can set. Raises `OSError`.
+    """32 hexadecimal digits for the names of files, without their folders, and all of their bytes,
+    by XXH3: five times as fast as SHA-256, and no defence against somebody who wants two files to
+    look alike. A file is not read again while its `_state` is the same, whose times nobody can set.
+    Raises `OSError`.
     """
     paths = sorted(files)
     new = sum(path.stat().st_size for path in paths if _memory().get(_state(path.stat())) is None)
@@ -64,7 +67,9 @@ def _state(stat: os.stat_result) -> str:
 
 
 def _memory() -> KeptAnswers:
-    """What was read before by any process of this user: `content.jsonl` in the cache folder, which may be deleted."""
+    """What was read before by any process of this user: `content.jsonl` in the cache folder, which
+    may be deleted.
+    """
     return _kept(cache_folder() / "content.jsonl")
 
 
@@ -77,6 +82,9 @@ def _kept(file: Path) -> KeptAnswers:
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 of a file in hexadecimal, as people check it with other programs. Raises `OSError`."""
+    """SHA-256 of a file in hexadecimal, as people check it with other programs.
+
+    Raises `OSError`.
+    """
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,4 +1,6 @@
-"""The families of errors: the user's mistakes (exit code 2), and a run that must not or cannot go on (exit code 1)."""
+"""The families of errors: the user's mistakes (exit code 2), and a run that must not or cannot go
+on (exit code 1).
+"""
 
 import difflib
 import re
@@ -17,7 +19,10 @@ class SpokenError(Exception):
 
 
 class UserError(SpokenError, ValueError):
-    """The input is wrong: one line that names the key or row, its value and what would be right. Exit code 2."""
+    """The input is wrong: one line that names the key or row, its value and what would be right.
+
+    Exit code 2.
+    """
 
 
 def refuse(*faults: tuple[object, str]) -> None:
@@ -32,7 +37,9 @@ class SharedUserError(UserError):
 
 
 class RolloutError(SpokenError, RuntimeError):
-    """Engine and trainer do not see the same thing: learning from these rollouts would be learning from noise."""
+    """Engine and trainer do not see the same thing: learning from these rollouts would be learning
+    from noise.
+    """
 
 
 class EngineError(RolloutError):
@@ -48,24 +55,33 @@ class RunError(SpokenError, RuntimeError):
 
 
 class DiskFullError(RunError):
-    """The disk is full. A rank may find that alone, and the traceback of what could not be written says no more."""
+    """The disk is full.
+
+    A rank may find that alone, and the traceback of what could not be written says no more.
+    """
 
 
-# What gloo, NCCL and torch's store say in a collective call where a process on the other side is gone. There is no type
-# of its own for it: gloo raises a plain RuntimeError.
+# What gloo, NCCL and torch's store say in a collective call where a process on the other side is
+# gone. There is no type of its own for it: gloo raises a plain RuntimeError.
 _LOST = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection was likely closed|remote process exit|Application timeout|"
+    r"closed by peer|reset by peer|broken pipe|connection was likely closed|remote process "
+    r"exit|Application timeout|"
     r"Timed out waiting \d+ms|Read (error|timeout) \[|failed to (recv|send)|Socket Timeout",
     re.IGNORECASE,
 )
 
 
 def lost_contact(error: BaseException) -> str:
-    """What to say where a collective call failed because another process is gone; empty for any other error."""
+    """What to say where a collective call failed because another process is gone; empty for any
+    other error.
+    """
     if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
         return ""
     why = in_one_line(error)
-    return f"another process has ended, or its machine cannot be reached; its own last lines say why ({why})"
+    return (
+        "another process has ended, or its machine cannot be reached; its own last lines say "
+        f"why ({why})"
+    )
 
 
 def in_one_line(error: BaseException) -> str:
@@ -82,7 +98,10 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def engine_call(name: str) -> Iterator[None]:
-    """Inside, an error of the engine becomes an `EngineError` of one line. Our own errors stay as they are."""
+    """Inside, an error of the engine becomes an `EngineError` of one line.
+
+    Our own errors stay as they are.
+    """
     try:
         yield
     except (RolloutError, RunError, UserError):

@@ -17,9 +17,11 @@ from typing import Any, BinaryIO
 from adora_vl.utils.errors import UserError, refuse
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# What safetensors and torch make of those: torch's writer says how far it came, and not why it came no further.
+# What safetensors and torch make of those: torch's writer says how far it came, and not why it came
+# no further.
 _FULL_WORDS = re.compile(
-    r"No space left|os error (28|122)\b|quota exceeded|unexpected pos \d+ vs \d+|PytorchStreamWriter failed writing",
+    r"No space left|os error (28|122)\b|quota exceeded|unexpected pos \d+ vs "
+    r"\d+|PytorchStreamWriter failed writing",
     re.IGNORECASE,
 )
 _PARTIAL = ".partial-"
@@ -29,7 +31,8 @@ _PARTIAL_NAME = re.compile(rf"\.(.+){_PARTIAL}[0-9a-f]{{16}}")  # hidden, and 8 
 _NEW = "new"
 _OLD = "old"
 _LOCK = "lock"
-NFS_DELAY_S = 60.0  # a client of NFS may not see another one's new file for this long (the default of `acdirmax`)
+# a client of NFS may not see another one's new file for this long (the default of `acdirmax`)
+NFS_DELAY_S = 60.0
 
 
 def cache_folder() -> Path:
@@ -40,9 +43,10 @@ def cache_folder() -> Path:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """A hidden neighbour of `path` to write into, renamed over `path` when the block ends; on an error it is removed,
-    and what was at `path` stays. Unless `durable` is false, the bytes are on the disk before the file gets its name.
-    What is no file, such as /dev/stdout, is written to as it is. Raises `OSError`.
+    """A hidden neighbour of `path` to write into, renamed over `path` when the block ends; on an
+    error it is removed, and what was at `path` stays. Unless `durable` is false, the bytes are on
+    the disk before the file gets its name. What is no file, such as /dev/stdout, is written to as
+    it is. Raises `OSError`.
     """
     if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
         with path.open("wb") as file:
@@ -69,8 +73,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 class KeptAnswers:
-    """Answers by key, a JSON line each, to which several processes may add at once. A line that cannot be read is
-    ignored; one that a killed process tore does not take the next one with it.
+    """Answers by key, a JSON line each, to which several processes may add at once.
+
+    A line that cannot be read is ignored; one that a killed process tore does not take the next one
+    with it.
     """
 
     def __init__(self, file: Path) -> None:
@@ -99,7 +105,9 @@ class KeptAnswers:
 
 
 def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
-    """Whether a file is there that another machine has made on a shared disk, if need be after a while."""
+    """Whether a file is there that another machine has made on a shared disk, if need be after a
+    while.
+    """
     end = time.monotonic() + patience_s
     while not path.exists():
         if time.monotonic() >= end:
@@ -112,9 +120,10 @@ def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder, hidden beside `folder`, which takes its place when the block ends, its files on the disk; on an
-    error it is removed, and the old one stays. Where a process is killed between the two renames of the exchange,
-    `recover_folder` or `remove_partial` gives the old folder its name back. Raises `OSError`.
+    """A new folder, hidden beside `folder`, which takes its place when the block ends, its files on
+    the disk; on an error it is removed, and the old one stays. Where a process is killed between
+    the two renames of the exchange, `recover_folder` or `remove_partial` gives the old folder its
+    name back. Raises `OSError`.
     """
     recover_folder(folder)
     beside, lock = locked_folder(lambda: _neighbour(folder))
@@ -133,7 +142,9 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
 
 
 def usual_modes(folder: Path) -> None:
-    """Give the weights in `folder` a new file's mode: stock safetensors (0.8) lets their owner alone read them."""
+    """Give the weights in `folder` a new file's mode: stock safetensors (0.8) lets their owner
+    alone read them.
+    """
     probe = _neighbour(folder / "mode")
     with suppress(OSError):  # not on every file system
         probe.touch()
@@ -144,7 +155,9 @@ def usual_modes(folder: Path) -> None:
 
 
 def put_in_place(new: Path, folder: Path, old: Path) -> None:
-    """Rename `new` to `folder`, and what stands there before that to `old`, in the same file system."""
+    """Rename `new` to `folder`, and what stands there before that to `old`, in the same file
+    system.
+    """
     if folder.exists():
         folder.rename(old)
     new.rename(folder)
@@ -161,14 +174,20 @@ def flush(path: Path) -> None:
 
 
 def recover_folder(folder: Path) -> None:
-    """Undo what killed processes left of replacing `folder`. What a living process is writing stays."""
+    """Undo what killed processes left of replacing `folder`.
+
+    What a living process is writing stays.
+    """
     found = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*"))
     for beside in abandoned(path for path in found if is_partial(path) and path.is_dir()):
         _settle(beside, folder)
 
 
 def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
-    """Those of `locked_folder` whose process is gone. Each is this one's until the next is asked for."""
+    """Those of `locked_folder` whose process is gone.
+
+    Each is this one's until the next is asked for.
+    """
     for folder in folders:
         try:
             lock = _lock(folder, os.O_RDWR)
@@ -179,8 +198,9 @@ def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
-    """A new folder with a random name, and the open lock in it, by which others know that its process lives; None on a
-    file system without locks, where nobody removes what a process left behind.
+    """A new folder with a random name, and the open lock in it, by which others know that its
+    process lives; None on a file system without locks, where nobody removes what a process left
+    behind.
     """
     while True:
         folder = new_name()
@@ -197,7 +217,10 @@ def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
 
 
 def _lock(beside: Path, flags: int) -> int:
-    """The open, locked file in a hidden folder; the kernel drops the lock of a dead process. Raises `OSError`."""
+    """The open, locked file in a hidden folder; the kernel drops the lock of a dead process.
+
+    Raises `OSError`.
+    """
     lock = os.open(beside / _LOCK, flags)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -226,7 +249,10 @@ def is_partial(path: Path) -> bool:
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left in `folder` of what they were replacing. Call it where nobody else writes."""
+    """Remove what killed processes left in `folder` of what they were replacing.
+
+    Call it where nobody else writes.
+    """
     for path in folder.glob(f".*{_PARTIAL}*"):
         named = _PARTIAL_NAME.fullmatch(path.name)
         if named and path.is_dir():
@@ -237,7 +263,9 @@ def remove_partial(folder: Path) -> None:
 
 @contextmanager
 def written_to(option: str, path: Path) -> Iterator[None]:
-    """An `OSError` inside the block is the user's to mend: the option, the path, the reason, what to do."""
+    """An `OSError` inside the block is the user's to mend: the option, the path, the reason, what
+    to do.
+    """
     try:
         yield
     except OSError as error:
@@ -251,7 +279,8 @@ def unwritable(option: str, path: Path, error: Exception) -> UserError:
         else "choose another place"
     )
     return UserError(
-        f"{option}: {str(path)!r} cannot be written ({getattr(error, 'strerror', '') or error}); {remedy}"
+        f"{option}: {str(path)!r} cannot be written ({getattr(error, 'strerror', '') or error}); "
+        f"{remedy}"
     )
 
 
@@ -286,7 +315,9 @@ def check_folder(option: str, folder: Path) -> None:
 
 
 def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or is there and is not `what`, as `is_ours` says."""
+    """Raise `UserError` where a JSON file cannot be written, or is there and is not `what`, as
+    `is_ours` says.
+    """
     check_folder(option, path.parent)
     if not path.exists() or not (
         path.is_file() or path.is_dir()
@@ -310,7 +341,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def make_folder(option: str, folder: Path) -> None:
-    """Make a folder that may be there already. Raises `UserError` where it cannot be made, or not be written into."""
+    """Make a folder that may be there already.
+
+    Raises `UserError` where it cannot be made, or not be written into.
+    """
     check_folder(option, folder)
     with written_to(option, folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
-"""What is a secret, and how it is left out of all that is shown: the value of a key with such a name, at any depth; a
-login in an address; what `note_secret` was told. Errors of this package (`utils/errors.py`) hide them by themselves.
+"""What is a secret, and how it is left out of all that is shown: the value of a key with such a
+name, at any depth; a login in an address; what `note_secret` was told. Errors of this package
+(`utils/errors.py`) hide them by themselves.
 """
 
 import base64
@@ -34,7 +35,10 @@ def note_secret(value: str) -> None:
 
 
 def is_secret(key: object) -> bool:
-    """Whether a key of this name has a secret for its value. Names of a model's own tokens are none."""
+    """Whether a key of this name has a secret for its value.
+
+    Names of a model's own tokens are none.
+    """
     return (
         isinstance(key, str)
         and _SECRET_KEY.fullmatch(key) is not None
@@ -43,8 +47,10 @@ def is_secret(key: object) -> bool:
 
 
 def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
-    """`value` with `hidden` for each secret in its mappings, lists and texts, which are noted. A value of another
-    kind stays as it is. Of a plain text only logins in addresses are hidden: its sentences may say `password: ...`.
+    """`value` with `hidden` for each secret in its mappings, lists and texts, which are noted.
+
+    A value of another kind stays as it is. Of a plain text only logins in addresses are hidden: its
+    sentences may say `password: ...`.
     """
     if type(value) is str:
         return (
@@ -65,7 +71,9 @@ def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
 
 
 def masked_text(text: str, *secrets: str) -> str:
-    """The text without logins in addresses, values of secret keys, `secrets` and all that was noted."""
+    """The text without logins in addresses, values of secret keys, `secrets` and all that was
+    noted.
+    """
     for secret in (*secrets, *_noted):
         text = _without(text, secret)
 
@@ -108,8 +116,9 @@ def _hide_login(found: re.Match[str]) -> str:
 
 
 def _without(text: str, secret: str) -> str:
-    """The text without the secret as it is, quoted for an address, JSON or HTML, in hexadecimal or Base64, in letters
-    of any size. Others may have put it between words of theirs before they encoded it.
+    """The text without the secret as it is, quoted for an address, JSON or HTML, in hexadecimal or
+    Base64, in letters of any size. Others may have put it between words of theirs before they
+    encoded it.
     """
     if not secret:
         return text

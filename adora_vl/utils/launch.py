@@ -1,4 +1,6 @@
-"""What surrounds the process of a run: the engine's environment, compiled operators, the launcher, its outputs."""
+"""What surrounds the process of a run: the engine's environment, compiled operators, the launcher,
+its outputs.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +31,23 @@ def find_cpu_build() -> bool:
 
 
 def free_port() -> int:
-    """A free port outside the range of connections' own: the engine listens on it up to a minute later."""
+    """A free port outside the range of connections' own: the engine listens on it up to a minute
+    later.
+    """
     for port in random.SystemRandom().sample(_LISTENING, 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
     raise RunError(
-        f"of 100 ports in {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to one that is"
+        f"of 100 ports in {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to "
+        "one that is"
     )
 
 
 def put_own_programs_on_path() -> None:
-    """Let child processes find this environment's programs: DeepSpeed and torch call `ninja` by its name."""
+    """Let child processes find this environment's programs: DeepSpeed and torch call `ninja` by its
+    name.
+    """
     own = str(Path(sys.executable).parent)
     others = [
         folder for folder in os.environ.get("PATH", os.defpath).split(os.pathsep) if folder != own
@@ -49,7 +56,9 @@ def put_own_programs_on_path() -> None:
 
 
 def use_one_gpu() -> None:
-    """A single process uses the first GPU it sees: Transformers would use all by `DataParallel`, and TRL cannot."""
+    """A single process uses the first GPU it sees: Transformers would use all by `DataParallel`,
+    and TRL cannot.
+    """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[
             0
@@ -57,7 +66,10 @@ def use_one_gpu() -> None:
 
 
 def prepare_engine_environment() -> None:
-    """Make the engine live in this process and fit a small machine. What the user has set stays as it is."""
+    """Make the engine live in this process and fit a small machine.
+
+    What the user has set stays as it is.
+    """
     put_own_programs_on_path()
     use_one_gpu()
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
@@ -67,7 +79,8 @@ def prepare_engine_environment() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        # Two runs on one machine: accelerate would give both the same port for the engine's group of one.
+        # Two runs on one machine: accelerate would give both the same port for the engine's group
+        # of one.
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     if find_cpu_build():
         os.environ.setdefault(
@@ -83,8 +96,9 @@ _ALLOCATOR_VARIABLES = (
 
 
 def use_expandable_segments() -> None:
-    """Before torch first uses a GPU, let its blocks of memory grow: micro-batches of packed sequences differ in length,
-    and leave gaps between fixed blocks. What the user has set stays. vLLM has this off around memory that sleeps.
+    """Before torch first uses a GPU, let its blocks of memory grow: micro-batches of packed
+    sequences differ in length, and leave gaps between fixed blocks. What the user has set stays.
+    vLLM has this off around memory that sleeps.
     """
     if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
@@ -98,13 +112,15 @@ def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
     return "expandable_segments:true" in setting.replace(" ", "").lower()
 
 
-# A lock without a builder on this machine may be held on another machine that shares the home folder, or by a build
-# that has not called ninja yet. Either writes to its folder sooner than this.
+# A lock without a builder on this machine may be held on another machine that shares the home
+# folder, or by a build that has not called ninja yet. Either writes to its folder sooner than this.
 PATIENCE_S = 180.0
 
 
 def builds_folder() -> Path:
-    """Where torch compiles extensions, as `torch.utils.cpp_extension` finds it, without the seconds of importing it."""
+    """Where torch compiles extensions, as `torch.utils.cpp_extension` finds it, without the seconds
+    of importing it.
+    """
     named = os.environ.get("TORCH_EXTENSIONS_DIR")
     if named:
         return Path(named)
@@ -112,7 +128,9 @@ def builds_folder() -> Path:
 
 
 def _works_in(folder: Path) -> bool:
-    """Whether a process of this machine compiles there: ninja and its compilers run in the folder of the build."""
+    """Whether a process of this machine compiles there: ninja and its compilers run in the folder
+    of the build.
+    """
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with suppress(OSError):  # it has ended, or is another user's
             if link.samefile(folder):
@@ -121,7 +139,9 @@ def _works_in(folder: Path) -> bool:
 
 
 def is_left_behind(lock: Path) -> bool | None:
-    """True for a lock whose build was killed, False for one that is held or gone, None while that cannot be told."""
+    """True for a lock whose build was killed, False for one that is held or gone, None while that
+    cannot be told.
+    """
     try:
         written = [lock.parent.stat().st_mtime]
         for file in lock.parent.iterdir():
@@ -135,8 +155,10 @@ def is_left_behind(lock: Path) -> bool | None:
 
 
 def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Remove the locks of killed builds, and wait while one may still be held. The first rank of a machine does, and
-    says so; the others wait for it: to torch, a lock that vanishes means that the build is finished.
+    """Remove the locks of killed builds, and wait while one may still be held.
+
+    The first rank of a machine does, and says so; the others wait for it: to torch, a lock that
+    vanishes means that the build is finished.
     """
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     folder = builds_folder()
@@ -152,28 +174,39 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
                 )
                 break
             if first and not said:
-                what = f"a build of {lock.parent.name}, which another machine may be making (if none is: rm {lock})"
+                what = (
+                    f"a build of {lock.parent.name}, which another machine may be making (if "
+                    f"none is: rm {lock})"
+                )
                 print(f"waiting up to {PATIENCE_S:.0f} s for {what}", file=sys.stderr, flush=True)
                 said = True
             sleep(0.5)
 
 
 _WATCH_S = 1.0
-_SHUTDOWN_TIMEOUT = "shutdown_timeout"  # torchrun's option, which accelerate takes from `deepspeed_config` of its file
+# torchrun's option, which accelerate takes from `deepspeed_config` of its file
+_SHUTDOWN_TIMEOUT = "shutdown_timeout"
 _SHUTDOWN_VARIABLES = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT")
 TOO_SHORT = (
-    "The launcher kills all processes 30 seconds after SIGTERM, Ctrl-C or SIGHUP, before a checkpoint is saved: start "
-    "it as `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch ...` (seconds)"
+    "The launcher kills all processes 30 seconds after SIGTERM, Ctrl-C or SIGHUP, before a "
+    "checkpoint is saved: start it as `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch ...` "
+    "(seconds)"
 )
 
 
 def under_elastic(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torch's elastic launcher started this process. It passes SIGTERM, SIGINT and SIGHUP on."""
+    """Whether torch's elastic launcher started this process.
+
+    It passes SIGTERM, SIGINT and SIGHUP on.
+    """
     return "TORCHELASTIC_RUN_ID" in environment
 
 
 def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether `accelerate launch` or `torchrun` started this process. A shell with nohup is no launcher."""
+    """Whether `accelerate launch` or `torchrun` started this process.
+
+    A shell with nohup is no launcher.
+    """
     return under_elastic(environment) or "ACCELERATE_DYNAMO_MODE" in environment
 
 
@@ -182,8 +215,8 @@ SEVERAL = "take configs/accelerate/zero2.yaml or zero3.yaml (cpu_zero3.yaml with
 
 
 def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
-    """What to say where `accelerate launch` was asked for several processes and has started one, with an address to
-    meet at and no number of processes; empty elsewhere.
+    """What to say where `accelerate launch` was asked for several processes and has started one,
+    with an address to meet at and no number of processes; empty elsewhere.
     """
     asked = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
     if (
@@ -192,19 +225,26 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
         or any(name.endswith("WORLD_SIZE") for name in environment)
     ):
         return ""
-    return f"accelerate was asked for several processes and has started one, by distributed_type: 'NO'; {SEVERAL}"
+    return (
+        "accelerate was asked for several processes and has started one, by distributed_type: "
+        f"'NO'; {SEVERAL}"
+    )
 
 
 def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether the launcher waits only torch's default of 30 seconds after a signal, as far as its children can know."""
+    """Whether the launcher waits only torch's default of 30 seconds after a signal, as far as its
+    children can know.
+    """
     if not under_elastic(environment) or any(name in environment for name in _SHUTDOWN_VARIABLES):
         return False
     return _SHUTDOWN_TIMEOUT not in environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
 
 
 def watch_launcher() -> None:
-    """Send this process SIGHUP when its launcher is gone, as when a terminal is. Without a launcher nothing is watched:
-    a process under nohup outlives its shell. (PR_SET_PDEATHSIG fires when a *thread* of the parent ends.)
+    """Send this process SIGHUP when its launcher is gone, as when a terminal is.
+
+    Without a launcher nothing is watched: a process under nohup outlives its shell.
+    (PR_SET_PDEATHSIG fires when a *thread* of the parent ends.)
     """
     if under_launcher():
         watch_parent()
@@ -229,8 +269,8 @@ _GONE = select.POLLERR | select.POLLHUP
 
 
 def mute_lost_outputs() -> None:
-    """Redirect an output whose reader is gone to /dev/null, by its descriptor, since tqdm and loggers keep their
-    streams. Else the next line would end the run with an `OSError`.
+    """Redirect an output whose reader is gone to /dev/null, by its descriptor, since tqdm and
+    loggers keep their streams. Else the next line would end the run with an `OSError`.
     """
     outputs = select.poll()
     for descriptor in (1, 2):
@@ -243,9 +283,10 @@ def mute_lost_outputs() -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process with this exit code as `sys.exit` does, with what is registered for the exit, but without the
-    interpreter's finalization: gloo's threads outlive `destroy_process_group` while anything holds a group, and one
-    that frees a tensor just then aborts the process (pytorch/pytorch issue 190489).
+    """End the process with this exit code as `sys.exit` does, with what is registered for the exit,
+    but without the interpreter's finalization: gloo's threads outlive `destroy_process_group` while
+    anything holds a group, and one that frees a tensor just then aborts the process
+    (pytorch/pytorch issue 190489).
     """
     if "torch" not in sys.modules:
         sys.exit(code)
@@ -262,8 +303,9 @@ _SHOWN = 20  # lines
 
 
 class StartupLog:
-    """Inside, both outputs of this process go into `path`, also what compiled code writes, until `release`; by their
-    descriptors, since loggers keep their streams. Where the file cannot be opened, all stays on the screen.
+    """Inside, both outputs of this process go into `path`, also what compiled code writes, until
+    `release`; by their descriptors, since loggers keep their streams. Where the file cannot be
+    opened, all stays on the screen.
     """
 
     def __init__(self, path: Path, *, first: bool = False) -> None:

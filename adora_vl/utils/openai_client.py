@@ -1,9 +1,10 @@
-"""One client for OpenAI-compatible endpoints: evaluated models, judges of answers, and judges as rewards.
+"""One client for OpenAI-compatible endpoints: evaluated models, judges of answers, and judges as
+rewards.
 
-Concurrent calls, attempts with growing waits, a cache on disk, and a budget. A call that fails raises `EndpointError`;
-it is never taken for an answer, and never stored. The `openai` package is not used: its retries count neither towards a
-budget nor for an answer of the wrong form, it takes a second to import, and it sends to any address what
-OPENAI_CUSTOM_HEADERS holds.
+Concurrent calls, attempts with growing waits, a cache on disk, and a budget. A call that fails
+raises `EndpointError`; it is never taken for an answer, and never stored. The `openai` package is
+not used: its retries count neither towards a budget nor for an answer of the wrong form, it takes a
+second to import, and it sends to any address what OPENAI_CUSTOM_HEADERS holds.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ from adora_vl.utils.hidden import masked_text, note_secret
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _REFUSED = (401, 403)
-# What servers say of a prompt that has no room in the model's context, and of an answer for which there is none left.
+# What servers say of a prompt that has no room in the model's context, and of an answer for which
+# there is none left.
 _LONG_PROMPT = re.compile(
     r"context[ _](length|window|size)|too long|longer than|max_model_len", re.IGNORECASE
 )
@@ -46,7 +48,9 @@ Messages = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`timeout_s` bounds a whole attempt, to the reply's last byte; `wait_s` doubles from one attempt to the next."""
+    """`timeout_s` bounds a whole attempt, to the reply's last byte; `wait_s` doubles from one
+    attempt to the next.
+    """
 
     url: str  # such as http://localhost:8000/v1
     model: str
@@ -60,8 +64,11 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answer of a model. `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's
-    end. `n_tokens` counts the end token; numbers of tokens are 0 where a server says none. `calls`: of tools, in order.
+    """One answer of a model.
+
+    `finish_reason` is `stop` or `length`; with tools also `calls` or `room`, as a rollout's end.
+    `n_tokens` counts the end token; numbers of tokens are 0 where a server says none. `calls`: of
+    tools, in order.
     """
 
     text: str
@@ -72,8 +79,10 @@ class Reply:
 
 
 class EndpointError(SpokenError):
-    """One call gave no usable answer; `str` says why. `again`: whether another attempt may succeed. `refused`: the
-    server takes no call with this key. `too_long`: nor with this prompt, which the model's context does not hold.
+    """One call gave no usable answer; `str` says why.
+
+    `again`: whether another attempt may succeed. `refused`: the server takes no call with this key.
+    `too_long`: nor with this prompt, which the model's context does not hold.
     """
 
     def __init__(
@@ -93,7 +102,10 @@ class EndpointError(SpokenError):
 
 
 def check_url(name: str, url: str) -> str:
-    """An http address without credentials in it. Raises `UserError`, in which `name` stands for the option."""
+    """An http address without credentials in it.
+
+    Raises `UserError`, in which `name` stands for the option.
+    """
     try:
         parts = urllib.parse.urlsplit(url)
         host = (parts.hostname or "").encode("idna")
@@ -118,7 +130,10 @@ class ChatClient:
     def __init__(
         self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None
     ) -> None:
-        """`cache`: a file of earlier answers, by the request. `budget`: of calls, each attempt one; None: any."""
+        """`cache`: a file of earlier answers, by the request.
+
+        `budget`: of calls, each attempt one; None: any.
+        """
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint = endpoint
         self.budget = budget
@@ -138,8 +153,10 @@ class ChatClient:
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
-        """What `read` makes of the answer, which `cached` gives from now on. `read` may raise `EndpointError` for an
-        answer of the wrong form, which is then asked for again.
+        """What `read` makes of the answer, which `cached` gives from now on.
+
+        `read` may raise `EndpointError` for an answer of the wrong form, which is then asked for
+        again.
         """
         answer: str = self._patiently(lambda: read(self._call(messages, {}).text))
         if self._answers is not None and self._file is not None:
@@ -148,13 +165,18 @@ class ChatClient:
         return answer
 
     def chat(self, messages: Messages, **body: Any) -> Reply:
-        """One answer with its counts, never from the cache. `body`: fields of this request. Raises `EndpointError`."""
+        """One answer with its counts, never from the cache.
+
+        `body`: fields of this request. Raises `EndpointError`.
+        """
         answer: Reply = self._patiently(lambda: self._call(messages, body))
         return answer
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """`function` of each item, in order, as many at once as there are workers. Its threads are daemons, so that
-        after Ctrl-C nobody waits for the further attempts of calls under way.
+        """`function` of each item, in order, as many at once as there are workers.
+
+        Its threads are daemons, so that after Ctrl-C nobody waits for the further attempts of calls
+        under way.
         """
 
         def named() -> None:
@@ -209,7 +231,10 @@ class ChatClient:
         headers = {"Content-Type": "application/json"}
         key = os.environ.get(self.endpoint.key_variable, "").strip()
         if not (key.isascii() and key.isprintable()):  # the library's own error would show it
-            wrong = "has a character that no header can hold, such as a line break; set it to the key alone"
+            wrong = (
+                "has a character that no header can hold, such as a line break; set it to the "
+                "key alone"
+            )
             raise EndpointError(
                 f"the key in {self.endpoint.key_variable} {wrong}", again=False, refused=True
             )
@@ -248,9 +273,10 @@ Exchanged = tuple[int, Headers, bytes]  # status, headers and body
 def fetch(
     address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None
 ) -> Exchanged:
-    """Status, headers and body of one exchange, a GET where there is no `content`, all within `timeout_s`. The proxy of
-    the environment is used, but not for this machine itself, and no redirect is followed: the key goes to the address
-    that the user named. Raises what httpx raises, `OSError`, and `EndpointError` for a body without end.
+    """Status, headers and body of one exchange, a GET where there is no `content`, all within
+    `timeout_s`. The proxy of the environment is used, but not for this machine itself, and no
+    redirect is followed: the key goes to the address that the user named. Raises what httpx raises,
+    `OSError`, and `EndpointError` for a body without end.
     """
     exchange = partial(asyncio.run, _exchange(address, timeout_s, content, headers))
     try:

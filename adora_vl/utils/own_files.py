@@ -1,5 +1,6 @@
-"""Files of the user's: `FILE.py:NAME` in a key is loaded here, and known again by a hash of what it imports beside it.
-Loading it has a deadline, may not leave a second process behind, and ends in one line.
+"""Files of the user's: `FILE.py:NAME` in a key is loaded here, and known again by a hash of what it
+imports beside it. Loading it has a deadline, may not leave a second process behind, and ends in one
+line.
 """
 
 import ast
@@ -37,7 +38,10 @@ _beside: list[Path] = []  # the folder of this process's config
 
 @dataclass(frozen=True)
 class FromFile:
-    """What an entry names. `file`: as the entry writes it. `hash`: of the file and its neighbours."""
+    """What an entry names.
+
+    `file`: as the entry writes it. `hash`: of the file and its neighbours.
+    """
 
     value: Any
     file: str
@@ -65,7 +69,10 @@ def function_name(function: Any) -> str:
 
 
 def source_hash(function: Any) -> str:
-    """Of the function's own text: the file may be the script that says how long to train. Of a builtin, its name."""
+    """Of the function's own text: the file may be the script that says how long to train.
+
+    Of a builtin, its name.
+    """
     while isinstance(function, partial):
         function = function.func
     text = function_name(function)
@@ -76,15 +83,18 @@ def source_hash(function: Any) -> str:
 
 
 def look_beside(config: Path | None) -> None:
-    """From now on files are looked for beside this config first, the one that the process was started with."""
+    """From now on files are looked for beside this config first, the one that the process was
+    started with.
+    """
     _beside[:] = [config.parent] if config else []
 
 
 def from_file(
     key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function
 ) -> FromFile:
-    """What `FILE.py:NAME` in `key` stands for, with the file beside the config or in the working directory. `noun`:
-    what it has to be, as `fits` says. Raises `UserError` for a file that is not there or fails, and for another name.
+    """What `FILE.py:NAME` in `key` stands for, with the file beside the config or in the working
+    directory. `noun`: what it has to be, as `fits` says. Raises `UserError` for a file that is not
+    there or fails, and for another name.
     """
     path = _find(key, entry, noun)
     # Before the file is read: what changes from now on is another one at the next start.
@@ -119,7 +129,8 @@ def _find(key: str, entry: str, noun: str) -> Path:
     name, colon, wanted = entry.rpartition(":")
     if not colon or not wanted.isidentifier():
         raise UserError(
-            f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the file"
+            f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the "
+            "file"
         )
     folders = dict.fromkeys(folder.resolve() for folder in (*_beside, Path.cwd()))
     for folder in folders:
@@ -131,8 +142,9 @@ def _find(key: str, entry: str, noun: str) -> Path:
 
 
 def with_neighbours(path: Path) -> set[Path]:
-    """A file and the modules beside it, or in packages below, that its text imports, also inside a function; and those
-    that these import. (The library's `modulefinder` ends in an error for a package without `__init__.py`.)
+    """A file and the modules beside it, or in packages below, that its text imports, also inside a
+    function; and those that these import. (The library's `modulefinder` ends in an error for a
+    package without `__init__.py`.)
     """
     root = path.parent
     found = set[Path]()
@@ -149,7 +161,9 @@ def with_neighbours(path: Path) -> set[Path]:
 
 
 def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """What a file of `package` imports by name: `a.b.c` for `from a.b import c`, which may be a module or not."""
+    """What a file of `package` imports by name: `a.b.c` for `from a.b import c`, which may be a
+    module or not.
+    """
     names: list[tuple[str, ...]] = []
     with suppress(SyntaxError, ValueError):  # loading the file says what is wrong
         for node in ast.walk(ast.parse(file.read_bytes())):
@@ -201,7 +215,10 @@ def _refuse(where: str, path: Path, error: BaseException) -> NoReturn:
 
 
 class OverdueError(BaseException):
-    """The deadline has passed. It is not an `Exception`, since a reward function may catch those."""
+    """The deadline has passed.
+
+    It is not an `Exception`, since a reward function may catch those.
+    """
 
     def __str__(self) -> str:
         return "it did not return before the deadline"
@@ -209,8 +226,9 @@ class OverdueError(BaseException):
 
 @contextmanager
 def in_one_process(what: str) -> Iterator[None]:
-    """Ends a process that the block has forked and that comes out of it, which would go on as a second run. The
-    innermost of a call's blocks: `backstop` would wait for a thread that a forked process does not have.
+    """Ends a process that the block has forked and that comes out of it, which would go on as a
+    second run. The innermost of a call's blocks: `backstop` would wait for a thread that a forked
+    process does not have.
     """
     own = os.getpid()
     try:
@@ -221,7 +239,10 @@ def in_one_process(what: str) -> Iterator[None]:
         raise
     finally:
         if os.getpid() != own:
-            line = f"{what}: it forked a process that did not end in it (os._exit); that process was ended\n"
+            line = (
+                f"{what}: it forked a process that did not end in it (os._exit); that process "
+                "was ended\n"
+            )
             os.write(2, line.encode())  # the buffers of sys.stderr are the first process's
             os._exit(1)
 
@@ -237,7 +258,9 @@ def back_in(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def deadline(seconds: float | None) -> Iterator[None]:
-    """Raises `OverdueError` inside after `seconds` (None: never), in the main thread: no other hears a signal."""
+    """Raises `OverdueError` inside after `seconds` (None: never), in the main thread: no other
+    hears a signal.
+    """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return

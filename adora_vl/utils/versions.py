@@ -1,4 +1,7 @@
-"""Which versions of the private parts that we build on were tested. Checked before anything heavy is imported."""
+"""Which versions of the private parts that we build on were tested.
+
+Checked before anything heavy is imported.
+"""
 
 from importlib.metadata import PackageNotFoundError, version
 

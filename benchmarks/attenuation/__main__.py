@@ -1,8 +1,10 @@
-"""Train every arm in every regime, then write tables and curves: `python -m benchmarks.attenuation`.
+"""Train every arm in every regime, then write tables and curves: `python -m
+benchmarks.attenuation`.
 
-Every finished run is a file in OUTPUT/runs. The command can be stopped and started again: it goes on with what is
-missing. `--report` only reads what is there, and `--tables` prints every table from one file, by default that of the
-runs that docs/experiments.md is about. `--add` puts the finished runs there, beside those of other machines.
+Every finished run is a file in OUTPUT/runs. The command can be stopped and started again: it goes
+on with what is missing. `--report` only reads what is there, and `--tables` prints every table from
+one file, by default that of the runs that docs/experiments.md is about. `--add` puts the finished
+runs there, beside those of other machines.
 """
 
 import argparse
@@ -51,7 +53,10 @@ def commit() -> str:
 
 
 def train_all(settings: Path, output: Path, workers: int) -> int:
-    """Every worker trains its share of the seeds on one core. Returns how many ended with an error."""
+    """Every worker trains its share of the seeds on one core.
+
+    Returns how many ended with an error.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     environment.pop("MASTER_PORT", None)
     words = [
@@ -83,8 +88,8 @@ def train_all(settings: Path, output: Path, workers: int) -> int:
 
 
 def work(options: argparse.Namespace) -> None:
-    """What a worker does, with one engine: the runs of its share of the seeds that have no result, in their order. It
-    ends with the command that started it, also where that one is killed.
+    """What a worker does, with one engine: the runs of its share of the seeds that have no result,
+    in their order. It ends with the command that started it, also where that one is killed.
     """
     watch_parent()
     prepare_engine_environment()
@@ -128,7 +133,9 @@ def work(options: argparse.Namespace) -> None:
 
 
 def print_forecasts(settings: Settings, output: Path) -> int:
-    """What `python -m data_prep filter --attenuation` says of the first start of each regime, before any training."""
+    """What `python -m data_prep filter --attenuation` says of the first start of each regime,
+    before any training.
+    """
     from benchmarks.attenuation.run import groups_of_start
 
     for regime in settings.regimes:
@@ -150,7 +157,9 @@ def print_forecasts(settings: Settings, output: Path) -> int:
 
 
 def print_tables(file: Path, curves: Path | None) -> int:
-    """Every table, from the file with all runs that an earlier command wrote, and the curves of what has two arms."""
+    """Every table, from the file with all runs that an earlier command wrote, and the curves of
+    what has two arms.
+    """
     try:
         runs = [json.loads(line) for line in file.read_text().splitlines()]
         tables = all_tables(runs, unknown_commits(runs)) if conditions(runs) else ""

@@ -1,4 +1,6 @@
-"""From the finished runs to `runs.jsonl`, the tables with paired 95 % intervals and sign-flip tests, and the curves."""
+"""From the finished runs to `runs.jsonl`, the tables with paired 95 % intervals and sign-flip
+tests, and the curves.
+"""
 
 import json
 import math
@@ -28,8 +30,8 @@ Run = dict[str, Any]
 
 
 def sign_flips(differences: Sequence[float]) -> float:
-    """The exact two-sided p of the sign-flip test: the share of all 2^n ways to give the n paired differences a sign
-    whose sum is as far from 0 as that of the signs they have.
+    """The exact two-sided p of the sign-flip test: the share of all 2^n ways to give the n paired
+    differences a sign whose sum is as far from 0 as that of the signs they have.
     """
     size = abs(sum(differences)) * (1 - 1e-12)  # what differs by rounding counts as equal
     flips = product(*((one, -one) for one in differences))
@@ -43,7 +45,9 @@ def end(key: str) -> Callable[[Run], float | None]:
 
 
 def area(key: str) -> Callable[[Run], float | None]:
-    """The mean of a held-out figure over the steps, by trapezoids: the area under its curve per step."""
+    """The mean of a held-out figure over the steps, by trapezoids: the area under its curve per
+    step.
+    """
 
     def value(run: Run) -> float | None:
         points = [(p["step"], p[key]) for p in run["held_out"] if key in p]
@@ -58,7 +62,9 @@ KEPT = ("chains", "chain_accuracy", "tds_share", "weight_mean", "signal_weight")
 
 
 def thinned(run: Run) -> Run:
-    """What tables and curves need of a run: its held-out points, and the training figures as means of five steps."""
+    """What tables and curves need of a run: its held-out points, and the training figures as means
+    of five steps.
+    """
     blocks = []
     for first in range(0, len(run["steps"]), BLOCK):
         steps = run["steps"][first : first + BLOCK]
@@ -69,7 +75,9 @@ def thinned(run: Run) -> Run:
 
 
 def over_steps(key: str, after: int = 0, up_to: float = math.inf) -> Callable[[Run], float | None]:
-    """The mean of a figure of the training rollouts over the blocks that end after one step and up to another."""
+    """The mean of a figure of the training rollouts over the blocks that end after one step and up
+    to another.
+    """
 
     def value(run: Run) -> float | None:
         values = [
@@ -111,9 +119,9 @@ Pair = tuple[int, int]
 
 
 def pair_of(run: Run) -> Pair:
-    """Runs that agree in this have the same problems and the same plan of a start: the seed of the arithmetic model
-    that it is made of, and their own. Another machine teaches other weights by that plan. So a condition has a seed's
-    runs of one machine alone, and the seed counts once.
+    """Runs that agree in this have the same problems and the same plan of a start: the seed of the
+    arithmetic model that it is made of, and their own. Another machine teaches other weights by
+    that plan. So a condition has a seed's runs of one machine alone, and the seed counts once.
     """
     return run["model"], run["seed"]
 
@@ -180,10 +188,13 @@ def by_recipe(runs: Sequence[Run], regime: str) -> list[str]:
 
 
 def by_model(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
-    """A Markdown table of ADORA against GRPO for each arithmetic model, if starts are made of several."""
+    """A Markdown table of ADORA against GRPO for each arithmetic model, if starts are made of
+    several.
+    """
     models = sorted({(run["model"], run["arithmetic"]) for run in runs})
     lines = [
-        f"| {regime}, `{recipe}`: starts of | seeds | GRPO | ADORA 0.1 | ADORA - GRPO [95 %] | smallest |",
+        f"| {regime}, `{recipe}`: starts of | seeds | GRPO | ADORA 0.1 | ADORA - GRPO [95 %] | "
+        "smallest |",
         "|---|---|---|---|---|---|",
     ]
     for model, weights in models:
@@ -198,7 +209,10 @@ def by_model(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
             )
             for arm in ("grpo", "adora")
         ]
-        cells = f"{len(ahead)} | {means[0]:.1f} | {means[1]:.1f} | {interval(ahead)} | {min(ahead):+.1f}"
+        cells = (
+            f"{len(ahead)} | {means[0]:.1f} | {means[1]:.1f} | {interval(ahead)} | "
+            f"{min(ahead):+.1f}"
+        )
         lines.append(f"| arithmetic model {model}, `{weights}` | {cells} |")
     return lines if len(lines) > 3 else []
 
@@ -240,10 +254,11 @@ DIFFERENCES = (
 
 
 def comparisons(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
-    """A Markdown table of paired differences: ADORA and its staged form against each control, controls against GRPO.
+    """A Markdown table of paired differences: ADORA and its staged form against each control,
+    controls against GRPO.
 
-    `p` is the exact sign-flip test of the accuracy at the end. With four seeds it cannot be below 0.125, with eight not
-    below 0.008.
+    `p` is the exact sign-flip test of the accuracy at the end. With four seeds it cannot be below
+    0.125, with eight not below 0.008.
     """
     controls = ("random", "rate", "reversed", "yoked", "yoked_rate")
     pairs = [("adora", other) for other in ("grpo", *controls)]
@@ -262,14 +277,15 @@ def comparisons(runs: Sequence[Run], regime: str, recipe: str) -> list[str]:
             interval(paired(runs, regime, recipe, one, other, value)) for _, value in DIFFERENCES
         ]
         lines.append(
-            f"| {ARMS[one]} - {ARMS[other]} | {len(ends)} | {' | '.join(cells)} | {sign_flips(ends):.3f} |"
+            f"| {ARMS[one]} - {ARMS[other]} | {len(ends)} | {' | '.join(cells)} | "
+            f"{sign_flips(ends):.3f} |"
         )
     return lines if len(lines) > 2 else []
 
 
 def summary(runs: Sequence[Run], title: str, value: Callable[[Run], float | None]) -> list[str]:
-    """A Markdown table of one figure in percent, with the number of seeds: a row per regime and recipe, a column per
-    arm, and what ADORA is ahead of GRPO, with the exact sign-flip test of it.
+    """A Markdown table of one figure in percent, with the number of seeds: a row per regime and
+    recipe, a column per arm, and what ADORA is ahead of GRPO, with the exact sign-flip test of it.
     """
     arms = [arm for arm in ARMS if any(run["arm"] == arm for run in runs)]
     lines = [
@@ -292,7 +308,9 @@ def summary(runs: Sequence[Run], title: str, value: Callable[[Run], float | None
 
 
 def engines(runs: Sequence[Run]) -> list[str]:
-    """A Markdown table of the runs that were made both ways, with their accuracy and chains at the end in percent."""
+    """A Markdown table of the runs that were made both ways, with their accuracy and chains at the
+    end in percent.
+    """
     lines = [
         "| run | accuracy: Transformers | vLLM | chains: Transformers | vLLM |",
         "|---|---|---|---|---|",
@@ -307,7 +325,8 @@ def engines(runs: Sequence[Run]) -> list[str]:
             for one in (other, run)
         ]
         lines.append(
-            f"| {run['regime']}, {run['recipe']}, {ARMS[run['arm']]}, seed {run['seed']} | {' | '.join(cells)} |"
+            f"| {run['regime']}, {run['recipe']}, {ARMS[run['arm']]}, seed {run['seed']} | "
+            f"{' | '.join(cells)} |"
         )
     return lines if len(lines) > 2 else []
 
@@ -375,8 +394,10 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def add_runs(output: Path, file: Path) -> int:
-    """Append the finished runs of an output folder to a file of runs. Returns how many. What is there stays as it is,
-    and runs of a seed of which the file has runs from another machine's start stay out.
+    """Append the finished runs of an output folder to a file of runs.
+
+    Returns how many. What is there stays as it is, and runs of a seed of which the file has runs
+    from another machine's start stay out.
     """
 
     def seed(run: Run) -> tuple[Any, ...]:
@@ -399,7 +420,9 @@ def add_runs(output: Path, file: Path) -> int:
 
 
 def unknown_commits(runs: Sequence[Run]) -> list[str]:
-    """The commits of runs that are not in the history of this repository; none where there is no history."""
+    """The commits of runs that are not in the history of this repository; none where there is no
+    history.
+    """
     names = sorted({run["commit"].rstrip("+") for run in runs})
     ancestor = ("git", "-C", str(Path(__file__).parent), "merge-base", "--is-ancestor")
     lost = [
@@ -450,12 +473,15 @@ def of_models(
 
 
 def crossed(runs: Sequence[Run]) -> list[list[str]]:
-    """Two Markdown tables with the arithmetic model as the unit: the means of every arm, and differences."""
+    """Two Markdown tables with the arithmetic model as the unit: the means of every arm, and
+    differences.
+    """
     wholes = sorted(
         {(run["reward"], run["recipe"], run["arm"]) for run in runs}, key=_crossed_order
     )
     levels = [
-        "| reward | loss, arm | runs | accuracy, end | by model | B, end | chains, end | runs that end with chains |",
+        "| reward | loss, arm | runs | accuracy, end | by model | B, end | chains, end | runs "
+        "that end with chains |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for reward, recipe, arm in wholes:
@@ -482,7 +508,8 @@ def crossed(runs: Sequence[Run]) -> list[list[str]]:
         ]
         levels.append(f"| {' | '.join(cells)} |")
     differences = [
-        "| reward | difference in points [95 %] | models | accuracy, end | mean over steps | chains, end | p |",
+        "| reward | difference in points [95 %] | models | accuracy, end | mean over steps | "
+        "chains, end | p |",
         "|---|---|---|---|---|---|---|",
     ]
     for reward in dict.fromkeys(reward for reward, _, _ in wholes):
@@ -497,7 +524,8 @@ def crossed(runs: Sequence[Run]) -> list[list[str]]:
                 title = " - ".join(f"`{recipe}`, {ARMS[arm]}" for recipe, arm in (one, other))
                 texts = " | ".join(map(interval, cells))
                 differences.append(
-                    f"| {reward} | {title} | {len(cells[0])} | {texts} | {sign_flips(cells[0]):.3f} |"
+                    f"| {reward} | {title} | {len(cells[0])} | {texts} | "
+                    f"{sign_flips(cells[0]):.3f} |"
                 )
     return [levels, differences]
 
@@ -543,7 +571,10 @@ def _tables(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def write_report(output: Path) -> None:
-    """`runs.jsonl` (a line per run), `tables.md` and `curves.png`, beside the runs. Nothing without a run."""
+    """`runs.jsonl` (a line per run), `tables.md` and `curves.png`, beside the runs.
+
+    Nothing without a run.
+    """
     runs = read_runs(output / "runs")
     if not conditions(runs):
         return

@@ -1,4 +1,7 @@
-"""One run: the trainer and the engine that every user has, on the task. The engine of a process serves all its runs."""
+"""One run: the trainer and the engine that every user has, on the task.
+
+The engine of a process serves all its runs.
+"""
 
 import gc
 import json
@@ -40,8 +43,10 @@ LOGGED = (
 
 
 def keep_one_engine() -> None:
-    """The next trainer of this process takes over the engine. The first sync of a run sends every weight, and every
-    rollout has a seed of its own, so nothing of an earlier run is left.
+    """The next trainer of this process takes over the engine.
+
+    The first sync of a run sends every weight, and every rollout has a seed of its own, so nothing
+    of an earlier run is left.
     """
     build = AdoraVLLMGeneration._build_llm
     kept: list[Any] = []
@@ -55,8 +60,8 @@ def keep_one_engine() -> None:
 
 
 class AnswerCounts:
-    """What the rollouts of a batch are: counts by family and kind of answer, right by what the run rewards. Of chains
-    those are counted too whose every step is right.
+    """What the rollouts of a batch are: counts by family and kind of answer, right by what the run
+    rewards. Of chains those are counted too whose every step is right.
     """
 
     def __init__(self, reward: str) -> None:
@@ -74,7 +79,10 @@ class AnswerCounts:
         return right
 
     def figures(self, share_a: float | None = None) -> dict[str, float | None]:
-        """Accuracy, share and accuracy of chains, and mean lengths. `share_a`: the weight of family A in them."""
+        """Accuracy, share and accuracy of chains, and mean lengths.
+
+        `share_a`: the weight of family A in them.
+        """
         n = {f: self.counts[f"chain_{f}"] + self.counts[f"guess_{f}"] for f in "AB"}
         weight = (
             {"A": share_a, "B": 1 - share_a}
@@ -98,10 +106,15 @@ class AnswerCounts:
 
 
 class SignalWeights:
-    """Notes the mean weight of the groups that carry signal, step by step, and gives a yoked run those of another."""
+    """Notes the mean weight of the groups that carry signal, step by step, and gives a yoked run
+    those of another.
+    """
 
     def __init__(self, methods: AdvantagePipeline, record: Sequence[float | None] | None) -> None:
-        """`record`: the means of the run to replay, None in a step without such a group. None: this run is free."""
+        """`record`: the means of the run to replay, None in a step without such a group.
+
+        None: this run is free.
+        """
         self.means: dict[
             int, float
         ] = {}  # by step; a batch is weighed when it is graded and again when it is final
@@ -124,7 +137,9 @@ class SignalWeights:
     def _yoked(
         self, weighting: AdoraWeighting, signal_P: Tensor, mean: float, step: int
     ) -> AdoraWeighting:
-        """The learning rate times `mean`, or as many groups attenuated, drawn by chance, as it takes to have it."""
+        """The learning rate times `mean`, or as many groups attenuated, drawn by chance, as it
+        takes to have it.
+        """
         options = self._methods.judged_by
         weights_P = torch.ones_like(weighting.weights_P)
         if options.assign == "rate":
@@ -138,7 +153,9 @@ class SignalWeights:
 
 
 class HeldOutCurve(TrainerCallback):
-    """Evaluates on held-out problems, with answers sampled as in training, every time from the same random numbers."""
+    """Evaluates on held-out problems, with answers sampled as in training, every time from the same
+    random numbers.
+    """
 
     def __init__(self, settings: Settings, job: Trial) -> None:
         self.settings = settings
@@ -189,7 +206,9 @@ class HeldOutCurve(TrainerCallback):
 
 @torch.no_grad()
 def groups_of_start(settings: Settings, job: Trial, start: Path, number: int = 192) -> Groups:
-    """The answers of a start to as many problems of a regime as `number`, before anything is learned."""
+    """The answers of a start to as many problems of a regime as `number`, before anything is
+    learned.
+    """
     model: Any = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(start)
     drawn = problems(number, settings.regimes[job.regime], f"forecast/{job.regime}/{job.seed}")
@@ -254,7 +273,9 @@ def run_job(
     facts: dict[str, str],
     record: Sequence[float | None] | None = None,
 ) -> dict[str, Any]:
-    """Train one arm from a start. Returns its figures: held-out points, and what each generation was like.
+    """Train one arm from a start.
+
+    Returns its figures: held-out points, and what each generation was like.
 
     `facts`: what else to write down. `record`: the mean weights that a yoked arm replays.
     """

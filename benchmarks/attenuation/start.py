@@ -1,6 +1,8 @@
-"""The start of a seed: a small language model that copies the teacher, the same for all arms and regimes.
+"""The start of a seed: a small language model that copies the teacher, the same for all arms and
+regimes.
 
-It learns in two stages: first to compute, which one model does for many seeds, and then to answer as the teacher does.
+It learns in two stages: first to compute, which one model does for many seeds, and then to answer
+as the teacher does.
 """
 
 import hashlib
@@ -36,7 +38,9 @@ def _problem(rng: random.Random, start: Teaching) -> ChainProblem:
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Every word, digit and sign is one token, so a step takes as many tokens in the form as in the chain."""
+    """Every word, digit and sign is one token, so a step takes as many tokens in the form as in the
+    chain.
+    """
     return build_tokenizer(["any\n", "two\n", "ten\n", "guess\n"])
 
 
@@ -83,14 +87,20 @@ def start_folder(output: Path, job: Trial) -> Path:
 
 
 def fingerprint(folder: Path) -> str:
-    """Of a model's weights. The same seed gives other weights on another machine, and then other starts."""
+    """Of a model's weights.
+
+    The same seed gives other weights on another machine, and then other starts.
+    """
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:8]
 
 
 def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
-    """A model that writes every chain without a slip, which starts are made of. One of this plan that is there stays.
+    """A model that writes every chain without a slip, which starts are made of.
 
-    A teacher that slips from the beginning does not get the arithmetic across: after 600 steps no chain was right.
+    One of this plan that is there stays.
+
+    A teacher that slips from the beginning does not get the arithmetic across: after 600 steps no
+    chain was right.
     """
     if is_built(folder, asdict(start)):
         return
@@ -114,8 +124,9 @@ def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
 
 
 def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> None:
-    """Train the model of `arithmetic` on the teacher that guesses and slips. `folder` appears complete or not at all,
-    and a start of this plan that is there stays.
+    """Train the model of `arithmetic` on the teacher that guesses and slips.
+
+    `folder` appears complete or not at all, and a start of this plan that is there stays.
     """
     if is_built(folder, asdict(start)):
         return

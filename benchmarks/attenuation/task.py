@@ -1,6 +1,7 @@
 """The task, its regimes, and the experiment's settings from the YAML file beside this module.
 
-The task is a chain of one-digit operations modulo ten. An answer guesses the last digit, or is the written chain.
+The task is a chain of one-digit operations modulo ten. An answer guesses the last digit, or is the
+written chain.
 """
 
 import random
@@ -13,7 +14,9 @@ from typing import Any
 import yaml
 
 SETTINGS = Path(__file__).with_name("settings.yaml")
-LONGEST = 5  # operations; prompts of shorter chains are filled up, so that all prompts have the same number of tokens
+# operations; prompts of shorter chains are filled up, so that all prompts have the same number of
+# tokens
+LONGEST = 5
 OPTIONS = (7, 3)  # the answers of family A, the more frequent one first
 SLIP = 0.35  # how often the teacher's result of a step is one too large
 GUESS = "guess: "
@@ -21,7 +24,10 @@ GUESS = "guess: "
 
 @dataclass(frozen=True)
 class ChainProblem:
-    """`chain` is what a chain has to say to be right, and `answer` its last digit. `family` is A or B."""
+    """`chain` is what a chain has to say to be right, and `answer` its last digit.
+
+    `family` is A or B.
+    """
 
     prompt: str
     chain: str
@@ -33,10 +39,9 @@ class ChainProblem:
 class Regime:
     """One of the experiment's four.
 
-    operations: length of the chains.
-    first_option: how often the answer of an A problem is the first of its two options.
-    hidden_slips: the results that count as right slip as the teacher's do, so that no chain can be relied on.
-    labelled: the prompt says which family a problem is of.
+    operations: length of the chains. first_option: how often the answer of an A problem is the
+    first of its two options. hidden_slips: the results that count as right slip as the teacher's
+    do, so that no chain can be relied on. labelled: the prompt says which family a problem is of.
     """
 
     operations: int
@@ -52,7 +57,10 @@ def _apply(value: int, sign: str, operand: int) -> int:
 def chain_text(
     start: int, operations: Sequence[tuple[str, int]], slips: Sequence[bool]
 ) -> tuple[str, int]:
-    """The written chain and its last digit. A step that slips is one too large, and the next step goes on from it."""
+    """The written chain and its last digit.
+
+    A step that slips is one too large, and the next step goes on from it.
+    """
     steps = []
     value = start
     for (sign, operand), slip in zip(operations, slips, strict=True):
@@ -63,7 +71,9 @@ def chain_text(
 
 
 def form(start: int, operations: Sequence[tuple[str, int]]) -> str:
-    """The chain as a form to fill in: `4+7=?;?-5=?`, with `_` for the steps that a shorter chain lacks."""
+    """The chain as a form to fill in: `4+7=?;?-5=?`, with `_` for the steps that a shorter chain
+    lacks.
+    """
     steps = [
         f"{'?' if number else start}{sign}{operand}=?"
         for number, (sign, operand) in enumerate(operations)
@@ -80,7 +90,9 @@ def read_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
 def draw(
     rng: random.Random, regime: Regime, share_a: float = 0.75, family: str | None = None
 ) -> ChainProblem:
-    """One problem. The last operand makes the answer what the family asks for, and all else is drawn alike in both
+    """One problem.
+
+    The last operand makes the answer what the family asks for, and all else is drawn alike in both
     families, so that nothing but the computed answer tells them apart.
     """
     family = family or ("A" if rng.random() < share_a else "B")
@@ -111,7 +123,10 @@ def problems(
 
 
 def teacher(rng: random.Random, problem: ChainProblem) -> str:
-    """What the warm start copies: a guess or a chain, half of the time each. A guess knows the label, and no more."""
+    """What the warm start copies: a guess or a chain, half of the time each.
+
+    A guess knows the label, and no more.
+    """
     if rng.random() < 0.5:
         return f"{GUESS}{rng.randrange(10) if problem.prompt.startswith('ten') else rng.choice(OPTIONS)}"
     start, operations = read_form(problem.prompt)
@@ -126,8 +141,10 @@ REWARDS = ("steps", "digit")  # what a chain has to have right: every step, or t
 
 
 def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
-    """A guess is right by its digit. A chain is right if every step is: else a chain that ends in one of two digits
-    whatever it has computed would be a long guess, and chains would not be what they stand for. The reward `digit`
+    """A guess is right by its digit.
+
+    A chain is right if every step is: else a chain that ends in one of two digits whatever it has
+    computed would be a long guess, and chains would not be what they stand for. The reward `digit`
     asks for no more.
     """
     if not is_chain(text):
@@ -137,7 +154,8 @@ def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
 
 @dataclass(frozen=True)
 class Teaching:
-    """How a start learns: `arithmetic_steps` of right chains, then `steps` of the teacher's answers.
+    """How a start learns: `arithmetic_steps` of right chains, then `steps` of the teacher's
+    answers.
 
     `operations`: chains are as long as these, in equal shares.
     """
@@ -153,7 +171,10 @@ class Teaching:
 
 @dataclass(frozen=True)
 class Trial:
-    """One run. Those that differ in their arm alone are a pair: start, problems and seeds are the same."""
+    """One run.
+
+    Those that differ in their arm alone are a pair: start, problems and seeds are the same.
+    """
 
     regime: str
     recipe: str
@@ -172,8 +193,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Settings:
-    """`recipes`: keys of the config by name. `runs`: regime, recipe, number of seeds; optionally arms, the first seed,
-    whether to use the engine, the seeds of the arithmetic models, and what is rewarded."""
+    """`recipes`: keys of the config by name.
+
+    `runs`: regime, recipe, number of seeds; optionally arms, the first seed, whether to use the
+    engine, the seeds of the arithmetic models, and what is rewarded.
+    """
 
     start: Teaching
     steps: int
@@ -195,7 +219,9 @@ class Settings:
         }
 
     def jobs(self) -> Iterator[Trial]:
-        """Seed by seed within an entry of `runs`, so that what is unfinished is the same with fewer seeds."""
+        """Seed by seed within an entry of `runs`, so that what is unfinished is the same with fewer
+        seeds.
+        """
         for entry in self.runs:
             first = entry.get("first_seed", 0)
             for seed in range(first, first + entry["seeds"]):

@@ -1,11 +1,14 @@
-"""Training steps of a GPU's recipe on a card that is not there: `python -m benchmarks.fake_card CONFIG`.
+"""Training steps of a GPU's recipe on a card that is not there: `python -m benchmarks.fake_card
+CONFIG`.
 
-The real trainer (`--way stock`: TRL's) takes steps of the recipe's model at true size, with drawn images and recorded
-answers. Printed: FLOPs, peak memory beside what the dry run predicts, launches, the kernels of attention, every wait of
-the host for the device with its line, and what raised. A model of 3 billion parameters takes some minutes on one core.
-What follows `--` goes to the training.
+The real trainer (`--way stock`: TRL's) takes steps of the recipe's model at true size, with drawn
+images and recorded answers. Printed: FLOPs, peak memory beside what the dry run predicts, launches,
+the kernels of attention, every wait of the host for the device with its line, and what raised. A
+model of 3 billion parameters takes some minutes on one core. What follows `--` goes to the
+training.
 
-    python -m benchmarks.fake_card configs/train/adora_3b_1gpu_lora.yaml --layers 2 --lengths 2048 1024 512 256
+    python -m benchmarks.fake_card configs/train/adora_3b_1gpu_lora.yaml --layers 2 --lengths 2048
+        1024 512 256
 """
 
 import argparse
@@ -119,31 +122,43 @@ def report(ran: Ran, most: int = 25) -> list[str]:
     """What is printed."""
     asked = ran.asked
     card = ran.card
-    shown = f"{asked.layers or 'all'} layers, {asked.groups} groups, answers of {list(asked.lengths) or 'full length'}"
+    shown = (
+        f"{asked.layers or 'all'} layers, {asked.groups} groups, answers of "
+        f"{list(asked.lengths) or 'full length'}"
+    )
     lines = [
-        f"{asked.config}, {asked.way}: {shown}, prompts of {ran.prompt} tokens; {ran.seconds:.0f} s here"
+        f"{asked.config}, {asked.way}: {shown}, prompts of {ran.prompt} tokens; {ran.seconds:.0f} "
+        "s here"
     ]
     lines.append(f"{ran.parameters / 1e9:.2f} billion parameters, {ran.trained / 1e9:.3f} trained")
     lines += [
         "",
-        f"{'phase':12} {'TFLOP':>8} {'peak GiB':>9} {'launches':>9} {'waits':>6} {'of which ours':>14}",
+        f"{'phase':12} {'TFLOP':>8} {'peak GiB':>9} {'launches':>9} {'waits':>6} "
+        f"{'of which ours':>14}",
     ]
     for phase in PHASES:
         if card.launches[phase] or card.peaks[phase]:
             places = card.waits[phase]
             own = sum(number for place, number in places.items() if place.is_ours)
-            figures = f"{card.flops[phase] / TERA:8.1f} {card.peaks[phase] / GIB:9.2f} {card.launches[phase]:9,}"
+            figures = (
+                f"{card.flops[phase] / TERA:8.1f} {card.peaks[phase] / GIB:9.2f} "
+                f"{card.launches[phase]:9,}"
+            )
             lines.append(f"{phase:12} {figures} {sum(places.values()):6} {own:14}")
     if ran.predicted is not None:
         predicted = ran.predicted_peak
         peak = ran.peak
         lines.append(
-            f"peak while learning {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}: {predicted / peak:.3f} of it"
+            f"peak while learning {peak / GIB:.2f} GiB, predicted {predicted / GIB:.2f}: "
+            f"{predicted / peak:.3f} of it"
         )
     if ran.micro_batches:
         learning = own_waits(ran, "forward", "backward")
         sampling = own_waits(ran, "generation")
-        count = f"{sampling:.1f} a generation, {learning * asked.updates / ran.micro_batches:.1f} a micro-batch"
+        count = (
+            f"{sampling:.1f} a generation, {learning * asked.updates / ran.micro_batches:.1f} a "
+            "micro-batch"
+        )
         lines.append(f"waits on lines of ours: {count}")
     lines += [
         "",

@@ -1,8 +1,10 @@
-"""Follows every operation on the card: memory, launches, FLOPs, and where the host waits for the device.
+"""Follows every operation on the card: memory, launches, FLOPs, and where the host waits for the
+device.
 
-Everything on `cuda` is fake and everything on the CPU is real. Small tensors on the card (ids, masks, grids, rewards,
-losses) carry real values beside them, so that code which looks at them goes on as it would on a card. Where a value is
-asked for that nobody knows (a loss, which depends on weights that are not there), one is made up and counted.
+Everything on `cuda` is fake and everything on the CPU is real. Small tensors on the card (ids,
+masks, grids, rewards, losses) carry real values beside them, so that code which looks at them goes
+on as it would on a card. Where a value is asked for that nobody knows (a loss, which depends on
+weights that are not there), one is made up and counted.
 """
 
 import sys
@@ -50,7 +52,9 @@ _DRAWN = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 
 
 class Place(NamedTuple):
-    """What happened, on which line outside torch, and on which line of this project on the way there."""
+    """What happened, on which line outside torch, and on which line of this project on the way
+    there.
+    """
 
     what: str
     line: str
@@ -104,7 +108,7 @@ class Card(TorchDispatchMode):
         if not self._idle:
             self.wait(what)
 
-    # ------------------------------------------------------------------------------------------------------- values
+    # --------------------------------------------------------------------------------------- values
 
     def value(self, tensor: Any) -> Tensor | None:
         """What the tensor holds, if that is known. A tensor on the CPU is its own value."""
@@ -114,7 +118,10 @@ class Card(TorchDispatchMode):
         return None if found is None or found.untyped_storage()._cdata in self._outdated else found
 
     def forget(self, tensor: FakeTensor) -> None:
-        """The tensor was written to, by something that has no values. Views of it are outdated with it."""
+        """The tensor was written to, by something that has no values.
+
+        Views of it are outdated with it.
+        """
         found = getattr(tensor, "_value", None)
         if found is not None:
             storage = found.untyped_storage()
@@ -149,7 +156,7 @@ class Card(TorchDispatchMode):
     def _tolist(card) -> Any:  # noqa: N805  # `self` is the tensor's below
         return lambda self: card._known_or_made_up("tolist", self).tolist()
 
-    # ------------------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------------------- memory
 
     def _hold(self, out: Any) -> None:
         for tensor in tree_leaves(out):
@@ -170,7 +177,7 @@ class Card(TorchDispatchMode):
     def _free(self, key: int) -> None:
         self.live -= self._storages.pop(key, 0)
 
-    # --------------------------------------------------------------------------------------------------- operations
+    # ----------------------------------------------------------------------------------- operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -275,7 +282,10 @@ class Card(TorchDispatchMode):
             fake._value = real
 
     def _of_unknown_shape(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:
-        """An operation whose result's shape depends on values. A mask that nobody knows is true everywhere."""
+        """An operation whose result's shape depends on values.
+
+        A mask that nobody knows is true everywhere.
+        """
         if all(self.value(tensor) is not None for tensor in tensors):
             out = func(
                 *tree_map_only(FakeTensor, self.value, args),
@@ -321,7 +331,9 @@ class Card(TorchDispatchMode):
         self.flops[self.phase] += flops
 
     def _inside(self, func: Any, args: Any) -> None:
-        """Memory that a kernel holds while it runs: the flash backward sums the queries' gradient in float32."""
+        """Memory that a kernel holds while it runs: the flash backward sums the queries' gradient
+        in float32.
+        """
         if func is aten._scaled_dot_product_flash_attention_backward.default:
             query, key = args[1:3]
             rows = -(-query.size(-2) // 128) * 128

@@ -1,7 +1,9 @@
-"""Torch's CPU build takes `cuda` for a device of one card. Import this before torch.
+"""Torch's CPU build takes `cuda` for a device of one card.
 
-The build has no device guard and no hooks for CUDA, without which autograd ends the process. A library of a few lines
-brings both; the machine's own C++ compiler makes it once in seconds.
+Import this before torch.
+
+The build has no device guard and no hooks for CUDA, without which autograd ends the process. A
+library of a few lines brings both; the machine's own C++ compiler makes it once in seconds.
 """
 
 import ctypes
@@ -121,11 +123,15 @@ def _never_called(*args: Any, **kwargs: Any) -> Any:
 def answer_as_a_card(on_wait: Callable[[str], None], used: Callable[[], tuple[int, int]]) -> None:
     """Make `torch.cuda` speak of one card for the rest of the process.
 
-    `on_wait`: called where the host waits for the whole card. `used`: the bytes held now, and at most.
+    `on_wait`: called where the host waits for the whole card. `used`: the bytes held now, and at
+    most.
     """
     cuda: Any = torch.cuda
     capability = (9, 0)
-    nothing = lambda *args, **kwargs: None
+
+    def nothing(*args, **kwargs):
+        return None
+
     properties = types.SimpleNamespace(
         name="pretended card",
         total_memory=MEMORY,
@@ -157,7 +163,10 @@ def answer_as_a_card(on_wait: Callable[[str], None], used: Callable[[], tuple[in
         "get_arch_list": ["sm_90"],
         "is_current_stream_capturing": False,
     }
-    silent = "set_device _lazy_init init _lazy_call empty_cache manual_seed manual_seed_all seed_all ipc_collect"
+    silent = (
+        "set_device _lazy_init init _lazy_call empty_cache manual_seed manual_seed_all seed_all "
+        "ipc_collect"
+    )
     silent += " reset_peak_memory_stats set_rng_state set_rng_state_all set_sync_debug_mode"
     for name, value in same.items():
         if hasattr(cuda.random, name):
@@ -199,7 +208,8 @@ def _mend_what_fakes_lack() -> None:
 
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in torch._C._dispatch_get_all_op_names():
-        # Kernels of their own on a card, without which they would be several operations with memory between them
+        # Kernels of their own on a card, without which they would be several operations with memory
+        # between them
         if (
             name.startswith("aten::")
             and has(name, "CPU")
@@ -231,7 +241,8 @@ def _mend_what_fakes_lack() -> None:
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        # No torch function: a mode is off inside its own handler, and checkpointing computes layers again there.
+        # No torch function: a mode is off inside its own handler, and checkpointing computes layers
+        # again there.
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     torch.utils.swap_tensors = swapped

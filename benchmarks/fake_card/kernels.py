@@ -1,5 +1,5 @@
-"""The kernels that a card would take: attention as torch 2.13 chooses it on an H100, launches of Triton, and
-bitsandbytes' for layers in 4 bits.
+"""The kernels that a card would take: attention as torch 2.13 chooses it on an H100, launches of
+Triton, and bitsandbytes' for layers in 4 bits.
 """
 
 import sys
@@ -35,7 +35,8 @@ class Launch:
             for tensor in tensors:
                 if isinstance(tensor, Tensor) and tensor.device.type != "cuda":
                     raise ValueError(
-                        f"{self.name}: Pointer argument cannot be accessed from Triton (cpu tensor?)"
+                        f"{self.name}: Pointer argument cannot be accessed from Triton (cpu "
+                        "tensor?)"
                     )
                 if isinstance(tensor, FakeTensor):
                     self.card.forget(tensor)
@@ -47,9 +48,11 @@ class Launch:
 
 @contextmanager
 def chosen(card: Card) -> Iterator[None]:
-    """Inside, attention on the card takes a card's kernel, with cuDNN's switched off, as this project does.
+    """Inside, attention on the card takes a card's kernel, with cuDNN's switched off, as this
+    project does.
 
-    Functions are replaced, since a `TorchFunctionMode` is not active where a checkpoint computes a layer again.
+    Functions are replaced, since a `TorchFunctionMode` is not active where a checkpoint computes a
+    layer again.
     """
     stock = torch.nn.functional.scaled_dot_product_attention
     make = torch.tensor
@@ -104,7 +107,8 @@ def _attend(card: Card, stock: Any) -> Any:
         size = query.size(-1)
         if not alike and not enable_gqa:
             raise RuntimeError(
-                f"attention: {query.size(1)} heads of the query, {key.size(1)} of the key, no enable_gqa"
+                f"attention: {query.size(1)} heads of the query, {key.size(1)} of the key, no "
+                "enable_gqa"
             )
         bias = attn_mask
         lower_right = False
@@ -160,8 +164,10 @@ def _added(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def quantise(model: Any, config: BitsAndBytesConfig) -> None:
-    """Have layers of a model on the card in 4 bits, as bitsandbytes quantises them. Weights are plain parameters with
-    what its layers ask theirs for: a fake tensor takes no class of another one.
+    """Have layers of a model on the card in 4 bits, as bitsandbytes quantises them.
+
+    Weights are plain parameters with what its layers ask theirs for: a fake tensor takes no class
+    of another one.
     """
     bitsandbytes.functional.name2qmap.clear()  # a table on the card of the run before
     replace_with_bnb_linear(model, config.llm_int8_skip_modules, config)
@@ -198,8 +204,9 @@ def gemm_4bit(
     absmax_code: Tensor | None = None,
     absmax_offset: Tensor | None = None,
 ) -> Tensor:
-    """What bitsandbytes 0.50 does on CUDA with more than 1,536 rows (backends/cuda/ops.py): the scales, the whole
-    weight, then a product as of any layer. Fewer rows may take a kernel that holds no whole weight.
+    """What bitsandbytes 0.50 does on CUDA with more than 1,536 rows (backends/cuda/ops.py): the
+    scales, the whole weight, then a product as of any layer. Fewer rows may take a kernel that
+    holds no whole weight.
     """
     if absmax_8bit is not None:
         scales = bits.dequantize_blockwise(absmax_8bit, absmax, absmax_code, 256, torch.float32)

@@ -1,4 +1,6 @@
-"""Builds the real trainer of a config on the card, with drawn images and answers of given lengths, and trains steps."""
+"""Builds the real trainer of a config on the card, with drawn images and answers of given lengths,
+and trains steps.
+"""
 
 import dataclasses
 import json
@@ -97,7 +99,9 @@ class Ran:
 
     @property
     def predicted_peak(self) -> int:
-        """The dry run's, without what the card does not pretend: context, fragmentation, the engine."""
+        """The dry run's, without what the card does not pretend: context, fragmentation, the
+        engine.
+        """
         return _pretended(self.predicted)
 
     @property
@@ -106,8 +110,8 @@ class Ran:
 
     @property
     def first_and_later(self) -> list[tuple[int, int]]:
-        """Measured and predicted bytes of an optimizer step's first micro-batch, and of later ones, where the
-        optimizer has its moments.
+        """Measured and predicted bytes of an optimizer step's first micro-batch, and of later ones,
+        where the optimizer has its moments.
         """
         each = self.micro_batches // self.asked.updates
         at = [(number % each, peak) for number, peak in enumerate(self.peaks) if number >= each]
@@ -133,7 +137,10 @@ _NOT_PRETENDED = (
 
 
 class RecordedAnswers:
-    """Takes the place of the generation class: answers of the lengths that were asked for. No engine runs here."""
+    """Takes the place of the generation class: answers of the lengths that were asked for.
+
+    No engine runs here.
+    """
 
     lengths: Sequence[int] = ()
     bytes_sent = 0
@@ -214,7 +221,9 @@ def run(asked: CardRun, folder: Path) -> Ran:
 
 
 def make_model_folder(folder: Path, published: str, layers: int | None, blocks: int | None) -> None:
-    """The published shape with the tokenizer and the processor of the tiny model, whose special tokens it gets."""
+    """The published shape with the tokenizer and the processor of the tiny model, whose special
+    tokens it gets.
+    """
     config = json.loads((SHAPES / published / "config.json").read_text(encoding="utf-8"))
     processor = AutoProcessor.from_pretrained(PRETRAINED)
     tokenizer = processor.tokenizer
@@ -402,7 +411,9 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
 
 @contextmanager
 def _patched(card: Card) -> Iterator[None]:
-    """Inside, weights come from nowhere and go nowhere, rollouts are recorded, and Triton's kernels are counted."""
+    """Inside, weights come from nowhere and go nowhere, rollouts are recorded, and Triton's kernels
+    are counted.
+    """
 
     def from_pretrained(
         cls: Any, /, name: Any, config: Any = None, dtype: Any = None, **kwargs: Any

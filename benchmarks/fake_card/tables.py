@@ -1,6 +1,8 @@
-"""The tables of docs/hardware.md and docs/speed.md: memory beside its prediction, and our FLOPs beside stock's.
+"""The tables of docs/hardware.md and docs/speed.md: memory beside its prediction, and our FLOPs
+beside stock's.
 
-`python -m benchmarks.fake_card --table memory CONFIG ...` and `--table flops CONFIG`; both take minutes for each row.
+`python -m benchmarks.fake_card --table memory CONFIG ...` and `--table flops CONFIG`; both take
+minutes for each row.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +14,8 @@ from benchmarks.fake_card.run import CardRun, Ran
 from benchmarks.step import answer_lengths
 
 LAYERS = (2, 4, None)  # None: all
-# Image tokens and the lengths of the answers of docs/speed.md's rows, whose prompts have about 50 tokens of text
+# Image tokens and the lengths of the answers of docs/speed.md's rows, whose prompts have about 50
+# tokens of text
 ANSWERS = {
     "long-tailed": answer_lengths(400, 1024, 8, equal=False),
     "long": [1024] * 8,

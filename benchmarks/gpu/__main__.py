@@ -1,6 +1,7 @@
 """`python -m benchmarks.gpu [--only NAME ...] [--size small|full] [--minutes N] [--json FILE]`
 
-One table: check, figure, bound, verdict. Exit codes: 0 nothing failed, 1 something did, 2 the input is wrong.
+One table: check, figure, bound, verdict. Exit codes: 0 nothing failed, 1 something did, 2 the input
+is wrong.
 """
 
 import argparse

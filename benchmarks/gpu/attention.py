@@ -1,7 +1,8 @@
-"""Attention on shapes that it has not seen: a packed sequence has another length in almost every micro-batch.
+"""Attention on shapes that it has not seen: a packed sequence has another length in almost every
+micro-batch.
 
-Each call of PyTorch's attention gets a new length, forward and backward, as in training. A kernel that plans for every
-shape is slow here and fast in a benchmark of one shape.
+Each call of PyTorch's attention gets a new length, forward and backward, as in training. A kernel
+that plans for every shape is slow here and fast in a benchmark of one shape.
 """
 
 import statistics
@@ -47,7 +48,10 @@ def run(setting: Setting) -> Iterator[Line]:
 
 
 def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
-    """The median of some calls, of `length` and `step` more tokens each time. The first one is not counted."""
+    """The median of some calls, of `length` and `step` more tokens each time.
+
+    The first one is not counted.
+    """
     inputs = [_inputs(setting, length + step * number, heads) for number in range(_CALLS + 1)]
     spent = [seconds_of(setting.device, lambda each=each: _passed(*each)) for each in inputs]  # type: ignore[misc]
     return statistics.median(spent[1:])

@@ -1,8 +1,9 @@
-"""The checks in their order, each in a process of its own: what breaks there, hangs or runs out of memory is one line
-of the table.
+"""The checks in their order, each in a process of its own: what breaks there, hangs or runs out of
+memory is one line of the table.
 
-The child is `python -m benchmarks.gpu.checks MODULE:FUNCTION SIZE CARDS FILE`. It writes each line as soon as it is
-known, so a check that is stopped keeps what it had found. Modules are imported only where a check runs.
+The child is `python -m benchmarks.gpu.checks MODULE:FUNCTION SIZE CARDS FILE`. It writes each line
+as soon as it is known, so a check that is stopped keeps what it had found. Modules are imported
+only where a check runs.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class GPUCheck:
-    """`place`: module and function, a generator of lines. `needs`: packages without which it is skipped. `cards`: how
-    many it is for; of several cards, a check for one sees the first alone, as a run of one process does.
+    """`place`: module and function, a generator of lines.
+
+    `needs`: packages without which it is skipped. `cards`: how many it is for; of several cards, a
+    check for one sees the first alone, as a run of one process does.
     """
 
     name: str
@@ -55,8 +58,9 @@ class GPUCheck:
         return run
 
 
-# What makes a run learn something wrong comes first, then what makes it slow, then what takes long and concerns few:
-# time may cut the end off. What needs an engine takes no time where there is none.
+# What makes a run learn something wrong comes first, then what makes it slow, then what takes long
+# and concerns few: time may cut the end off. What needs an engine takes no time where there is
+# none.
 CHECKS = (
     GPUCheck("rounding", "benchmarks.gpu.precision:cast", 120),
     GPUCheck("attention", "benchmarks.gpu.attention:run", 90),
@@ -80,8 +84,10 @@ LEAST = 10  # seconds; with fewer left a check would hardly import what it needs
 
 
 def run(check: GPUCheck, size: str, built: Path, left: float = math.inf) -> list[Line]:
-    """The lines of a check, run in a process of its own; at least one. `built`: where DeepSpeed's operators are, or
-    come to be, so that one check compiles them for all. `left`: seconds left for all checks.
+    """The lines of a check, run in a process of its own; at least one.
+
+    `built`: where DeepSpeed's operators are, or come to be, so that one check compiles them for
+    all. `left`: seconds left for all checks.
     """
     if check.missing:
         lines = [skipped("all of it", f"{' and '.join(check.missing)} not installed")]
@@ -93,7 +99,10 @@ def run(check: GPUCheck, size: str, built: Path, left: float = math.inf) -> list
 
 
 def _over(check: GPUCheck) -> str:
-    return f"not run, the time for all checks was over: `--only {check.name}` runs it alone, `--minutes` gives more"
+    return (
+        f"not run, the time for all checks was over: `--only {check.name}` runs it alone, "
+        "`--minutes` gives more"
+    )
 
 
 def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Line]:
@@ -165,8 +174,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def remove_half_built(built: Path) -> None:
-    """What a stopped check was compiling: it left a lock, on which every later build would wait without end. Nobody
-    else may be building in that folder.
+    """What a stopped check was compiling: it left a lock, on which every later build would wait
+    without end. Nobody else may be building in that folder.
     """
     for lock in list(built.rglob("lock")):
         shutil.rmtree(lock.parent)
@@ -178,8 +187,10 @@ def _read(words: str) -> Line:
 
 
 def guarded(check: GPUCheck, setting: Setting) -> Iterator[Line]:
-    """The lines of a check. An exception, also for lack of memory, becomes the last line; a package of others that is
-    not here is none.
+    """The lines of a check.
+
+    An exception, also for lack of memory, becomes the last line; a package of others that is not
+    here is none.
     """
     try:
         yield from check.load()(setting)
@@ -196,7 +207,9 @@ def guarded(check: GPUCheck, setting: Setting) -> Iterator[Line]:
 
 
 def prepare_for(cards: int) -> None:
-    """As a run of one process prepares its environment, which sees the first card alone; for several, all of them."""
+    """As a run of one process prepares its environment, which sees the first card alone; for
+    several, all of them.
+    """
     from adora_vl.utils.launch import prepare_engine_environment
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,9 +1,10 @@
-"""Training with vLLM inside: the doctor on the tiny model, in both dtypes, and rollouts that can be drawn again; on the
-3B model; and the one-GPU recipe's path at the widths of the 3B model.
+"""Training with vLLM inside: the doctor on the tiny model, in both dtypes, and rollouts that can be
+drawn again; on the 3B model; and the one-GPU recipe's path at the widths of the 3B model.
 
-The doctor compares engine and policy cold, far from the start, after changes to the language model and to the vision
-tower (weights streamed, caches reset), and after the engine has slept. A CPU engine has neither tied embeddings nor
-sleep nor model runner V2, so without a GPU the recipe's path is rehearsed without these three.
+The doctor compares engine and policy cold, far from the start, after changes to the language model
+and to the vision tower (weights streamed, caches reset), and after the engine has slept. A CPU
+engine has neither tied embeddings nor sleep nor model runner V2, so without a GPU the recipe's path
+is rehearsed without these three.
 """
 
 import json
@@ -40,13 +41,15 @@ LEAK = 0.01
 # of the 3B model's 36 and 32; the eighth block of its tower is the first without windows
 _LAYERS = 4
 _EYE_LAYERS = 8
-# GiB in bfloat16: a layer of the 3B model, its embedding and vision tower, and beside the weights the engine's share
-# (keys and values, a step's activations, graphs), and what the policy's pass, both contexts and sleep leave behind take
+# GiB in bfloat16: a layer of the 3B model, its embedding and vision tower, and beside the weights
+# the engine's share (keys and values, a step's activations, graphs), and what the policy's pass,
+# both contexts and sleep leave behind take
 _A_LAYER = 0.144
 _OUTSIDE = 1.85
 _CACHE = 5.0
 _REST = 7.0
-# At this rate a step moves the policy by a third of a nat per token, so weights that do not arrive are seen
+# At this rate a step moves the policy by a third of a nat per token, so weights that do not arrive
+# are seen
 LEARNING_RATE = 0.05
 _DRIFT = {"bfloat16": 0.15, "float32": 0.01}  # nats per token
 _SEEN = "weights that do not arrive cost 0.33"
@@ -99,8 +102,9 @@ def doctor(
     runner: str | None = None,
     of: str = "",
 ) -> Iterator[Line]:
-    """The doctor's lines about the engine. `words`: further arguments; `runner`: vLLM's model runner, V1 or V2; `of`:
-    what is examined.
+    """The doctor's lines about the engine.
+
+    `words`: further arguments; `runner`: vLLM's model runner, V1 or V2; `of`: what is examined.
     """
     what = ", ".join(filter(None, (of, dtype, runner)))
     output = folder / f"{what}.json"
@@ -120,7 +124,10 @@ def chosen(runner: str | None) -> dict[str, str]:
 def _command(
     module: Sequence[str], environment: Mapping[str, str], seconds: float | None = None
 ) -> str:
-    """Run a module, and stop it in time: one cold engine that hangs leaves the others theirs. Returns its end."""
+    """Run a module, and stop it in time: one cold engine that hangs leaves the others theirs.
+
+    Returns its end.
+    """
     seconds = seconds or COLD[torch.cuda.is_available()]
     try:
         done = subprocess.run(
@@ -138,7 +145,9 @@ def _command(
 
 
 def engine_lines(table: Sequence[dict[str, Any]], what: str) -> Iterator[Line]:
-    """The doctor's lines about the engine, and those about the machine, which are the same every time, as one."""
+    """The doctor's lines about the engine, and those about the machine, which are the same every
+    time, as one.
+    """
     names = [found["name"] for found in table]
     start = names.index(FEATURES) if FEATURES in names else len(names)
     right = sum(found["status"] != Status.FAILED for found in table[:start])
@@ -213,7 +222,9 @@ def free_after_sleeps(setting: Setting, sample_and_sleep: Callable[[], object]) 
 
 
 def rate(what: str, steps: Sequence[dict[str, Any]]) -> Line:
-    """Tokens of all completions by the seconds of the rollouts, without the first step, which warms up."""
+    """Tokens of all completions by the seconds of the rollouts, without the first step, which warms
+    up.
+    """
     counted = steps[1:]
     tokens = sum(ROWS * step["completions/mean_length"] for step in counted)
     seconds = sum(step["seconds/rollout"] for step in counted)
@@ -224,7 +235,9 @@ def rate(what: str, steps: Sequence[dict[str, Any]]) -> Line:
 
 
 def recipe(setting: Setting) -> Iterator[Line]:
-    """LoRA on a model with tied embeddings and sleep mode, three generations, on both of vLLM's model runners."""
+    """LoRA on a model with tied embeddings and sleep mode, three generations, on both of vLLM's
+    model runners.
+    """
     if setting.on_gpu and find_cpu_build():
         yield WRONG_BUILD
         return
@@ -252,7 +265,9 @@ def recipe(setting: Setting) -> Iterator[Line]:
 
 
 def drift(setting: Setting) -> Iterator[Line]:
-    """The doctor on the 3B model as it is published, but for its weights, with as many layers as there is room for."""
+    """The doctor on the 3B model as it is published, but for its weights, with as many layers as
+    there is room for.
+    """
     if setting.on_gpu and find_cpu_build():
         yield WRONG_BUILD
         return
@@ -280,7 +295,9 @@ def drift(setting: Setting) -> Iterator[Line]:
 
 
 def layers_that_fit(card: int) -> tuple[int, float]:
-    """How many of the 3B model's layers fit twice into `card` bytes, in policy and engine, and the engine's share."""
+    """How many of the 3B model's layers fit twice into `card` bytes, in policy and engine, and the
+    engine's share.
+    """
     room = card / GIB - _REST - _CACHE
     layers = max(0, min(36, int((room / 2 - _OUTSIDE) / _A_LAYER)))
     return layers, (_OUTSIDE + layers * _A_LAYER + _CACHE) * GIB / card
@@ -303,7 +320,9 @@ def write(setting: Setting, config: PretrainedConfig, folder: Path) -> None:
 
 
 def recipe_words(setting: Setting, folder: Path) -> list[str]:
-    """The arguments by which this path differs from the tiny model's; the model and the reward lie in `folder`."""
+    """The arguments by which this path differs from the tiny model's; the model and the reward lie
+    in `folder`.
+    """
     config = shapes(setting)
     text = config.text_config
     eye = config.vision_config
@@ -341,7 +360,9 @@ def recipe_words(setting: Setting, folder: Path) -> list[str]:
 def generations(
     what: str, words: Sequence[str], dtype: str, run: Path, environment: Mapping[str, str]
 ) -> Iterator[Line]:
-    """The training command for three generations: engine against policy in each, after as many syncs and sleeps."""
+    """The training command for three generations: engine against policy in each, after as many
+    syncs and sleeps.
+    """
     last_words = _command(["adora_vl.train", *words, "--output_dir", str(run)], environment)
     metrics = run / "metrics.jsonl"
     if not last_words.startswith("exit code 0:") or not metrics.is_file():

@@ -1,7 +1,7 @@
 """TRL's fused LM head (Triton on a GPU, torch's operations on a CPU) over the whole vocabulary.
 
-Its bfloat16 log-probabilities and gradients against float32, beside those of a plain bfloat16 head; its peak memory
-against the formula that the dry run uses.
+Its bfloat16 log-probabilities and gradients against float32, beside those of a plain bfloat16 head;
+its peak memory against the formula that the dry run uses.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,8 +22,8 @@ VOCABULARY = 151_936  # of all Qwen2.5-VL
 SLACK = 1.5
 _TOKENS = 8192
 _CHUNK = 512  # tokens of the float32 reference at a time
-# Bytes of a plain head: of each logit in both dtypes with its softmax and their gradients, and of each weight with the
-# gradients of the three heads
+# Bytes of a plain head: of each logit in both dtypes with its softmax and their gradients, and of
+# each weight with the gradients of the three heads
 _PER_LOGIT = 18
 _PER_WEIGHT = 16
 Head = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -83,7 +83,9 @@ def run(setting: Setting) -> Iterator[Line]:
 
 
 def tokens_that_fit(free: int, vocabulary: int, width: int) -> int:
-    """Tokens over which a plain head fits into `free` bytes with a tenth to spare: whole chunks, 0 if not even one."""
+    """Tokens over which a plain head fits into `free` bytes with a tenth to spare: whole chunks, 0
+    if not even one.
+    """
     room = 0.9 * free - _PER_WEIGHT * vocabulary * width
     return max(0, min(_TOKENS, int(room / (_PER_LOGIT * vocabulary)) // _CHUNK * _CHUNK))
 
@@ -138,7 +140,9 @@ HEADS: dict[str, Head] = {"fused": fused, "plain": _plain}
 def _passed(
     head: Head, hidden: Tensor, weight: Tensor, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities and both gradients of their sum, each token weighted differently as advantages do."""
+    """Log-probabilities and both gradients of their sum, each token weighted differently as
+    advantages do.
+    """
     inputs = [tensor.detach().requires_grad_() for tensor in (hidden, weight)]
     own, weights_of_head = inputs
     logps = head(own, weights_of_head, targets)

@@ -56,10 +56,11 @@ def builds(setting: Setting) -> Iterator[Line]:
 
 
 def run(setting: Setting) -> Iterator[Line]:
-    """ZeRO-3 with the optimizer in host memory, pinned and not: seconds of a step, and the same weights.
+    """ZeRO-3 with the optimizer in host memory, pinned and not: seconds of a step, and the same
+    weights.
 
-    A GPU adds in any order, and Adam turns a gradient near 0 of another sign into a step of the same size. So two
-    unpinned runs say how far apart the same steps may end.
+    A GPU adds in any order, and Adam turns a gradient near 0 of another sign into a step of the
+    same size. So two unpinned runs say how far apart the same steps may end.
     """
     ways = (
         {"unpinned": False, "unpinned again": False, "pinned": True}
@@ -107,9 +108,11 @@ def same_weights(pinned: Tensor, unpinned: Tensor, again: Tensor) -> Line:
 
 
 def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:
-    """Median seconds of a step, a layer's float32 weights after it, and the share of them that has changed.
+    """Median seconds of a step, a layer's float32 weights after it, and the share of them that has
+    changed.
 
-    The small size takes torch's AdamW, since CPUAdam is compiled for minutes; the check `deepspeed` compiles it.
+    The small size takes torch's AdamW, since CPUAdam is compiled for minutes; the check `deepspeed`
+    compiles it.
     """
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param

@@ -1,7 +1,9 @@
-"""Constants that a cast may round: the rotary frequencies, and what a model computes far from the start.
+"""Constants that a cast may round: the rotary frequencies, and what a model computes far from the
+start.
 
-The bound is the same bfloat16 weights in a model whose constants no cast has touched, against float32. That the check
-can see rounded constants is a line of its own: the same model with them must be beyond the bound.
+The bound is the same bfloat16 weights in a model whose constants no cast has touched, against
+float32. That the check can see rounded constants is a line of its own: the same model with them
+must be beyond the bound.
 """
 
 import copy
@@ -54,7 +56,9 @@ def zero3(setting: Setting) -> Iterator[Line]:
 
 
 def judge(setting: Setting, exact: Any, subject: Any, plain: nn.Module) -> Iterator[Line]:
-    """`subject` computes with `plain`'s buffers; `exact` is the bfloat16 model that nothing was done to."""
+    """`subject` computes with `plain`'s buffers; `exact` is the bfloat16 model that nothing was
+    done to.
+    """
     wrong = wrong_buffers(plain)
     rotary = {str(buffer.dtype) for name, buffer in plain.named_buffers() if ROTARY in name}
     figure = ", ".join(sorted(rotary)).replace("torch.", "") if not wrong else wrong[0]
@@ -111,8 +115,8 @@ def _gap(one: Tensor, other: Tensor) -> float:
 
 
 def _model(setting: Setting) -> Any:
-    """Queries and keys are scaled so that the scores of attention spread by about 3, as in a trained model: nearly flat
-    attention would not notice an angle.
+    """Queries and keys are scaled so that the scores of attention spread by about 3, as in a
+    trained model: nearly flat attention would not notice an angle.
     """
     model = setting.model(setting.config("3B", layers=4), torch.bfloat16).eval()
     with torch.no_grad():

@@ -1,7 +1,9 @@
-"""The policy's pass with each prompt once per group, with rows end to end, and with separate rows as stock TRL has it.
+"""The policy's pass with each prompt once per group, with rows end to end, and with separate rows
+as stock TRL has it.
 
-Language models of 3B's and 7B's widths with few layers. Shared prompts go through `PolicyPass`, as in a training
-step, so its own rule says whether they are worth it; the check times both and says whether the rule was right.
+Language models of 3B's and 7B's widths with few layers. Shared prompts go through `PolicyPass`, as
+in a training step, so its own rule says whether they are worth it; the check times both and says
+whether the rule was right.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from benchmarks.measure import by_turns, peak_bytes
 
 SLACK = 2.0
 _VOCABULARY = 32_768  # the LM head has a check of its own
-# Prompt, completion, rows. The first one runs in float32 too, at 7B widths in 17 GiB; the others by what they take
+# Prompt, completion, rows. The first one runs in float32 too, at 7B widths in 17 GiB; the others by
+# what they take
 _EXACT = (512, 256, 4)
 _FULL = ((512, 256, 8), (512, 1024, 8), (1024, 2048, 8), (2048, 256, 4), (256, 64, 16))
 _SMALL = ((48, 12, 4), (24, 96, 4))

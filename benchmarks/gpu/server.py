@@ -1,7 +1,9 @@
-"""A vLLM server: the recipe's path for three generations, with a sync before each, by files and by NCCL.
+"""A vLLM server: the recipe's path for three generations, with a sync before each, by files and by
+NCCL.
 
-The first sync sends everything, and the later ones rely on it, so a fault shows from the second generation on. Files
-need one card, or none; NCCL needs a second one for the server. `docs/rollouts.md` has the same server for people.
+The first sync sends everything, and the later ones rely on it, so a fault shows from the second
+generation on. Files need one card, or none; NCCL needs a second one for the server.
+`docs/rollouts.md` has the same server for people.
 """
 
 import os
@@ -72,8 +74,8 @@ def _synced(setting: Setting, way: str, trainer: str, server: str) -> Iterator[L
 
 
 def cards(environment: Mapping[str, str], found: int) -> tuple[str, str]:
-    """The cards of trainer and server, by the names that `CUDA_VISIBLE_DEVICES` has for them: the same if it is the
-    only one.
+    """The cards of trainer and server, by the names that `CUDA_VISIBLE_DEVICES` has for them: the
+    same if it is the only one.
     """
     named = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")]
     return named[0], named[1 if found >= CARDS else 0]

@@ -1,4 +1,6 @@
-"""Where and how large: the device, and models of the published shapes with few layers and random weights."""
+"""Where and how large: the device, and models of the published shapes with few layers and random
+weights.
+"""
 
 import copy
 import gc
@@ -30,7 +32,9 @@ WRONG_BUILD = skipped(
 
 @dataclass(frozen=True)
 class Setting:
-    """`full`: the published widths; else widths that a CPU takes in seconds, with the same size of head."""
+    """`full`: the published widths; else widths that a CPU takes in seconds, with the same size of
+    head.
+    """
 
     full: bool
     device: torch.device
@@ -68,7 +72,10 @@ class Setting:
         return config
 
     def model(self, config: PretrainedConfig, dtype: torch.dtype, attention: str = "sdpa") -> Any:
-        """A model with random weights, the same for the same config and device. The config stays as it is."""
+        """A model with random weights, the same for the same config and device.
+
+        The config stays as it is.
+        """
         config = copy.deepcopy(config)
         torch.manual_seed(0)
         with self.device:
@@ -78,7 +85,9 @@ class Setting:
 
 
 def in_float32(model: Any) -> Any:
-    """Another model with the same (rounded) weights, which computes in float32; flash attention cannot."""
+    """Another model with the same (rounded) weights, which computes in float32; flash attention
+    cannot.
+    """
     with next(model.parameters()).device:
         other = AutoModelForImageTextToText.from_config(
             copy.deepcopy(model.config), dtype=torch.float32, attn_implementation="sdpa"
@@ -103,7 +112,10 @@ def free_bytes(setting: Setting) -> int:
 
 
 def as_far_as_it_fits(setting: Setting, what: str, lines: Iterator[Line]) -> Iterator[Line]:
-    """The lines. Where memory runs out, one says so in place of the rest: a failure on a card of 80 GB alone."""
+    """The lines.
+
+    Where memory runs out, one says so in place of the rest: a failure on a card of 80 GB alone.
+    """
     try:
         yield from lines
     except torch.OutOfMemoryError as error:
@@ -135,8 +147,8 @@ def words(setting: Setting, rows: int, length: int, vocabulary: int) -> Tensor:
 
 
 def gradients(model: nn.Module) -> Tensor:
-    """All gradients as one float32 vector on the CPU, since several of a 7B model's width do not fit a card of 24 GB;
-    the model's own are cleared.
+    """All gradients as one float32 vector on the CPU, since several of a 7B model's width do not
+    fit a card of 24 GB; the model's own are cleared.
     """
     parts = [
         parameter.grad.flatten().float().cpu()

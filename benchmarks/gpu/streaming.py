@@ -1,4 +1,6 @@
-"""What a LoRA policy sends to its engine: merged tensors, one at a time, into a receiver on the same card."""
+"""What a LoRA policy sends to its engine: merged tensors, one at a time, into a receiver on the
+same card.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -79,7 +81,10 @@ def _is_adapted(name: str) -> bool:
 
 
 def send(policy: Any, receiver: dict[str, Tensor]) -> None:
-    """Send weights as `sync_weights` does. Raises `KeyError` for a name that the engine would not know."""
+    """Send weights as `sync_weights` does.
+
+    Raises `KeyError` for a name that the engine would not know.
+    """
     missing = set(receiver)
     for name, tensor in merged_parameters(policy, lambda _: nullcontext(), lambda _: True):
         receiver[name].copy_(tensor)

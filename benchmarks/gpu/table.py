@@ -60,7 +60,9 @@ _HEADER = ("check", "what", "figure", "bound", "verdict")
 
 
 def table(lines: Sequence[Line]) -> str:
-    """The table for a person: notes below what failed and beside what was skipped, and the counts at the end."""
+    """The table for a person: notes below what failed and beside what was skipped, and the counts
+    at the end.
+    """
     rows = [(line.check, line.what, line.figure, line.bound, str(line.verdict)) for line in lines]
     widths = [max(map(len, column)) for column in zip(_HEADER, *rows, strict=True)]
     printed = [_row(_HEADER, widths)]

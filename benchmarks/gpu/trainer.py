@@ -1,7 +1,8 @@
-"""Whole steps of `trl.GRPOTrainer` beside ours in alternation, without an engine: LoRA, batches of 8, random weights.
+"""Whole steps of `trl.GRPOTrainer` beside ours in alternation, without an engine: LoRA, batches of
+8, random weights.
 
-Rollouts come from `generate`, with which neither has anything to do, so the policy's part is judged by itself. The peak
-of ours is held against what the dry run predicts for these shapes.
+Rollouts come from `generate`, with which neither has anything to do, so the policy's part is judged
+by itself. The peak of ours is held against what the dry run predicts for these shapes.
 """
 
 import gc
@@ -72,7 +73,9 @@ def run(setting: Setting) -> Iterator[Line]:
 
 
 def shapes(setting: Setting) -> PretrainedConfig:
-    """The 3B model, with the special tokens of the tiny model's processor: there is no other without a hub."""
+    """The 3B model, with the special tokens of the tiny model's processor: there is no other
+    without a hub.
+    """
     config = setting.config(
         "3B", layers=36 if setting.full else 2, eye_layers=32 if setting.full else 2
     )
@@ -93,7 +96,9 @@ def lora(setting: Setting) -> LoraConfig:
 
 
 def arguments(setting: Setting, way: str, side: int, completion: int, folder: Path) -> Any:
-    """One group of 8 per step, as `adora_3b_1gpu_lora.yaml` where it says something about a micro-batch."""
+    """One group of 8 per step, as `adora_3b_1gpu_lora.yaml` where it says something about a
+    micro-batch.
+    """
     keys: dict[str, Any] = {
         "output_dir": str(folder / way),
         "use_vllm": False,
@@ -262,7 +267,10 @@ def _memory(
 ) -> Iterator[Line]:
     predicted = prediction(setting, config, side, completion, prompt) / GIB
     if not setting.on_gpu:
-        reason = "a process's memory on a CPU is no card's; tests/unit/planning judges the formulas there"
+        reason = (
+            "a process's memory on a CPU is no card's; tests/unit/planning judges the formulas "
+            "there"
+        )
         yield skipped("peak memory", reason, f"{predicted:.2g} GiB predicted")
         return
     source = "the dry run's prediction without the context"

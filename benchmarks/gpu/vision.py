@@ -1,4 +1,6 @@
-"""The vision tower of Qwen2.5-VL with its windows batched and looped: forward and backward at three sizes of image."""
+"""The vision tower of Qwen2.5-VL with its windows batched and looped: forward and backward at three
+sizes of image.
+"""
 
 import copy
 import warnings
@@ -29,7 +31,8 @@ from benchmarks.measure import by_turns, peak_bytes
 SLACK = 1.5
 # Height and width in patches, four to an image token; the edges of all but the last cut windows
 _FULL = {"300 tokens": [(30, 40)], "8 x 300": [(30, 40)] * 8, "1024": [(64, 64)]}
-# GiB that the float32 tower's pass takes for an image of 300 tokens, and both towers with their gradients
+# GiB that the float32 tower's pass takes for an image of 300 tokens, and both towers with their
+# gradients
 _IMAGE = 5
 _TOWERS = 9
 _SMALL = {"30 tokens": [(10, 12)], "2 x 16": [(8, 8)] * 2, "49": [(14, 14)]}
@@ -134,7 +137,9 @@ def passed(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> tuple
 
 
 def _seen(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> Tensor:
-    """Forward and backward: the loop as Transformers runs it, or batched with the bounds that training gives it."""
+    """Forward and backward: the loop as Transformers runs it, or batched with the bounds that
+    training gives it.
+    """
     assert batch_windows(tower, batched) is batched
     tower.zero_grad(set_to_none=True)
     bounds = host_bounds(tower, grids, pixels.device) if batched else {}

@@ -1,9 +1,11 @@
-r"""The labelled corpus: answers by kind, with their reference answer and the verdict of the grading policy.
+r"""The labelled corpus: answers by kind, with their reference answer and the verdict of the grading
+policy.
 
-One JSON line per reference answer: `gold` is that answer, and `correct`, `wrong`, `unparseable` and `rejected` (any
-verdict but correct) are lists of answers. Where needed it has `choices` and `rounding`. An answer is what stands in the
-box; in a line with `whole` it is the whole response, as pairs of a text and how often it is repeated. `reason` says why
-the wrong ones of a line are wrong (`guesses`: what somebody writes who wants to be right without knowing the answer).
+One JSON line per reference answer: `gold` is that answer, and `correct`, `wrong`, `unparseable` and
+`rejected` (any verdict but correct) are lists of answers. Where needed it has `choices` and
+`rounding`. An answer is what stands in the box; in a line with `whole` it is the whole response, as
+pairs of a text and how often it is repeated. `reason` says why the wrong ones of a line are wrong
+(`guesses`: what somebody writes who wants to be right without knowing the answer).
 """
 
 import json

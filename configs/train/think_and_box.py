@@ -7,7 +7,9 @@ from typing import Any
 
 
 def think_and_box(completions: Sequence[Any], **columns: Any) -> list[float]:
-    """1.0 for an answer that begins with `<think>` and has a box that is closed after `</think>`, else 0.0."""
+    """1.0 for an answer that begins with `<think>` and has a box that is closed after `</think>`,
+    else 0.0.
+    """
     return [float(_has_form(completion[-1]["content"])) for completion in completions]
 
 

@@ -1,6 +1,8 @@
-"""Pictures whose corners have to be looked at again: a number in each, too small once the picture is made smaller.
+"""Pictures whose corners have to be looked at again: a number in each, too small once the picture
+is made smaller.
 
-At 448 x 448 pixels a model that sees 56 x 56 cannot read them, and one that cuts out an eighth of each side can.
+At 448 x 448 pixels a model that sees 56 x 56 cannot read them, and one that cuts out an eighth of
+each side can.
 """
 
 import random
@@ -51,7 +53,10 @@ def answer(number: int) -> str:
 def corner_number(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """One of four numbers is asked for; the slip reads another corner. Levels and styles draw the same."""
+    """One of four numbers is asked for; the slip reads another corner.
+
+    Levels and styles draw the same.
+    """
     image, numbers = drawn(rng, size)
     corner, other = rng.sample(CORNERS, 2)
     right = answer(numbers[corner])

@@ -33,12 +33,16 @@ OVERSAMPLING = 2  # Pillow's lines are not anti-aliased; drawing larger and shri
 
 
 def font_pixels(size: int) -> float:
-    """Height of a label in a picture of `size` pixels: two digits fill half of 56 pixels, a tenth of 448."""
+    """Height of a label in a picture of `size` pixels: two digits fill half of 56 pixels, a tenth
+    of 448.
+    """
     return max(0.075 * size, min(24.0, 0.43 * size))
 
 
 class Canvas:
-    """A square picture of `size` x `size` pixels; `font_scale` makes its labels smaller or larger; or `font`."""
+    """A square picture of `size` x `size` pixels; `font_scale` makes its labels smaller or larger;
+    or `font`.
+    """
 
     def __init__(
         self, size: int, style: Style = PLAIN, font_scale: float = 1.0, font: Any = None
@@ -100,9 +104,11 @@ class ClutteredError(Exception):
 
 
 class Sketch:
-    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the picture.
+    """A figure of named points, in any unit, that are turned, perhaps mirrored, and fitted into the
+    picture.
 
-    `lines`: `AB` is a segment, `ABCA` a closed triangle. `letters`: points that are named. `circle`: centre, point.
+    `lines`: `AB` is a segment, `ABCA` a closed triangle. `letters`: points that are named.
+    `circle`: centre, point.
     """
 
     def __init__(
@@ -143,7 +149,9 @@ class Sketch:
         self._label(name, self._at[name] + 0.07j * _unit(self._at[towards] - self._at[name]))
 
     def sides(self, **values: object) -> None:
-        """Each value beside the middle of its segment, on the side that is away from the middle of the figure."""
+        """Each value beside the middle of its segment, on the side that is away from the middle of
+        the figure.
+        """
         for ends, value in values.items():
             start, end = (self._at[name] for name in ends)
             middle = (start + end) / 2
@@ -199,7 +207,9 @@ def _unit(way: complex) -> complex:
 
 
 def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[str, complex]:
-    """The points turned about the origin and scaled, without distortion, into the middle of the unit square."""
+    """The points turned about the origin and scaled, without distortion, into the middle of the
+    unit square.
+    """
     turned = {
         name: complex(-x if mirrored else x, y) * rect(1, turn) for name, (x, y) in points.items()
     }

@@ -1,8 +1,9 @@
 """The families of drawn problems, with numbers at the figure or with letters at its corners.
 
-The workings of the plain families come in several wordings, the right ones and the slips alike. Were there one wording,
-the length of an answer would count its digits: once a model writes that wording alone, nearly all groups would be ties
-of length or one token from it, and ADORA's length criterion would attenuate by nothing else.
+The workings of the plain families come in several wordings, the right ones and the slips alike.
+Were there one wording, the length of an answer would count its digits: once a model writes that
+wording alone, nearly all groups would be ties of length or one token from it, and ADORA's length
+criterion would attenuate by nothing else.
 """
 
 import functools
@@ -35,7 +36,8 @@ class SyntheticProblem:
     slip: str
     goal: str  # what is asked for
     shapes: tuple[str, ...]  # what is drawn
-    kind: str = ""  # tells the cases of a family apart that are solved in different ways; empty where it has one
+    # tells the cases of a family apart that are solved in different ways; empty where it has one
+    kind: str = ""
 
 
 # Arguments: a generator, pixels, a level from 1 to 3, and a style.
@@ -95,9 +97,11 @@ def isosceles_base_angle(
 def polygon_interior_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """A regular polygon, which stands on a side as in a book, with dots at its corners; its sides have to be counted.
+    """A regular polygon, which stands on a side as in a book, with dots at its corners; its sides
+    have to be counted.
 
-    Turned by chance and without the dots, the tiny model took one polygon for another in a tenth of the cases.
+    Turned by chance and without the dots, the tiny model took one polygon for another in a tenth of
+    the cases.
     """
     sides = rng.choice(([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])[level - 1])
     canvas = Canvas(size, style)
@@ -172,12 +176,13 @@ def right_triangle_hypotenuse(
 def crossing_lines(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two lines cross; one angle is written, `x` stands in the opposite (equal) or a neighbouring sector.
+    """Two lines cross; one angle is written, `x` stands in the opposite (equal) or a neighbouring
+    sector.
 
-    The slip takes one case for the other. Both cases have a long and a short working of about the same lengths, and the
-    slips are the short ones: were equal angles only copied, then the right working would be shorter than its slip in
-    this case alone, and ADORA's length criterion would attenuate exactly one side of the decision that the picture asks
-    for.
+    The slip takes one case for the other. Both cases have a long and a short working of about the
+    same lengths, and the slips are the short ones: were equal angles only copied, then the right
+    working would be shorter than its slip in this case alone, and ADORA's length criterion would
+    attenuate exactly one side of the decision that the picture asks for.
     """
     given = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
     vertical = rng.random() < 0.5
@@ -274,7 +279,9 @@ def clear(family: Family) -> Family:
 def right_triangle_side(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two sides of a right triangle are drawn, the third is asked; level 3: a side and an angle of 30, 45 or 60."""
+    """Two sides of a right triangle are drawn, the third is asked; level 3: a side and an angle of
+    30, 45 or 60.
+    """
     if level == 3:
         return _special_right_triangle(rng, size, style)
     a, b = rng.choice(_TRIPLES)[:2] if level == 1 else (rng.randrange(2, 20), rng.randrange(2, 20))
@@ -322,7 +329,9 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
 def triangle_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Two angles of a triangle are drawn, the third is asked; level 3: all three, two of them with an x."""
+    """Two angles of a triangle are drawn, the third is asked; level 3: all three, two of them with
+    an x.
+    """
     a, b = (
         rng.randrange(30, 80, (10, 1, 1)[level - 1]),
         rng.randrange(30, 80, (10, 1, 1)[level - 1]),
@@ -389,7 +398,9 @@ def inscribed_arc(
 def parallel_segment(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """B lies on A C and E on A D, and B E is parallel to C D; lengths stand in the question or at the figure."""
+    """B lies on A C and E on A D, and B E is parallel to C D; lengths stand in the question or at
+    the figure.
+    """
     ab, ae = rng.randrange(4, 13), rng.randrange(4, 13)
     factor = (
         Fraction(rng.randrange(1, 4))

@@ -24,7 +24,10 @@ _NUMBER = re.compile(r"\d+")
 def with_distractors(
     answer: str, slip: str, count: int, rng: random.Random
 ) -> tuple[list[str], str]:
-    """`count` different choices and the letter of the right one. `slip`: a wrong worked answer, always among them."""
+    """`count` different choices and the letter of the right one.
+
+    `slip`: a wrong worked answer, always among them.
+    """
     wrong: list[str] = []
     candidates = [last_boxed(slip) or "", *_variants(answer, rng)]
     for candidate in candidates:
@@ -62,7 +65,8 @@ MAX_CHOICES = 8
 _MAX_REDRAWS = (
     5000  # of one row; at least one diagram in five is new for as long as the family has many
 )
-_TEST_SHARE = 0.25  # of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
+# of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
+_TEST_SHARE = 0.25
 
 
 def split_of(image: Image.Image) -> str:
@@ -102,10 +106,13 @@ def generate(
     styles: tuple[str, ...] = ("plain",),
     choices: int = 0,
 ) -> Iterator[Row]:
-    """Yield `rows` rows of `split`, families in turn, each diagram at most once. `size` is in pixels.
+    """Yield `rows` rows of `split`, families in turn, each diagram at most once.
 
-    `families`: of `KNOWN`, by default the plain ones. `styles`: of `STYLES`, in turn. `choices`: how many answers to
-    choose from, 0 for open questions. Equal arguments give the same rows, byte for byte. Raises `UserError`.
+    `size` is in pixels.
+
+    `families`: of `KNOWN`, by default the plain ones. `styles`: of `STYLES`, in turn. `choices`:
+    how many answers to choose from, 0 for open questions. Equal arguments give the same rows, byte
+    for byte. Raises `UserError`.
     """
     names = families or tuple(FAMILIES)
     _check(names, size, level, styles)
@@ -121,8 +128,8 @@ def generate(
         problem = next(found, None)
         if problem is None:
             raise UserError(
-                f"rows: {rows} of split {split!r} are more than the {index} that there are different diagrams for; "
-                "ask for fewer, or for more families, styles or pixels"
+                f"rows: {rows} of split {split!r} are more than the {index} that there are "
+                "different diagrams for; ask for fewer, or for more families, styles or pixels"
             )
         seen.add(_short_hash(problem.image))
         yield _row(replace(problem, family=name), split, index, seed, choices)
@@ -137,7 +144,8 @@ def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...
     for name in names:
         if name not in KNOWN:
             raise UserError(
-                f"families: unknown family {name!r}{did_you_mean(name, KNOWN)}; known: {', '.join(KNOWN)}"
+                f"families: unknown family {name!r}{did_you_mean(name, KNOWN)}; known: "
+                f"{', '.join(KNOWN)}"
             )
         if name in LETTERED and size < MIN_SIZE:
             raise UserError(
@@ -146,9 +154,11 @@ def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...
     for style in styles or ("",):
         if style not in STYLES:
             raise UserError(
-                f"styles: unknown style {style!r}{did_you_mean(style, STYLES)}; known: {', '.join(STYLES)}"
+                f"styles: unknown style {style!r}{did_you_mean(style, STYLES)}; known: "
+                f"{', '.join(STYLES)}"
             )
     if level > 1 and size < _LEVELS_FROM:
         raise UserError(
-            f"size: {size} is too small for the numbers of level {level}; give at least {_LEVELS_FROM}"
+            f"size: {size} is too small for the numbers of level {level}; give at least "
+            f"{_LEVELS_FROM}"
         )

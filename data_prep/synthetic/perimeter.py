@@ -1,8 +1,10 @@
-"""Problems that were built to show what attenuation is for: a short guess pays at first, a long working pays later.
+"""Problems that were built to show what attenuation is for: a short guess pays at first, a long
+working pays later.
 
-The last digit of a quadrilateral's perimeter is asked for. Two sides stand at the figure and two in the question. In
-three quarters of the problems, the kind `usual`, the sides make the answer one of two digits, so that a guess is right
-half of the time; in the kind `any` it is right a tenth of the time. Only the worked sum tells the kinds apart.
+The last digit of a quadrilateral's perimeter is asked for. Two sides stand at the figure and two in
+the question. In three quarters of the problems, the kind `usual`, the sides make the answer one of
+two digits, so that a guess is right half of the time; in the kind `any` it is right a tenth of the
+time. Only the worked sum tells the kinds apart.
 """
 
 import random
@@ -27,7 +29,9 @@ def perimeter_digit(
     style: Style = PLAIN,
     paper: type[Canvas] = Canvas,
 ) -> SyntheticProblem:
-    """Two sides are written at the figure and two in the question; asked is the last digit of the perimeter."""
+    """Two sides are written at the figure and two in the question; asked is the last digit of the
+    perimeter.
+    """
     kind = KINDS[rng.random() >= USUAL_SHARE]
     sides = draw_sides(rng, kind, (10, 21, 61)[level - 1])
     canvas = paper(size, style)
@@ -53,7 +57,9 @@ def perimeter_digit(
 
 
 def draw_sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:
-    """Three sides are drawn alike in both kinds, and the fourth makes the answer what the kind asks for."""
+    """Three sides are drawn alike in both kinds, and the fourth makes the answer what the kind asks
+    for.
+    """
     while True:
         digit = rng.choice(USUAL_DIGITS) if kind == "usual" else rng.randrange(10)
         first = [rng.randrange(3, end) for _ in range(3)]
@@ -68,9 +74,11 @@ PLACES = 5  # of a working where a slip can happen: two readings and three sums
 def working(
     rng: random.Random, sides: Sequence[int], slip_at: int | None = None, slip_share: float = 0.0
 ) -> str:
-    """The four sides added up, one step for each, in a random wording; the first two are read off the figure.
+    """The four sides added up, one step for each, in a random wording; the first two are read off
+    the figure.
 
-    `slip_at`: the place whose number is one too large, also for what follows. `slip_share`: how often one is by chance.
+    `slip_at`: the place whose number is one too large, also for what follows. `slip_share`: how
+    often one is by chance.
     """
     slips = [place == slip_at or rng.random() < slip_share for place in range(PLACES)]
     total = sides[0] + slips[0]

@@ -1,4 +1,6 @@
-"""What all engines have in common, in one place: prompt text, pixel limits, token bans, decoding, dtype."""
+"""What all engines have in common, in one place: prompt text, pixel limits, token bans, decoding,
+dtype.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,13 @@ _TEMPLATE_TOKENS = (
 
 
 class ChatProcessor:
-    """The model's own processor and configuration, with the user's pixel limits. Raises `UserError`.
+    """The model's own processor and configuration, with the user's pixel limits.
 
-    `pixel_limits` is empty if the user gave none, and otherwise holds both: Qwen's image processor silently ignores a
-    `min_pixels` or `max_pixels` that is given alone, while vLLM counts image tokens with it.
+    Raises `UserError`.
+
+    `pixel_limits` is empty if the user gave none, and otherwise holds both: Qwen's image processor
+    silently ignores a `min_pixels` or `max_pixels` that is given alone, while vLLM counts image
+    tokens with it.
     """
 
     def __init__(
@@ -38,7 +43,10 @@ class ChatProcessor:
         template: Mapping[str, Any] | None = None,
         processor: Any = None,
     ) -> None:
-        """`template`: arguments of the chat template. `processor`: in place of the model's own, a trainer's."""
+        """`template`: arguments of the chat template.
+
+        `processor`: in place of the model's own, a trainer's.
+        """
         # Imported here, because scoring loads no model and should not wait for them.
         from transformers import AutoProcessor, AutoTokenizer
 
@@ -67,8 +75,9 @@ class ChatProcessor:
         own = pixel_limits(self._image_processor)
         if not self.text_only and own is None:
             raise UserError(
-                f"model: {model!r} has model_type {self.config.model_type}, whose image processor has no limits in "
-                f"pixels; serve it and use --engine openai, or name a model of the families {KNOWN}"
+                f"model: {model!r} has model_type {self.config.model_type}, whose image processor "
+                "has no limits in pixels; serve it and use --engine openai, or name a model of "
+                f"the families {KNOWN}"
             )
         given = {
             name: value
@@ -81,7 +90,10 @@ class ChatProcessor:
         self._limits: dict[str, int] = {**(own or {}), **given}
         self.pixel_limits = self._limits if given else {}
         least, most = (self._limits.get(name, 0) for name in ("min_pixels", "max_pixels"))
-        over = f"min_pixels: {least} is over max_pixels, {most} (what is not given comes from the model's processor)"
+        over = (
+            f"min_pixels: {least} is over max_pixels, {most} (what is not given comes from the "
+            "model's processor)"
+        )
         refuse((given and least > most, f"{over}; give both"))
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         self._tokenizer.padding_side = "left"
@@ -96,7 +108,10 @@ class ChatProcessor:
         return cls(settings.model, *limits, settings.revision, template=settings.template)
 
     def check_vllm(self, model: str, dtype: str) -> None:
-        """Raise `UserError` for a model that vLLM cannot run, or computes otherwise. `dtype`: as the user asked for."""
+        """Raise `UserError` for a model that vLLM cannot run, or computes otherwise.
+
+        `dtype`: as the user asked for.
+        """
         from adora_vl.utils.launch import find_cpu_build
 
         problem = misplaced_by_vllm(self.config)
@@ -112,7 +127,10 @@ class ChatProcessor:
             )
 
     def render(self, messages: list[Message]) -> str:
-        """The prompt as text, a placeholder per image. Raises `UserError` for images where the model has no vision."""
+        """The prompt as text, a placeholder per image.
+
+        Raises `UserError` for images where the model has no vision.
+        """
         if self.text_only:
             messages = [
                 {**message, "content": _text_of(message["content"])} for message in messages
@@ -122,7 +140,9 @@ class ChatProcessor:
         return text
 
     def ids_of(self, messages: list[Message], images: Sequence[Image.Image]) -> list[int]:
-        """The prompt's tokens, as many image tokens for each placeholder as the model sees of its image."""
+        """The prompt's tokens, as many image tokens for each placeholder as the model sees of its
+        image.
+        """
         found: list[int] = self._tokenizer(self.render(messages))["input_ids"]
         ids = list[int]()
         counts = iter([self.tokens_of(image) for image in images])
@@ -140,7 +160,10 @@ class ChatProcessor:
         )
 
     def inputs(self, prompts: Sequence[list[int]], images: Sequence[Any]) -> BatchEncoding:
-        """Left-padded model inputs of tokens, and of all their images in order. The model needs `mm_token_type_ids`."""
+        """Left-padded model inputs of tokens, and of all their images in order.
+
+        The model needs `mm_token_type_ids`.
+        """
         made: BatchEncoding = self._tokenizer.pad(
             {"input_ids": list(prompts)}, padding=True, return_tensors="pt"
         )
@@ -159,7 +182,9 @@ class ChatProcessor:
         return text
 
     def dtype(self, name: str) -> str:
-        """`name`, or for `auto` the dtype in which the model was saved. vLLM's `auto` would make float32 16 bits."""
+        """`name`, or for `auto` the dtype in which the model was saved. vLLM's `auto` would make
+        float32 16 bits.
+        """
         if name != "auto":
             return name
         import torch
@@ -169,22 +194,35 @@ class ChatProcessor:
         return str(own).removeprefix("torch.") if own is not None else fallback
 
     def resolved(self, dtype: str) -> dict[str, Any]:
-        """The dtype and the pixel limits that are used, with the model's own values where the user gave none."""
+        """The dtype and the pixel limits that are used, with the model's own values where the user
+        gave none.
+        """
         return {"dtype": self.dtype(dtype), **self._limits}
 
     def overlong(self, ids: Sequence[int], context: int) -> str | None:
-        """Why a prompt leaves no room for an answer in a context of so many tokens; None where it does."""
+        """Why a prompt leaves no room for an answer in a context of so many tokens; None where it
+        does.
+        """
         if len(ids) < context:
             return None
         of_images = sum(token == self.image_id for token in ids)
         of_text = len(ids) - of_images
         if not of_images or of_text >= context:
-            return f"its text has {of_text} tokens and the model's context {context}; fewer pixels would not help"
-        lengths = f"its text has {of_text} tokens, its image {of_images}, and the model's context {context}"
+            return (
+                f"its text has {of_text} tokens and the model's context {context}; fewer pixels "
+                "would not help"
+            )
+        lengths = (
+            f"its text has {of_text} tokens, its image {of_images}, and the model's context "
+            f"{context}"
+        )
         return f"{lengths}; lower --max-pixels"
 
     def context_needed(self, max_images: int, max_text_bytes: int, max_tokens: int) -> int:
-        """A bound on the tokens of prompt and answer, at most the model's context. A byte is at most one token."""
+        """A bound on the tokens of prompt and answer, at most the model's context.
+
+        A byte is at most one token.
+        """
         most = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
         if not self.text_only:
             unit = (
@@ -195,11 +233,14 @@ class ChatProcessor:
 
 
 def _text_of(content: str | list[Message]) -> str:
-    """The content of a message as one text, as the templates of language models without vision expect it."""
+    """The content of a message as one text, as the templates of language models without vision
+    expect it.
+    """
     if isinstance(content, str):
         return content
     if any(part["type"] != "text" for part in content):
         raise UserError(
-            "model: it sees no images, and the problems have some; use --no-image where there is one"
+            "model: it sees no images, and the problems have some; use --no-image where there is "
+            "one"
         )
     return "".join(part["text"] for part in content)

@@ -1,4 +1,6 @@
-"""A benchmark's rows as their owners publish them: by hub id, or from a folder or file, Parquet or JSON."""
+"""A benchmark's rows as their owners publish them: by hub id, or from a folder or file, Parquet or
+JSON.
+"""
 
 import base64
 import re
@@ -33,7 +35,9 @@ _LONGEST_PATH = 300  # characters; a longer text is Base64
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows without encoded images, those by column, which are read one by one, and a hash of the rows."""
+    """The rows without encoded images, those by column, which are read one by one, and a hash of
+    the rows.
+    """
 
     rows: list[Row]
     encoded: Mapping[str, Any]
@@ -85,17 +89,23 @@ def load_problems(
     pictures: str = "",
     renamed: Mapping[str, str] | None = None,
 ) -> tuple[list[Problem], str]:
-    """The problems of `options.data`, as a hub id, a file or a folder, and a hash of the data with their pictures.
+    """The problems of `options.data`, as a hub id, a file or a folder, and a hash of the data with
+    their pictures.
 
-    A folder has Parquet files named after the split (or one named after no split), or `{split}.json`, `.jsonl`, whose
-    rows name image files within the folder. Raises `UserError` with a line for each row that lacks one of `needed`, in
-    which `check` finds something wrong, or that cannot be asked: before an answer is paid for, not when it is scored.
+    A folder has Parquet files named after the split (or one named after no split), or
+    `{split}.json`, `.jsonl`, whose rows name image files within the folder. Raises `UserError` with
+    a line for each row that lacks one of `needed`, in which `check` finds something wrong, or that
+    cannot be asked: before an answer is paid for, not when it is scored.
 
-    - `image_columns`: those that may hold the image; the first one that is not null counts. `blind`: ask without it.
-    - `kept`: the columns that a prediction keeps beside the id, which becomes its `pid`; by default the needed ones.
+    - `image_columns`: those that may hold the image; the first one that is not null counts.
+      `blind`: ask without it.
+    - `kept`: the columns that a prediction keeps beside the id, which becomes its `pid`; by default
+      the needed ones.
     - `prompt(row)`: the text that is asked. `check(row)`: as a predictions row without a response.
-    - `split`: by default that of the options. `config`: the part of a dataset on the hub that has several.
-    - `pictures`: the folder beside a file in which its images are. `renamed`: other names of columns, and ours.
+    - `split`: by default that of the options. `config`: the part of a dataset on the hub that has
+      several.
+    - `pictures`: the folder beside a file in which its images are. `renamed`: other names of
+      columns, and ours.
     """
     path = Path(options.data)
     split = split or options.split
@@ -107,7 +117,8 @@ def load_problems(
         )
     else:
         raise UserError(
-            f"data: {options.data!r} is neither a file or folder here nor a hub id of the form owner/name"
+            f"data: {options.data!r} is neither a file or folder here nor a hub id of the form "
+            "owner/name"
         )
     if loaded.folder and pictures and (loaded.folder / pictures).is_dir():
         loaded = replace(loaded, folder=loaded.folder / pictures)
@@ -156,7 +167,9 @@ def pictured(
     stored: Callable[[], list[bytes]],
     decoded: Callable[[bytes], Image.Image] = _decoded_first,
 ) -> Problem:
-    """A problem whose encoded images are read when they are needed; for their sizes alone the headers are."""
+    """A problem whose encoded images are read when they are needed; for their sizes alone the
+    headers are.
+    """
     return Problem(
         fields, prompt, images, partial(_each, decoded, stored), partial(_each, image_size, stored)
     )
@@ -182,8 +195,9 @@ def _leads_out(row: Row, image_columns: Sequence[str], folder: Path | None) -> s
 def unaskable(prompt: Any, *, has_image: bool = True) -> str | None:
     """What is wrong with the text that the model would be asked; None where nothing is.
 
-    The text may be empty if there is an image, because a question can be a part of its picture. A literal `<image>` is
-    only text here: the placeholders of the images are put in by the chat template.
+    The text may be empty if there is an image, because a question can be a part of its picture. A
+    literal `<image>` is only text here: the placeholders of the images are put in by the chat
+    template.
     """
     if not isinstance(prompt, str):
         return f"has the question {prompt!r:.60}, expected a text"

@@ -1,8 +1,8 @@
 """The engine `openai`: a model behind an OpenAI-compatible endpoint.
 
-The server decides about dtype, pixels and the tokens that a model may never say; the prompt is the same as elsewhere,
-with the images as PNG in data URLs. An answer that could not be had is left out and asked for again by the next start,
-unless its prompt is too long for the server's model.
+The server decides about dtype, pixels and the tokens that a model may never say; the prompt is the
+same as elsewhere, with the images as PNG in data URLs. An answer that could not be had is left out
+and asked for again by the next start, unless its prompt is too long for the server's model.
 """
 
 import base64
@@ -29,7 +29,10 @@ _LOCAL = ("min_pixels", "max_pixels", "revision", "dtype")
 
 
 def endpoint_of(options: Namespace) -> Endpoint | None:
-    """The endpoint of `--engine openai`, else None. Raises `UserError`, also for options of a local engine."""
+    """The endpoint of `--engine openai`, else None.
+
+    Raises `UserError`, also for options of a local engine.
+    """
     if options.engine != "openai":
         if getattr(options, "base_url", None):
             raise UserError(
@@ -38,13 +41,15 @@ def endpoint_of(options: Namespace) -> Endpoint | None:
         return None
     if not options.base_url:
         raise UserError(
-            "--base-url is missing; --engine openai needs an address such as http://localhost:8000/v1"
+            "--base-url is missing; --engine openai needs an address such as "
+            "http://localhost:8000/v1"
         )
     for name in _LOCAL:
         if getattr(options, name) not in (None, "auto"):
             option = name.replace("_", "-")
             raise UserError(
-                f"{name}: the server of --engine openai decides; leave --{option} out and set it there"
+                f"{name}: the server of --engine openai decides; leave --{option} out and set it "
+                "there"
             )
     return Endpoint(
         check_url("base_url", options.base_url),
@@ -74,7 +79,10 @@ class EndpointEngine:
         found = self._client.each(self._answer, requests)
         failures = [str(each) for each in found if isinstance(each, EndpointError)]
         if failures and len(failures) == len(found):
-            none = f"{self._client.endpoint.url} gave none of {amount(len(found), 'answer')}: {failures[0]}"
+            none = (
+                f"{self._client.endpoint.url} gave none of {amount(len(found), 'answer')}: "
+                f"{failures[0]}"
+            )
             raise UserError(f"base_url: {none}; what was answered before is kept")
         if failures:
             print(

@@ -1,4 +1,6 @@
-"""Which engine generates answers, vLLM or Transformers in this process or a server, and whether it can."""
+"""Which engine generates answers, vLLM or Transformers in this process or a server, and whether it
+can.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ def default_engine() -> EngineName:
 
 
 def check_model(model: str) -> str:
-    """The absolute path of a model folder, a LoRA run or `tiny`, or a hub id unchanged. Raises `UserError`."""
+    """The absolute path of a model folder, a LoRA run or `tiny`, or a hub id unchanged.
+
+    Raises `UserError`.
+    """
     from adora_vl.models.load import local_model
 
     model = local_model(model)
@@ -33,10 +38,12 @@ def check_model(model: str) -> str:
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(
-                f"model: the folder {model!r} has no config.json; give a folder made by save_pretrained"
+                f"model: the folder {model!r} has no config.json; give a folder made by "
+                "save_pretrained"
             )
         return str(folder.resolve())
-    # `runs/tyni` has the form of a hub id too, but if there is a folder `runs` it is rather a mistyped path.
+    # `runs/tyni` has the form of a hub id too, but if there is a folder `runs` it is rather a
+    # mistyped path.
     if not HUB_ID.fullmatch(model) or folder.parent.is_dir():
         raise UserError(
             f"model: {model!r} is neither a folder here nor a hub id of the form owner/name"
@@ -89,7 +96,8 @@ def _toolbox_of(options: Namespace, settings: AnswerEngineSettings) -> Toolbox:
     """The tools of the options, for what this model sees. Raises `UserError`."""
     if settings.endpoint is not None:
         raise UserError(
-            "tools: --engine openai answers no calls; use vllm or transformers, or leave --tools out"
+            "tools: --engine openai answers no calls; use vllm or transformers, or leave --tools "
+            "out"
         )
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.data.prompt_lengths import limits_of
@@ -102,7 +110,9 @@ def _toolbox_of(options: Namespace, settings: AnswerEngineSettings) -> Toolbox:
 
 
 def check_loadable(settings: AnswerEngineSettings) -> None:
-    """Raise `UserError` for a model folder that cannot be loaded, before anything is written or asked."""
+    """Raise `UserError` for a model folder that cannot be loaded, before anything is written or
+    asked.
+    """
     from adora_vl.models.load import check_weights
 
     if settings.endpoint is None and Path(settings.model).is_dir():
@@ -113,7 +123,10 @@ def check_loadable(settings: AnswerEngineSettings) -> None:
 
 
 def build_engine(settings: AnswerEngineSettings) -> AnswerEngine:
-    """Load the model into the engine that `settings` name. Raises `UserError` if the model cannot be loaded."""
+    """Load the model into the engine that `settings` name.
+
+    Raises `UserError` if the model cannot be loaded.
+    """
     if settings.engine == "openai":
         return EndpointEngine(settings)
     from eval.inference.local import (

@@ -1,5 +1,7 @@
-"""The engines in this process, vLLM and Transformers. Both get the same tokens, pixels and token bans; with tools the
-same turns as a rollout of a training.
+"""The engines in this process, vLLM and Transformers.
+
+Both get the same tokens, pixels and token bans; with tools the same turns as a rollout of a
+training.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
 
 
 class Conversations:
-    """Answers requests by whoever samples tokens, in one turn or, where calls are answered, in several."""
+    """Answers requests by whoever samples tokens, in one turn or, where calls are answered, in
+    several.
+    """
 
     turns: Turns | None = None
 
@@ -38,8 +42,10 @@ class Conversations:
         ended: Callable[[Sequence[int]], bool] | None = None,
         any_rank: Callable[[bool], bool] = bool,
     ) -> None:
-        """`longest`: tokens of an answer, with what tools say. `ended`: whether a turn has an end, for those who sample
-        and do not say it. `any_rank`: whether something holds on any rank.
+        """`longest`: tokens of an answer, with what tools say.
+
+        `ended`: whether a turn has an end, for those who sample and do not say it. `any_rank`:
+        whether something holds on any rank.
         """
         self.chat = chat
         self.sample = sample
@@ -137,7 +143,9 @@ class VLLMEngine(_Local):
     """vLLM in this process, which gets one image token per image."""
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
-        """Raises `UserError` if vLLM is not installed, or would compute this model differently from Transformers."""
+        """Raises `UserError` if vLLM is not installed, or would compute this model differently from
+        Transformers.
+        """
         if importlib.util.find_spec("vllm") is None:
             raise UserError(
                 "engine: vllm is not installed; install it or use --engine transformers"
@@ -180,7 +188,10 @@ class VLLMEngine(_Local):
 
 
 class TransformersEngine(_Local):
-    """`model.generate` on left-padded batches. Slower than vLLM, but available wherever Transformers is."""
+    """`model.generate` on left-padded batches.
+
+    Slower than vLLM, but available wherever Transformers is.
+    """
 
     def __init__(self, settings: AnswerEngineSettings) -> None:
         from transformers import GenerationConfig
@@ -199,8 +210,9 @@ class TransformersEngine(_Local):
         self._eos_ids: list[int] = (
             [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
         )
-        # A fresh one, because `generate` fills in what is not given from the model's own: Qwen2.5-VL's has a repetition
-        # penalty of 1.05, which vLLM (given explicit sampling parameters) does not apply.
+        # A fresh one, because `generate` fills in what is not given from the model's own:
+        # Qwen2.5-VL's has a repetition penalty of 1.05, which vLLM (given explicit sampling
+        # parameters) does not apply.
         sampled = {"do_sample": True, "temperature": settings.temperature, "top_k": 0, "top_p": 1.0}
         model.generation_config = GenerationConfig(
             eos_token_id=self._eos_ids,
@@ -223,7 +235,10 @@ class TransformersEngine(_Local):
         return [self._answer(ids[: ask.limit]) for ids, ask in zip(made, asks, strict=True)]
 
     def _answer(self, ids: list[int]) -> RolloutAnswer:
-        """Up to and with the first end token. Without one it was cut off by the limit on its length."""
+        """Up to and with the first end token.
+
+        Without one it was cut off by the limit on its length.
+        """
         end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
         kept = ids if end is None else ids[: end + 1]
         return RolloutAnswer(kept, [None] * len(kept), "length" if end is None else "stop")

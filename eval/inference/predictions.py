@@ -1,4 +1,7 @@
-"""`predictions.jsonl`: one JSON object per answer and line. Rows are appended per batch, so a kill loses one batch."""
+"""`predictions.jsonl`: one JSON object per answer and line.
+
+Rows are appended per batch, so a kill loses one batch.
+"""
 
 import fcntl
 import json
@@ -18,14 +21,17 @@ from eval.records import Prediction
 PREDICTIONS = "predictions.jsonl"
 SCORE = "score.json"
 REQUIRED_FIELDS = ("pid", "answer", "response")
-# The finish reasons of a problem that was never asked: its image is broken, or its prompt leaves no room for an answer.
+# The finish reasons of a problem that was never asked: its image is broken, or its prompt leaves no
+# room for an answer.
 IMAGE_FAILED = "image_failed"
 TOO_LONG = "prompt_too_long"
 NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
 
 
 def score_path(output: Path) -> Path:
-    """Where a score is written: `output` itself if its name ends in .json, otherwise score.json in that folder."""
+    """Where a score is written: `output` itself if its name ends in .json, otherwise score.json in
+    that folder.
+    """
     return output if output.suffix == ".json" and not output.is_dir() else output / SCORE
 
 
@@ -39,9 +45,10 @@ def read_predictions(
 ) -> list[Prediction]:
     """All rows of a predictions file, in its order.
 
-    `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing one is taken from
-    `id_column`, and a null response is an empty one. Raises `UserError` with a line for each row (counted from 1) that
-    is no JSON object, has a fault (`row_fault`), or has an id that an earlier row has.
+    `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing
+    one is taken from `id_column`, and a null response is an empty one. Raises `UserError` with a
+    line for each row (counted from 1) that is no JSON object, has a fault (`row_fault`), or has an
+    id that an earlier row has.
     """
     refuse(
         (not path.is_file(), f"predictions: no file {str(path)!r}; make it with the `infer` verb")
@@ -75,7 +82,9 @@ _LONGEST = 300
 
 
 def refuse_rows(where: str, faults: Sequence[str]) -> None:
-    """Raise `UserError` with a line for each of the first of these faults of rows, if there are any."""
+    """Raise `UserError` with a line for each of the first of these faults of rows, if there are
+    any.
+    """
     lines = [
         f"{where} {line if len(line) <= _LONGEST else line[:_LONGEST] + '...'}"
         for line in faults[:_SHOWN]
@@ -119,7 +128,10 @@ def or_null(kind: Kind) -> Kind:
 
 
 def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
-    """What is wrong with the fields of a row: one is missing, or is not of its kind. None where nothing is."""
+    """What is wrong with the fields of a row: one is missing, or is not of its kind.
+
+    None where nothing is.
+    """
     wrong = (
         f"has {name} = {row[name]!r:.60}, expected {expected}"
         for name, (holds, expected) in kinds.items()
@@ -177,8 +189,9 @@ _OPTIONAL = {  # fields that a row may lack
 class PredictionLog:
     """A predictions file open for appending, by one process at a time.
 
-    A last line without its newline (a write that was cut off) is taken away on entering, so its problem is asked again.
-    `done` holds the keys of the rows that are in the file. Raises `UserError` when another process holds the file.
+    A last line without its newline (a write that was cut off) is taken away on entering, so its
+    problem is asked again. `done` holds the keys of the rows that are in the file. Raises
+    `UserError` when another process holds the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -207,7 +220,10 @@ class PredictionLog:
         self._file.close()
 
     def append(self, rows: Iterable[Prediction]) -> None:
-        """Write `rows`, and return when they are on the disk. If it is full, none of them is written."""
+        """Write `rows`, and return when they are on the disk.
+
+        If it is full, none of them is written.
+        """
         rows = list(rows)
         before = self._file.seek(0, os.SEEK_END)
         left = memoryview("".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -252,7 +268,8 @@ def part_path(folder: Path, rank: int) -> Path:
 def absorb_parts(folder: Path, log: PredictionLog) -> bool:
     """Move the rows of the parts in `folder` into `log`; whether there were any.
 
-    A part goes only when its rows are on the disk in the log, so being killed here loses nothing and doubles nothing.
+    A part goes only when its rows are on the disk in the log, so being killed here loses nothing
+    and doubles nothing.
     """
     parts = sorted(folder.glob("predictions.rank*.jsonl"))
     for path in parts:

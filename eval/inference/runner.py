@@ -1,4 +1,6 @@
-"""Asks a model all problems of a benchmark: in batches, on several processes, and resumed after a stop."""
+"""Asks a model all problems of a benchmark: in batches, on several processes, and resumed after a
+stop.
+"""
 
 import hashlib
 import os
@@ -84,7 +86,10 @@ def ranks() -> Ranks:
 
 
 def take_gpu(local_rank: int) -> None:
-    """Make one of the visible GPUs the only one of this process. To be called before CUDA starts."""
+    """Make one of the visible GPUs the only one of this process.
+
+    To be called before CUDA starts.
+    """
     import torch
 
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -129,11 +134,14 @@ def infer(
     in_data: int | None = None,
     ranks: Ranks = ALONE,
 ) -> Summary:
-    """Ask for every answer that `output` does not have yet. The engine is built only if answers are missing.
+    """Ask for every answer that `output` does not have yet.
 
-    `in_data`: number of problems in the data, of which `problems` may be the first. With several `ranks` each answers a
-    slice into a part of its own, and rank 0 merges the parts in the order of the problems. Raises `UserError` if
-    `output` holds predictions made with other settings, or rows of problems not asked for now.
+    The engine is built only if answers are missing.
+
+    `in_data`: number of problems in the data, of which `problems` may be the first. With several
+    `ranks` each answers a slice into a part of its own, and rank 0 merges the parts in the order of
+    the problems. Raises `UserError` if `output` holds predictions made with other settings, or rows
+    of problems not asked for now.
     """
     make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
@@ -161,8 +169,8 @@ def infer(
         resumed = len(asks) - pending
         if len(log.done) > resumed:
             raise UserError(
-                f"limit: {str(output)!r} already has {len(log.done)} predictions and this run asks for "
-                f"{len(asks)}; raise --limit or use another --output"
+                f"limit: {str(output)!r} already has {len(log.done)} predictions and this run "
+                f"asks for {len(asks)}; raise --limit or use another --output"
             )
         what = amount(len(problems), "problem") + (f" x {samples} answers" if samples > 1 else "")
         print(f"{what}: {resumed} there already, {pending} to do", file=sys.stderr)
@@ -214,7 +222,10 @@ def _answer_to(
     log: PredictionLog,
     asks: Sequence[Ask],
 ) -> float:
-    """Answer what the log does not have yet; the engine is built only when there is any. Returns the seconds of it."""
+    """Answer what the log does not have yet; the engine is built only when there is any.
+
+    Returns the seconds of it.
+    """
     resumed = sum(ask.key in log.done for ask in asks)
     if resumed == len(asks):
         return 0.0
@@ -230,7 +241,8 @@ def _answer_to(
     with tqdm(
         total=len(asks), initial=resumed, unit="answer", disable=ranks.rank > 0 or None
     ) as bar:
-        # The whole list is divided, so that a resumed run has the same batches: rounding can depend on what is in one.
+        # The whole list is divided, so that a resumed run has the same batches: rounding can depend
+        # on what is in one.
         for first in range(0, len(asks), size):
             if batch := [ask for ask in asks[first : first + size] if ask.key not in log.done]:
                 rows = answer(engine, batch, seed=settings.seed, system_prompt=system_prompt)
@@ -242,8 +254,10 @@ def _answer_to(
 def answer(
     engine: AnswerEngine, batch: Sequence[Ask], *, seed: int, system_prompt: str | None
 ) -> list[Prediction]:
-    """One row per ask, in order. A problem whose image cannot be decoded gets an empty response and the reason; one
-    whose answer the engine could not get has no row.
+    """One row per ask, in order.
+
+    A problem whose image cannot be decoded gets an empty response and the reason; one whose answer
+    the engine could not get has no row.
     """
     rows: list[Prediction] = []
     asked: list[Prediction] = []
@@ -262,7 +276,8 @@ def answer(
         if images:
             row["image_size"] = list(images[0].size)
         messages = conversation_with_images(problem.prompt, len(images), system_prompt)
-        # A separate seed for each answer, so that a resumed run samples what an uninterrupted one would.
+        # A separate seed for each answer, so that a resumed run samples what an uninterrupted one
+        # would.
         named = f"{seed}/{problem.pid}" + (f"/{sample}" if sample else "")
         own_seed = int.from_bytes(hashlib.sha256(named.encode()).digest()[:4])
         requests.append(AnswerRequest(messages, images, own_seed))
@@ -290,7 +305,9 @@ def answer(
 def bounded(
     settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
 ) -> AnswerEngineSettings:
-    """The settings with the bounds that the engine needs: the most images and the longest text of any problem."""
+    """The settings with the bounds that the engine needs: the most images and the longest text of
+    any problem.
+    """
     longest = max(len(problem.prompt.encode()) for problem in problems) + len(
         (system_prompt or "").encode()
     )

@@ -1,4 +1,6 @@
-"""What a model is shown of a problem: its picture, the facts of the picture in words, both, or neither."""
+"""What a model is shown of a problem: its picture, the facts of the picture in words, both, or
+neither.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,10 @@ VIEWS = {
 
 
 def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
-    """The problems as one of the `VIEWS` shows them, without those that lack the facts for it. Raises `UserError`."""
+    """The problems as one of the `VIEWS` shows them, without those that lack the facts for it.
+
+    Raises `UserError`.
+    """
     if view == "blank":
         if not any(problem.n_images for problem in problems):
             raise UserError("view: blank, and the problems have no images; leave it out")
@@ -35,8 +40,9 @@ def shown_as(problems: Sequence[Problem], view: str) -> list[Problem]:
     known = [problem for problem in problems if problem.facts]
     if not known:
         raise UserError(
-            f"view: {view}, and no row of the data has facts in words (a column `facts`, as `python -m data_prep "
-            "geometry3k --source intergps` writes it); ask with image or blank"
+            f"view: {view}, and no row of the data has facts in words (a column `facts`, as "
+            "`python -m data_prep geometry3k --source intergps` writes it); ask with image or "
+            "blank"
         )
     told = [replace(problem, prompt=_told(problem, alone=view == "text")) for problem in known]
     return [without_images(problem) for problem in told] if view == "text" else told

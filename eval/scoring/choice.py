@@ -1,4 +1,7 @@
-"""Finds which choice a response means, by a letter or by the text of a choice. The surest sign decides."""
+"""Finds which choice a response means, by a letter or by the text of a choice.
+
+The surest sign decides.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -9,28 +12,34 @@ from adora_vl.rewards.completion import answer_block, last_boxed
 from eval.records import Extraction
 from eval.scoring.number import MAX_CHARS, concluding_number, plain, refuses, sentences
 
-# Words that say that the next letter is the answer. `option B` alone does not: it may be called wrong.
+# Words that say that the next letter is the answer. `option B` alone does not: it may be called
+# wrong.
 _STATED = (
     r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
     r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
     r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
-    r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b|\bit (?:must|should|has to) be\b"
-    r"|\b(?:respuesta|r[ée]ponse|antwort|resposta|risposta|ответ)\b(?: correct[ae])?(?: (?:es|est|ist|é|è)\b)?"
+    r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b|\bit (?:must|should|has to) "
+    r"be\b"
+    r"|\b(?:respuesta|r[ée]ponse|antwort|resposta|risposta|ответ)\b(?: correct[ae])?(?: "
+    r"(?:es|est|ist|é|è)\b)?"
     r"|答案|选项|故选|应选|选择|选|答えは)"
     r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
 )
 _SAYS_ANSWER = re.compile(
-    r"(?:\banswers?\b(?: to [^.\n]{0,80}?)?(?: \w+)? (?:is|are|would be|should be|must be)\b|\banswer\s*[:：]"
+    r"(?:\banswers?\b(?: to [^.\n]{0,80}?)?(?: \w+)? (?:is|are|would be|should be|must "
+    r"be)\b|\banswer\s*[:：]"
     r"|答案[是为:：]|选)\s*[:：]?",
     re.IGNORECASE,
 )
 # What calls a letter wrong, before or behind its place, for which ` | ` stands.
 _WRONG = re.compile(
     r"\b(?:incorrect|wrong|false|other)\s+\|"
-    r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also )?(?:incorrect|wrong|false|not)\b",
+    r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also "
+    r")?(?:incorrect|wrong|false|not)\b",
     re.IGNORECASE,
 )
-# Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`, `Therefore: B`.
+# Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`,
+# `Therefore: B`.
 _CONCLUDED = (
     r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
     r"|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
@@ -50,10 +59,11 @@ _NO = re.compile(
 
 
 def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
-    """The options in a text such as `A: a park, B: a dam`, in the order of their letters; [] where it has none.
+    """The options in a text such as `A: a park, B: a dam`, in the order of their letters; [] where
+    it has none.
 
-    `mark`: what stands before an option, with its letter as a group. Only letters that follow one another from A count,
-    so that an `A: ` inside an option does no harm.
+    `mark`: what stands before an option, with its letter as a group. Only letters that follow one
+    another from A count, so that an `A: ` inside an option does no harm.
     """
     spots: list[re.Match[str]] = []
     for match in mark.finditer(text):
@@ -72,19 +82,25 @@ class _Reader:
     def __init__(self, choices: Sequence[str]) -> None:
         self.choices = choices = without_letters(choices)
         self.letters = "".join(chr(ord("A") + i) for i in range(len(choices)))
-        # A choice that is itself a letter of the options has no text to go by: a lone `B` is option B.
+        # A choice that is itself a letter of the options has no text to go by: a lone `B` is option
+        # B.
         keys = [_key(choice) for choice in choices]
         self.keys = ["" if len(key) == 1 and key.upper() in self.letters else key for key in keys]
         last = self.letters[-1]
         capital = f"[A-{last}]"
         either = f"[A-{last}a-{last.lower()}]"
-        # A lone capital needs an end behind it, or it is the article in `A circle`; in brackets any case will do.
+        # A lone capital needs an end behind it, or it is the article in `A circle`; in brackets any
+        # case will do.
         self.letter = (
-            rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：で]|\n|$))|({capital})(?![\w'’])"
+            rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：で]|\n"
+            rf"|$))|({capital})(?![\w'’])"
             rf"|({either})(?=[.!]?\s*$))"
         )
         self.stated = re.compile(rf"(?i:{_STATED})[\"'“‘]?{self.letter}")
-        ends = r"(?=\s*(?:[.,:;!)）、。，：で]|\n|$)|\s+(?:is (?:the )?(?:correct|right|answer)|because|since)\b)"
+        ends = (
+            r"(?=\s*(?:[.,:;!)）、。，：で]|\n|$)|\s+(?:is (?:the "
+            r")?(?:correct|right|answer)|because|since)\b)"
+        )
         at_end = rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital}){ends})"
         self.concluded = re.compile(f"(?i:{_CONCLUDED}){at_end}")
         self.corrected = re.compile(f"(?i:{_CORRECTED}){at_end}")
@@ -102,7 +118,9 @@ class _Reader:
         return self.letters.index(letter.upper())
 
     def last(self, pattern: re.Pattern[str], text: str, start: int = 0) -> int | None:
-        """The last letter behind `start` that a pattern finds, and that the text does not call wrong."""
+        """The last letter behind `start` that a pattern finds, and that the text does not call
+        wrong.
+        """
         found = [
             self.index(match)
             for match in pattern.finditer(text, start)
@@ -111,7 +129,9 @@ class _Reader:
         return found[-1] if found else None
 
     def resolve(self, text: str) -> int | None:
-        """The choice that a short text (such as a box) means: by its text, by a letter, by its value, or mentioned."""
+        """The choice that a short text (such as a box) means: by its text, by a letter, by its
+        value, or mentioned.
+        """
         key = _key(plain(text))
         if key and key in self.keys:
             return self.keys.index(key)
@@ -135,7 +155,9 @@ class _Reader:
         return same[0] if len(same) == 1 else None
 
     def equal(self, text: str) -> int | None:
-        r"""The only choice with the value of a short text: `2\pi` is `2 \pi`, and `0.5` is `\frac{1}{2}` and `1:2`."""
+        r"""The only choice with the value of a short text: `2\pi` is `2 \pi`, and `0.5` is
+        `\frac{1}{2}` and `1:2`.
+        """
         if len(text) > _LONGEST_VALUE or not _has_value(text):
             return None
         held = rf"\boxed{{{text.replace(':', '/')}}}"
@@ -148,7 +170,9 @@ class _Reader:
         return found[0] if len(found) == 1 else None
 
     def described(self, text: str) -> int | None:
-        """The choice with which a text begins whose first word `A` is an article, also the choice's own."""
+        """The choice with which a text begins whose first word `A` is an article, also the choice's
+        own.
+        """
         if not text.startswith("A "):
             return None
         text = _key(text.split("\n")[0], keep_end=True)
@@ -160,7 +184,10 @@ class _Reader:
         return max(found, key=lambda index: len(self.keys[index]), default=None)
 
     def mentioned(self, text: str, *, denied: bool = True) -> list[int]:
-        """The choices whose text stands in `text`, in order. `denied`: also in `not a circle but a kite`."""
+        """The choices whose text stands in `text`, in order.
+
+        `denied`: also in `not a circle but a kite`.
+        """
         text = _key(plain(text), keep_end=True)
         places: list[tuple[int, int]] = []
         for index in sorted(range(len(self.keys)), key=lambda i: -len(self.keys[i])):
@@ -179,7 +206,9 @@ class _Reader:
 
 
 def _key(text: str, *, keep_end: bool = False) -> str:
-    """A choice's text in one spelling: case, spaces, thousands separators, `.0`, degree words and decorations aside."""
+    """A choice's text in one spelling: case, spaces, thousands separators, `.0`, degree words and
+    decorations aside.
+    """
     text = plain(text).lower().replace("\\sqrt", "√").replace("\\pi", "π")
     text = re.sub(r" *([{}]) *", r"\1", text)
     text = re.sub(r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2", text)
@@ -203,7 +232,8 @@ def _without_unit(key: str) -> str:
 
 
 def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
-    """The letter of the choice that a response means; else its last number or sentence, or nothing for a refusal.
+    """The letter of the choice that a response means; else its last number or sentence, or nothing
+    for a refusal.
 
     Never raises, whatever the response is. `choices` has 1 to 26 texts.
     """
@@ -242,8 +272,9 @@ def _exact(reader: _Reader, text: str) -> int | None:
 
 
 def _stated_letter(reader: _Reader, text: str) -> int | None:
-    """The last letter that is stated as the answer, as in `the answer is (B)`. Of `the answer is A circle` the choice
-    `a circle` or `circle`.
+    """The last letter that is stated as the answer, as in `the answer is (B)`.
+
+    Of `the answer is A circle` the choice `a circle` or `circle`.
     """
     matches = [match for match in reader.stated.finditer(text) if not _dismissed(text, match)]
     if not matches:
@@ -256,7 +287,9 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
 
 
 def _dismissed(text: str, match: re.Match[str]) -> bool:
-    """Whether the text calls this letter wrong, as in `the incorrect answer is A` or `option (D) is incorrect`."""
+    """Whether the text calls this letter wrong, as in `the incorrect answer is A` or `option (D) is
+    incorrect`.
+    """
     before = text[max(0, match.start() - 15) : match.start()]
     behind = text[match.end() : match.end() + 40]
     return bool(_WRONG.search(before + " | " + behind.split("\n")[0]))
@@ -286,7 +319,9 @@ def _yes_no(reader: _Reader, text: str) -> int | None:
 
 
 def _mentioned(reader: _Reader, text: str) -> int | None:
-    """The last sentence that mentions exactly one choice; sentences that conclude come before all others."""
+    """The last sentence that mentions exactly one choice; sentences that conclude come before all
+    others.
+    """
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
     for part in [*reversed(concluding), *reversed(parts)]:

@@ -1,7 +1,9 @@
-"""How the answer is read out of a response: by rules, from the file, or by a language model, the judge.
+"""How the answer is read out of a response: by rules, from the file, or by a language model, the
+judge.
 
-The judge stands behind an OpenAI-compatible endpoint and is off by default. A call that fails is counted as a failure:
-it is never taken for an answer, and never stored. Answers are kept on disk, so that scoring again asks nothing twice.
+The judge stands behind an OpenAI-compatible endpoint and is off by default. A call that fails is
+counted as a failure: it is never taken for an answer, and never stored. Answers are kept on disk,
+so that scoring again asks nothing twice.
 """
 
 import re
@@ -42,7 +44,10 @@ def with_extractions(
     rules: Callable[[Prediction], Extraction] | None = None,
     judge: ChatClient | None = None,
 ) -> list[Prediction]:
-    """The rows, each with its `Extraction` by `--extraction` under the key `read`. Raises `UserError`."""
+    """The rows, each with its `Extraction` by `--extraction` under the key `read`.
+
+    Raises `UserError`.
+    """
     if options.extraction == "judge":
         asked = [
             None if row.get("finish_reason") in NOT_ASKED else question_of(row) for row in rows
@@ -53,7 +58,10 @@ def with_extractions(
     else:
         lacking = [row["pid"] for row in rows if "extraction" not in row]
         if lacking:
-            without = f"{len(lacking)} of {len(rows)} rows have no stored extraction, the first is pid {lacking[0]!r}"
+            without = (
+                f"{len(lacking)} of {len(rows)} rows have no stored extraction, the first is pid "
+                f"{lacking[0]!r}"
+            )
             raise UserError(f"extraction: {without}; use --extraction rules")
         found = [Extraction(row["extraction"], "stored") for row in rows]
     return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
@@ -65,7 +73,9 @@ def extraction_rules(options: Namespace) -> dict[str, Any]:
 
 
 def by_rules(question: Question) -> Extraction:
-    """The answer in a response, or in its `<answer>` block, by our rules, and the rule that found it."""
+    """The answer in a response, or in its `<answer>` block, by our rules, and the rule that found
+    it.
+    """
     question = question._replace(response=answer_block(question.response) or question.response)
     quick = quick_extract(question)
     if quick is not None:
@@ -151,9 +161,10 @@ KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
 _NO_ANSWER = "NONE"
 _LONGEST_ANSWER = 200  # characters; an extraction that is longer is an essay, not an answer
 _INSTRUCTION = (
-    "You are given a question and a reply to it. Report the final answer that the reply commits to, and nothing else: "
-    "no explanation, no judgement of whether it is right, no repair of its mistakes. {form} If the reply commits to no "
-    f"answer, report {_NO_ANSWER}. Put the report between <answer> and </answer>."
+    "You are given a question and a reply to it. Report the final answer that the reply commits "
+    "to, and nothing else: no explanation, no judgement of whether it is right, no repair of its "
+    f"mistakes. {{form}} If the reply commits to no answer, report {_NO_ANSWER}. Put the report "
+    "between <answer> and </answer>."
 )
 _FORMS = {
     "choice": "Report the letter of the option that the reply picks.",
@@ -164,11 +175,15 @@ _FORMS = {
 
 
 def judge_of(options: Namespace) -> ChatClient:
-    """The judge that the command line names. Raises `UserError` where the address or the model is missing."""
+    """The judge that the command line names.
+
+    Raises `UserError` where the address or the model is missing.
+    """
     for name in ("judge_url", "judge_model"):
         if not getattr(options, name):
             raise UserError(
-                f"--{name.replace('_', '-')} is missing; --extraction judge needs an endpoint and a model"
+                f"--{name.replace('_', '-')} is missing; --extraction judge needs an endpoint and "
+                "a model"
             )
     endpoint = Endpoint(
         check_url("judge_url", options.judge_url),
@@ -186,7 +201,10 @@ def judge_of(options: Namespace) -> ChatClient:
 
 
 def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extraction]:
-    """One extraction each; the judge is asked where the official code asks one. None was never asked."""
+    """One extraction each; the judge is asked where the official code asks one.
+
+    None was never asked.
+    """
     quick = [
         Extraction(None, "not_asked") if each is None else quick_extract(each) for each in questions
     ]
@@ -204,8 +222,8 @@ def judged(questions: Sequence[Question | None], judge: ChatClient) -> list[Extr
 def reports(
     asked: Sequence[Messages | None], judge: ChatClient, read: Callable[[str], str]
 ) -> list[Extraction | None]:
-    """What the judge reports on each of the conversations, in order, from the cache if it was asked before; None where
-    there is nothing to ask. `read`: what is made of its reply.
+    """What the judge reports on each of the conversations, in order, from the cache if it was asked
+    before; None where there is nothing to ask. `read`: what is made of its reply.
     """
     failures: list[str] = []
     with tqdm(total=len(asked), unit="row", desc="judge", disable=None) as bar:
@@ -245,7 +263,10 @@ def messages_for(question: Question) -> list[dict[str, str]]:
 
 
 def reported(text: Any) -> str:
-    """The report in a judge's reply, empty for no answer. Raises `EndpointError` where there is no report."""
+    """The report in a judge's reply, empty for no answer.
+
+    Raises `EndpointError` where there is no report.
+    """
     if not isinstance(text, str) or "<answer>" not in text or "</answer>" not in text:
         raise EndpointError("the reply has no <answer>...</answer>")
     report = text.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()

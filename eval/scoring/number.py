@@ -7,7 +7,8 @@ from adora_vl.rewards.completion import last_boxed
 from eval.records import Extraction
 
 MAX_CHARS = 50_000  # of the end of a response
-# A model that runs on after its answer writes the next exercise by itself, with the words of the prompt.
+# A model that runs on after its answer writes the next exercise by itself, with the words of the
+# prompt.
 _RUNS_ON = re.compile(r"\n[^\S\n]*(?:Hint: Please answer|Question:|Human:|User:|###)")
 _WRAPPERS = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|bf|rm|emph|underline)\b\s*(?:\{([^{}]*)\})?"
@@ -17,24 +18,32 @@ _NOISE = re.compile(
 )
 _END = re.compile(r"(?<=[.!?。！？])\s+|[。！？]|\n+")
 _REFUSAL = re.compile(
-    r"\b(?:sorry|unfortunately|as an ai|unable to|(?:can(?:no|')t|can not|cannot|could not|couldn't) "
-    r"(?:be |directly |accurately |help|answer|process|provide|determine|see|view|give|find|identif|tell|calculate|do)|"
-    r"(?:not|im|n't) (?:possible|provided?|given|clear|enough|specif|sufficient|have (?:enough|any|the|access))|"
-    r"no (?:information|image|data|way)|(?:need|provide|without) (?:more|further|additional|any|the|me) )",
+    r"\b(?:sorry|unfortunately|as an ai|unable to|(?:can(?:no|')t|can not|cannot|could "
+    r"not|couldn't) "
+    r"(?:be |directly |accurately "
+    r"|help|answer|process|provide|determine|see|view|give|find|identif|tell|calculate|do)|"
+    r"(?:not|im|n't) (?:possible|provided?|given|clear|enough|specif|sufficient|have "
+    r"(?:enough|any|the|access))|"
+    r"no (?:information|image|data|way)|(?:need|provide|without) "
+    r"(?:more|further|additional|any|the|me) )",
     re.IGNORECASE,
 )
 
 
 def own_part(response: str) -> str:
-    """The response up to where the model starts to ask itself questions, or all of it if it begins with one."""
+    """The response up to where the model starts to ask itself questions, or all of it if it begins
+    with one.
+    """
     cut = _RUNS_ON.search(response)
     return response[: cut.start()] if cut and response[: cut.start()].strip() else response
 
 
 def plain(text: str) -> str:
-    """The text without bold, dollar and degree signs and LaTeX wrappers, one kind of minus and fraction.
+    """The text without bold, dollar and degree signs and LaTeX wrappers, one kind of minus and
+    fraction.
 
-    Runs of spaces become one, and of line ends too, so that no pattern behind this takes long over them.
+    Runs of spaces become one, and of line ends too, so that no pattern behind this takes long over
+    them.
     """
     text = re.sub(r" ?\n[ \n]*", "\n", re.sub(r"[^\S\n]+", " ", text))
     text = _WRAPPERS.sub(r"\1", text.replace("’", "'").replace("−", "-").replace("–", "-"))
@@ -64,13 +73,15 @@ _SCIENTIFIC = re.compile(
 )
 _LIST = re.compile(r"\[[^\[\]]*\]")
 _SAYS = re.compile(
-    r"(?:\b(?:answer|final value|result)\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bwould be\b|[:：=])|答案[是为:：]*)[\s:：]*",
+    r"(?:\b(?:answer|final value|result)\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bwould "
+    r"be\b|[:：=])|答案[是为:：]*)[\s:：]*",
     re.IGNORECASE,
 )
 _BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
 _CONCLUDES = re.compile(r"\b(?:so|therefore|thus|hence|consequently)\b|因此|所以", re.IGNORECASE)
 _VERB = re.compile(
-    r"(?:\b(?:is|are|was|were|be|equals?|gives?|get|left with|have|has|had|approximately|about|around|total of)\b"
+    r"(?:\b(?:is|are|was|were|be|equals?|gives?|get|left "
+    r"with|have|has|had|approximately|about|around|total of)\b"
     r"|[=≈]|\\approx|:(?!\d))",
     re.IGNORECASE,
 )
@@ -128,7 +139,9 @@ _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 
 
 def extract_number(response: str, question: str = "") -> Extraction:
-    """The number that a response gives as its answer, as `float` reads it, else empty; the question's own come last."""
+    """The number that a response gives as its answer, as `float` reads it, else empty; the
+    question's own come last.
+    """
     response = response[-MAX_CHARS:].strip()
     if not response:
         return Extraction("", "empty")
@@ -190,7 +203,9 @@ def _candidates(marked_up: str, parts: list[str], question: str) -> list[tuple[s
 
 
 def _restating(parts: list[str], question: str) -> str | None:
-    """The first of the sentences that repeat most of the words of what is asked, if that is half of them at least."""
+    """The first of the sentences that repeat most of the words of what is asked, if that is half of
+    them at least.
+    """
     asked = _content_words((sentences(question) or [""])[-1])
     shares = [len(asked & _content_words(part)) for part in parts]
     best = max(shares, default=0)
@@ -208,7 +223,8 @@ def _content_words(text: str) -> set[str]:
 def _from_sentence(sentence: str, own: set[str]) -> str | None:
     """The number that a sentence gives: the first after its last verb or `=`, else the last.
 
-    Numbers of the question, `own`, count only where there is no other, and words only where there are no other digits.
+    Numbers of the question, `own`, count only where there is no other, and words only where there
+    are no other digits.
     """
     sentence = _evaluated(sentence)
     spots = [(m.start(), m[0].replace(",", "")) for m in _NUMBER.finditer(sentence)]

@@ -1,4 +1,6 @@
-"""The score of predictions, the same for every benchmark: counts, groups, lengths, and what could not be judged."""
+"""The score of predictions, the same for every benchmark: counts, groups, lengths, and what could
+not be judged.
+"""
 
 import statistics
 from argparse import Namespace
@@ -40,7 +42,9 @@ _CUT = (
 
 
 def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
-    """How many answers have a reflective word, and how often each word occurs in 1,000 answers; None of no answers."""
+    """How many answers have a reflective word, and how often each word occurs in 1,000 answers;
+    None of no answers.
+    """
     if not responses:
         return None
     found = [reflective_words(text) for text in responses]
@@ -77,7 +81,8 @@ def score(
 ) -> Scored:
     """The score of predictions (at least one) by the rules that `options` name.
 
-    `answer_tags`: the prompts asked for `<answer> </answer>`; `options.answer_tags` tells the benchmark.
+    `answer_tags`: the prompts asked for `<answer> </answer>`; `options.answer_tags` tells the
+    benchmark.
     """
     options = Namespace(**{**vars(options), "answer_tags": answer_tags})
     if benchmark.prepare is not None:
@@ -106,7 +111,9 @@ def score(
 
 
 def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Graded:
-    """One row as its benchmark grades it, or failed: where its problem was never asked, or the judge could not say."""
+    """One row as its benchmark grades it, or failed: where its problem was never asked, or the
+    judge could not say.
+    """
     grade = benchmark.grade(row, options)
     grade = grade._replace(groups={**grade.groups, **common_groups(row)})
     failed = (
@@ -131,7 +138,9 @@ def verdict(right: bool) -> str:
 
 
 def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
-    """The cells of a benchmark's own figures in a score, by key and name; also of a score file that was read."""
+    """The cells of a benchmark's own figures in a score, by key and name; also of a score file that
+    was read.
+    """
     found: dict[str, dict[str, Any]] = {}
     for key, figures in score.items():
         for name, one in figures.items() if isinstance(figures, dict) else ():
@@ -141,13 +150,19 @@ def own_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
 
 
 def missing_answers(score: Mapping[str, Any]) -> str | None:
-    """A sentence if a score is of a part of the answers that were asked for. None for a whole one or an unknown one."""
+    """A sentence if a score is of a part of the answers that were asked for.
+
+    None for a whole one or an unknown one.
+    """
     coverage = score.get("coverage") or {}
     answers = coverage.get("answers")
     asked = coverage.get("asked")
     if not answers or not asked or answers >= asked:
         return None
-    return f"the score of a part: {answers} of {asked} answers are there; run `infer` again for the others"
+    return (
+        f"the score of a part: {answers} of {asked} answers are there; run `infer` again for the "
+        "others"
+    )
 
 
 def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
@@ -176,7 +191,9 @@ def metadata_groups(row: Prediction, names: Sequence[str]) -> dict[str, list[str
 
 
 def common_groups(row: Prediction) -> dict[str, list[str]]:
-    """The groups that every benchmark has: why the answer ended, whether it called tools, how large the image is."""
+    """The groups that every benchmark has: why the answer ended, whether it called tools, how large
+    the image is.
+    """
     groups = {}
     if row.get("finish_reason"):
         groups["finish_reason"] = [str(row["finish_reason"])]
@@ -192,7 +209,10 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
 
 
 def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
-    """Counts over all answers (at least one) and by group. Problems that were not asked are counted too."""
+    """Counts over all answers (at least one) and by group.
+
+    Problems that were not asked are counted too.
+    """
     members: dict[str, dict[str, list[Graded]]] = defaultdict(lambda: defaultdict(list))
     for item in graded:
         for key, values in item.grade.groups.items():
@@ -214,7 +234,9 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
 
 
 def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
-    """Over the problems that were asked: lengths of right and wrong answers, share cut off, and reflective words."""
+    """Over the problems that were asked: lengths of right and wrong answers, share cut off, and
+    reflective words.
+    """
     asked = [
         (row, item)
         for row, item in zip(rows, graded, strict=True)
@@ -242,8 +264,8 @@ def answers(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, A
 def cell(items: Sequence[Graded]) -> Cell:
     """Number of correct answers, their total, and the Wilson interval of the accuracy.
 
-    Answers to one problem are not independent, so the interval is that of as many answers as there are problems: never
-    too narrow, and wider than necessary where the answers to a problem differ.
+    Answers to one problem are not independent, so the interval is that of as many answers as there
+    are problems: never too narrow, and wider than necessary where the answers to a problem differ.
     """
     correct = sum(item.correct for item in items)
     total = len(items)
@@ -253,7 +275,10 @@ def cell(items: Sequence[Graded]) -> Cell:
 
 
 def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
-    """Like `cell`, but from counts, with `answers` answers per problem. None if there is nothing to count."""
+    """Like `cell`, but from counts, with `answers` answers per problem.
+
+    None if there is nothing to count.
+    """
     if total <= 0 or not 0 <= correct <= total:
         return None
     interval = list(wilson(correct / answers, max(1, total // answers)))
@@ -261,7 +286,10 @@ def counted(correct: int, total: int, answers: int = 1) -> Cell | None:
 
 
 def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
-    """For each problem, whether each of its answers is right. Problems are in the order of their first answers."""
+    """For each problem, whether each of its answers is right.
+
+    Problems are in the order of their first answers.
+    """
     verdicts: dict[str, list[bool]] = {}
     for item in items:
         verdicts.setdefault(item.pid, []).append(item.correct)
@@ -269,7 +297,10 @@ def by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
 
 
 def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
-    """avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems. Nothing if each has one answer."""
+    """avg@k, and pass@j for j in 1, 2, 4 ... k, with intervals over problems.
+
+    Nothing if each has one answer.
+    """
     problems = list(by_problem(graded).values())
     k = max(map(len, problems))
     if k == 1:
@@ -287,8 +318,10 @@ def _samples(graded: Sequence[Graded]) -> dict[str, Any]:
 
 
 def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
-    """The mean over problems and its interval. If all values are 0 or 1 it is a Wilson interval, because the bootstrap
-    of few or similar values is too narrow. Otherwise it is a bootstrap interval.
+    """The mean over problems and its interval.
+
+    If all values are 0 or 1 it is a Wilson interval, because the bootstrap of few or similar values
+    is too narrow. Otherwise it is a bootstrap interval.
     """
     mean = sum(values) / len(values)
     by_wilson = set(values) <= {0.0, 1.0}

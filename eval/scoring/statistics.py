@@ -81,7 +81,9 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
 
 
 def wilson(correct: float, total: int) -> tuple[float, float]:
-    """The 95 % score interval of an accuracy, `total` over 0 (Wilson 1927, without continuity correction)."""
+    """The 95 % score interval of an accuracy, `total` over 0 (Wilson 1927, without continuity
+    correction).
+    """
     share = correct / total
     spread = _Z_95**2 / total
     centre = (share + spread / 2) / (1 + spread)
@@ -91,14 +93,19 @@ def wilson(correct: float, total: int) -> tuple[float, float]:
 
 
 def bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean of `values` (at least one), by drawing them anew. Repeatable."""
+    """The 95 % percentile interval of the mean of `values` (at least one), by drawing them anew.
+
+    Repeatable.
+    """
     draw = random.Random(SEED)
     means = sorted(sum(draw.choices(values, k=len(values))) / len(values) for _ in range(RESAMPLES))
     return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[float, float]:
-    """The 95 % percentile interval of sum(above) / sum(below) over paired values, by drawing the pairs anew."""
+    """The 95 % percentile interval of sum(above) / sum(below) over paired values, by drawing the
+    pairs anew.
+    """
     draw = random.Random(SEED)
     pairs = list(zip(above, below, strict=True))
     ratios: list[float] = []
@@ -114,12 +121,16 @@ def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> tuple[flo
 
 
 def pass_at(k: int, samples: int, correct: int) -> float:
-    """The chance that one of `k` of `samples` answers is right: unbiased (Chen et al. 2021, arXiv 2107.03374, 2.1)."""
+    """The chance that one of `k` of `samples` answers is right: unbiased (Chen et al. 2021, arXiv
+    2107.03374, 2.1).
+    """
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """The exact two-sided p of McNemar's test, from the numbers of items that only one of two runs has right."""
+    """The exact two-sided p of McNemar's test, from the numbers of items that only one of two runs
+    has right.
+    """
     total = only_first + only_second
     tail = sum(comb(total, i) for i in range(min(only_first, only_second) + 1))
     return min(1.0, float(Fraction(2 * tail, 2**total)))  # exact for any number of items

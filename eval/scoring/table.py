@@ -12,7 +12,9 @@ _MANY = 16  # values of a group in the table; the score file has all
 
 
 def table(scored: Scored) -> str:
-    """The overall line, the groups, the benchmark's own figures, lengths, and everything that qualifies the result."""
+    """The overall line, the groups, the benchmark's own figures, lengths, and everything that
+    qualifies the result.
+    """
     score, own = scored
     lines = [made_with(score, own), ""]
     everything: Any = score
@@ -40,7 +42,9 @@ def table(scored: Scored) -> str:
 
 
 def made_with(score: Score, own: OwnFigures) -> str:
-    """One line: benchmark, model, engine, sampling, and by which rules the answers became right or wrong."""
+    """One line: benchmark, model, engine, sampling, and by which rules the answers became right or
+    wrong.
+    """
     rules = score["rules"]
     by = own.by or f"rules {rules['rules']}" + (
         f", extraction {rules['extraction']}" if "extraction" in rules else ""
@@ -73,7 +77,9 @@ def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:
 
 
 def _cell(cell: Cell) -> str:
-    """A count, a share and its interval, such as `520/850   61.2 %  (95 %: 57.9 to 64.4)`, or a share alone."""
+    """A count, a share and its interval, such as `520/850   61.2 %  (95 %: 57.9 to 64.4)`, or a
+    share alone.
+    """
     count = f"{cell['correct']}/{cell['total']}" if "total" in cell else ""
     shown = f"{count:>11}  {100 * cell['accuracy']:5.1f} %"
     if "wilson_95" not in cell:
@@ -116,7 +122,8 @@ def _warnings(score: Score, own: OwnFigures) -> list[str]:
         lines.append(f"warning: {part}")
     if (coverage.get("asked") or 0) < (coverage.get("in_data") or 0):
         lines.append(
-            f"note: {coverage['asked']} of the {coverage['in_data']} answers to all the data (--limit)"
+            f"note: {coverage['asked']} of the {coverage['in_data']} answers to all the data "
+            "(--limit)"
         )
     too_long = "prompt too long for the model's context"
     for count, why in ((score["image_failed"], "unreadable images"), (score["too_long"], too_long)):

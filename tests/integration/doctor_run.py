@@ -1,5 +1,5 @@
-"""The doctor's command with one engine for everything: healthy first, then with one correction after the other taken
-out. Writes the lines of each to FILE.json. Run by `test_doctor.py`.
+"""The doctor's command with one engine for everything: healthy first, then with one correction
+after the other taken out. Writes the lines of each to FILE.json. Run by `test_doctor.py`.
 
 Usage: doctor_run.py FILE.json [training arguments]
 """
@@ -142,8 +142,9 @@ STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
 
 
 def fingerprint(trainer: Any) -> str:
-    """All that a run could notice: weights, random states, counters, what is to be logged. That the engine has the
-    weights of this step by then saves a sync and changes nothing.
+    """All that a run could notice: weights, random states, counters, what is to be logged.
+
+    That the engine has the weights of this step by then saves a sync and changes nothing.
     """
     digest = hashlib.sha256()
     for _, parameter in sorted(trainer.model.named_parameters()):

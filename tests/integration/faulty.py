@@ -1,6 +1,8 @@
-"""The training command in which things go wrong on purpose: `FAULTS=nan:2:1,drift:3 ... -m tests.integration.faulty`.
+"""The training command in which things go wrong on purpose: `FAULTS=nan:2:1,drift:3 ... -m
+tests.integration.faulty`.
 
-A fault is `name:step`, or `name:step:rank` for one rank alone. Steps are counted from 1, as they are logged.
+A fault is `name:step`, or `name:step:rank` for one rank alone. Steps are counted from 1, as they
+are logged.
 """
 
 import contextlib
@@ -143,7 +145,8 @@ KNOWN: dict[str, Fault] = {
 
 
 def several(arguments: list[str], starts: list[str]) -> int:
-    """One start of the command for each entry of `starts` (`FAULTS [argument ...]`), all with the first one's engine.
+    """One start of the command for each entry of `starts` (`FAULTS [argument ...]`), all with the
+    first one's engine.
 
     Prints `start N ended with CODE` for each; returns the last code.
     """

@@ -1,5 +1,6 @@
-"""Two machines on this one: network namespaces with a cable between them where they may be made, else two names for
-this machine. They have names, disks and processes of their own, and are reached by `ssh`, which is a stand-in.
+"""Two machines on this one: network namespaces with a cable between them where they may be made,
+else two names for this machine. They have names, disks and processes of their own, and are reached
+by `ssh`, which is a stand-in.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ def _remove_orphans() -> None:
 
 
 class TwoMachines:
-    """Both see the same files. With namespaces, `disks` may hold a folder for a machine's name, which that machine sees
-    at the place of `output_dir`.
+    """Both see the same files.
+
+    With namespaces, `disks` may hold a folder for a machine's name, which that machine sees at the
+    place of `output_dir`.
     """
 
     def __init__(self, folder: Path) -> None:

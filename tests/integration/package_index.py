@@ -1,4 +1,6 @@
-"""Package indexes of empty wheels on loopback: one server is the proxy of pip's configuration and plays every host."""
+"""Package indexes of empty wheels on loopback: one server is the proxy of pip's configuration and
+plays every host.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,10 @@ def empty_wheel(
     needs = "".join(f"Requires-Dist: {need}\n" for need in requires)
     files = {
         **{f"{module}/__init__.py": source.encode() for module, source in (modules or {}).items()},
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n{needs}".encode(),
-        f"{info}/WHEEL": f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: {tag}\n".encode(),
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n"
+        f"{needs}".encode(),
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
+        f"Tag: {tag}\n".encode(),
     }
     lines = []
     for path, content in files.items():
@@ -79,7 +83,9 @@ def packed_again(project: str) -> Wheel:
 
 @dataclass
 class Indexes:
-    """`hosts` maps a host to its wheels. pip asks for `http://HOST/simple` through the proxy at `port`."""
+    """`hosts` maps a host to its wheels. pip asks for `http://HOST/simple` through the proxy at
+    `port`.
+    """
 
     hosts: dict[str, list[Wheel]]
     down: set[str] = field(default_factory=set)  # the proxy answers that it cannot reach them

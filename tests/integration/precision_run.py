@@ -1,6 +1,6 @@
-"""Policy and reference as training would build them, looked at just before the first step: their constants, their
-log-probabilities far from the start as they are, under float32 angles and under rounded ones, and what the guard says.
-Run by `test_precision.py` under ZeRO-3.
+"""Policy and reference as training would build them, looked at just before the first step: their
+constants, their log-probabilities far from the start as they are, under float32 angles and under
+rounded ones, and what the guard says. Run by `test_precision.py` under ZeRO-3.
 
 Usage: precision_run.py FOLDER [training arguments]
 """
@@ -29,7 +29,9 @@ class LookedAt(Exception):  # noqa: N818  # ends a training that was never meant
 
 
 def constants(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor of the model that is not a parameter: buffers, and plain attributes of its modules."""
+    """Every tensor of the model that is not a parameter: buffers, and plain attributes of its
+    modules.
+    """
     found = {name: buffer.clone() for name, buffer in model.named_buffers()}
     for prefix, module in model.named_modules():
         plain = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
@@ -46,7 +48,9 @@ def text_frequencies(model: Any) -> Tensor:
 
 @torch.no_grad()
 def far_logps(model: nn.Module) -> dict[str, Tensor]:
-    """Log-probabilities of all tokens, (window, vocabulary), up to each of `POSITIONS`, after the same text."""
+    """Log-probabilities of all tokens, (window, vocabulary), up to each of `POSITIONS`, after the
+    same text.
+    """
     # ordinary tokens begin before 50
     length = POSITIONS[-1] + 1
     first = 50

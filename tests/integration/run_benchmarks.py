@@ -1,6 +1,8 @@
-"""Whole runs of all three benchmarks on one engine start: `python -m tests.integration.run_benchmarks MODEL FOLDER`.
+"""Whole runs of all three benchmarks on one engine start: `python -m
+tests.integration.run_benchmarks MODEL FOLDER`.
 
-The commands are those of a user; only the engine is built once, since starting it takes longer than all the rest.
+The commands are those of a user; only the engine is built once, since starting it takes longer than
+all the rest.
 """
 
 import dataclasses

@@ -24,7 +24,9 @@ LAUNCHER = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config
 
 
 class Running:
-    """A command under `accelerate launch` with all its processes and what they say; none is left after the block."""
+    """A command under `accelerate launch` with all its processes and what they say; none is left
+    after the block.
+    """
 
     def __init__(self, config: str, output_dir: Path, words: list[str]) -> None:
         self.output_dir = output_dir

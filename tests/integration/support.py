@@ -20,7 +20,8 @@ import pyarrow.parquet as pq
 REPOSITORY = Path(__file__).parents[2]
 
 
-# Processes of Python are forked from one that has the libraries, whose import takes longer than most runs.
+# Processes of Python are forked from one that has the libraries, whose import takes longer than
+# most runs.
 _READY = multiprocessing.get_context("forkserver")
 _READY.set_forkserver_preload(["adora_vl.trainer"])
 
@@ -100,8 +101,8 @@ def run(
 def launch(config: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """`accelerate launch` with one of the shipped accelerate configs; `options` are those of `run`.
 
-    One process needs no launcher, unless it has words of its own (`--num_processes`). That one is not forked: a run
-    reads from its command line how it was started.
+    One process needs no launcher, unless it has words of its own (`--num_processes`). That one is
+    not forked: a run reads from its command line how it was started.
     """
     if config == "cpu" and not arguments[0].startswith("--"):
         return run([sys.executable, *arguments], **options)
@@ -114,8 +115,9 @@ def launch(config: str, *arguments: str, **options: Any) -> subprocess.Completed
     return run([sys.executable, "-m", "accelerate.commands.launch", *file, *arguments], **options)
 
 
-# Where vLLM 0.31 (V1) asks for an image's features: the scheduler's books say that it has them, the runner has them not
-# ("Encoder cache miss"), has others (an assertion without words), or as many as there are not places for.
+# Where vLLM 0.31 (V1) asks for an image's features: the scheduler's books say that it has them, the
+# runner has them not ("Encoder cache miss"), has others (an assertion without words), or as many as
+# there are not places for.
 _FEATURES = re.compile(
     r'^\s*File "[^"]*/vllm/.*, in (_gather_mm_embeddings|gather_mm_embeddings|_try_schedule_encoder_inputs|'
     r"check_and_update_cache|can_allocate|allocate|free_encoder_input|_merge_multimodal_embeddings)$"

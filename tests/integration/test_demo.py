@@ -41,7 +41,9 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
 
 
 def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
-    """Sampling solves 20 to 50 % of the held-out problems: groups then have right and wrong rollouts to compare."""
+    """Sampling solves 20 to 50 % of the held-out problems: groups then have right and wrong
+    rollouts to compare.
+    """
     data = str(tmp_path / "data")
     run(
         [
@@ -84,7 +86,9 @@ zoom.__doc__ = ours.zoom.__doc__
 
 
 def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_path):
-    """The start is right on about 0.3; after ten steps it was 0.55 to 0.7, and at most 0.03 where nothing is shown."""
+    """The start is right on about 0.3; after ten steps it was 0.55 to 0.7, and at most 0.03 where
+    nothing is shown.
+    """
     (tmp_path / "own.py").write_text(WITHHELD)
     made = [
         "synthetic",

@@ -1,4 +1,7 @@
-"""The doctor on the real stack: healthy, and with each correction taken out. One engine serves all."""
+"""The doctor on the real stack: healthy, and with each correction taken out.
+
+One engine serves all.
+"""
 
 import json
 import sys
@@ -65,7 +68,9 @@ def test_a_healthy_run_passes_every_line(examined):
 
 
 def test_nothing_of_the_run_is_changed(examined):
-    """Weights, random states, counters, figures: so a checked run is the run that it would have been, to the bit."""
+    """Weights, random states, counters, figures: so a checked run is the run that it would have
+    been, to the bit.
+    """
     assert examined["examined_unchanged"] and examined["self_check_unchanged"]
     assert not examined["run"].exists(), "the user's folder is not touched"
 

@@ -1,4 +1,6 @@
-"""Whole runs of all three benchmarks, in their published formats, on the shipped tiny model with real vLLM."""
+"""Whole runs of all three benchmarks, in their published formats, on the shipped tiny model with
+real vLLM.
+"""
 
 import json
 import sys
@@ -43,7 +45,8 @@ def score(folder: Path, name: str) -> dict[str, Any]:
 
 def test_geometry3k_is_answered_and_graded(folder: Path) -> None:
     result = score(folder, "geometry3k")
-    # The shipped model is warm-started on such problems: it boxes an answer to most and gets some right.
+    # The shipped model is warm-started on such problems: it boxes an answer to most and gets some
+    # right.
     assert result["total"] == 6
     assert result["verdicts"].get("unparseable", 0) < 6
     assert result["groups"]["image_size"]["to 128x128"]["total"] == 6

@@ -1,4 +1,6 @@
-"""Real vLLM and real Transformers on a tiny random Qwen2.5-VL: they must give the same answers to the same problems."""
+"""Real vLLM and real Transformers on a tiny random Qwen2.5-VL: they must give the same answers to
+the same problems.
+"""
 
 import subprocess
 import sys
@@ -22,8 +24,8 @@ from eval.records import Prediction
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-# The images are 112 x 112, which is 16 image tokens without a limit and 4 with this one. The lower limit is left out on
-# purpose: the image processor ignores an upper one that comes alone.
+# The images are 112 x 112, which is 16 image tokens without a limit and 4 with this one. The lower
+# limit is left out on purpose: the image processor ignores an upper one that comes alone.
 MAX_PIXELS = 56 * 56
 IMAGE_TOKENS = 4
 QUESTIONS = ("Find x.", "Find the measure of the angle x in the figure.")
@@ -31,7 +33,9 @@ QUESTIONS = ("Find x.", "Find the measure of the angle x in the figure.")
 
 @pytest.fixture(scope="module")
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `model` (float32, random) and `data` (8 problems with two questions of different lengths)."""
+    """A folder with `model` (float32, random) and `data` (8 problems with two questions of
+    different lengths).
+    """
     folder = tmp_path_factory.mktemp("eval")
     rows = list(generate(8, split="test", seed=1, size=112))
     processor = build_processor([f"{row['problem']} {row['meta']['solution']}" for row in rows])
@@ -62,7 +66,9 @@ def command(workspace: Path, engine: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def predictions(workspace: Path) -> dict[str, list[Prediction]]:
-    """The rows of each engine. vLLM in a process of its own, so that its memory and threads go away with it."""
+    """The rows of each engine. vLLM in a process of its own, so that its memory and threads go away
+    with it.
+    """
     subprocess.run(
         [sys.executable, "-m", "eval.geometry3k", *command(workspace, "vllm")], cwd=ROOT, check=True
     )

@@ -1,4 +1,6 @@
-"""Every recipe for GPUs takes its steps on a card that is not there: no fault, few waits, the memory foretold."""
+"""Every recipe for GPUs takes its steps on a card that is not there: no fault, few waits, the
+memory foretold.
+"""
 
 import json
 import subprocess

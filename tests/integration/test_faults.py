@@ -1,6 +1,8 @@
-"""Faults in the middle of a run with a real engine: each ends it with one line, a whole checkpoint and nothing running.
+"""Faults in the middle of a run with a real engine: each ends it with one line, a whole checkpoint
+and nothing running.
 
-Every start goes on from what the one before it left, in one process with one engine (`faulty.several`).
+Every start goes on from what the one before it left, in one process with one engine
+(`faulty.several`).
 """
 
 import json
@@ -78,16 +80,23 @@ def after(tmp_path_factory):
 
 
 ENDS = [
-    r"error: step 2: row synthetic/0/train/14: an image cannot be read: OSError: image file is truncated. .*"
+    r"error: step 2: row synthetic/0/train/14: an image cannot be read: OSError: image file is "
+    r"truncated. .*"
     r"Repair or remove the row, and go on with --resume_from_checkpoint .*checkpoint-1$",
-    r"error: checkpoint-3 could not be written \(no space left .*\); older .* as they were; make room there, and the "
+    r"error: checkpoint-3 could not be written \(no space left .*\); older .* as they were; make "
+    r"room there, and the "
     r"same command goes on from checkpoint-2$",
-    r"error: step 4: the engine failed in the weight sync \(ValueError: the engine core died\); the same command goes "
+    r"error: step 4: the engine failed in the weight sync \(ValueError: the engine core died\); "
+    r"the same command goes "
     r"on from checkpoint-3$",
-    r"error: step 6: 3 steps in a row were skipped: the largest importance ratio of the last is 1e\+06 .*",
-    r"error: step 8: the engine failed in generate \(ValueError: the engine core died\); .* from checkpoint-7$",
-    r"error: step 8: reward adora_reward: 16 completions together, of row synthetic/0/train/\d+ and others: "
-    r"ZeroDivisionError: the reward's own mistake. .* go on with --resume_from_checkpoint .*checkpoint-7$",
+    r"error: step 6: 3 steps in a row were skipped: the largest importance ratio of the last is "
+    r"1e\+06 .*",
+    r"error: step 8: the engine failed in generate \(ValueError: the engine core died\); .* from "
+    r"checkpoint-7$",
+    r"error: step 8: reward adora_reward: 16 completions together, of row synthetic/0/train/\d+ "
+    r"and others: "
+    r"ZeroDivisionError: the reward's own mistake. .* go on with --resume_from_checkpoint "
+    r".*checkpoint-7$",
 ]
 BEGINNINGS = ["", "checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-6", "checkpoint-7"]
 

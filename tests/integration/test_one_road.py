@@ -1,4 +1,6 @@
-"""Command, dry run, doctor and Python refuse the same, in the same line, before weights are loaded or files written."""
+"""Command, dry run, doctor and Python refuse the same, in the same line, before weights are loaded
+or files written.
+"""
 
 import inspect
 import json
@@ -191,7 +193,8 @@ WRONG: list[
     (
         "VLLM --environment_factory a.py:A --adora_rollouts.budget 9 --num_generations 4 "
         "--vllm_importance_sampling_mode token_truncate",
-        "environment_factory does not go with adora_rollouts.budget: 9, as no checkpoint could keep their state",
+        "environment_factory does not go with adora_rollouts.budget: 9, as no checkpoint could "
+        "keep their state",
     ),
     (
         " ".join(["--tools zoom --adora_tool_options.turn_tokens 999", *VLLM]),
@@ -247,7 +250,8 @@ WRONG: list[
     ("--eval_strategy steps --eval_steps 5", "eval_strategy: steps needs use_vllm: true"),
     (
         "VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
-        f"adora_eval: 'mathvist' is not one of {', '.join(NAMES)}, or FILE.py:NAME; did you mean 'mathvista'",
+        f"adora_eval: 'mathvist' is not one of {', '.join(NAMES)}, or FILE.py:NAME; did you mean "
+        "'mathvista'",
     ),
     (
         "VLLM --eval_strategy steps --eval_steps 2 --adora_eval HERE/syntax.py:X=HERE/data",
@@ -394,7 +398,8 @@ WRONG: list[
     ("--dataset_name HERE/nowhere", "dataset: no folder 'HERE/nowhere'", "CK"),
     (
         "--adora_prompt <image>{problem}<image>",
-        "adora_prompt: row synthetic/0/train/0 of dataset: 'HERE/data' split 'train': its text has 2 <image> with",
+        "adora_prompt: row synthetic/0/train/0 of dataset: 'HERE/data' split 'train': its text "
+        "has 2 <image> with",
         "CDK",
     ),
     ("--dataset_name HERE/few", "dataset: 'HERE/few' split 'train' lacks the column", "CDK"),
@@ -685,8 +690,8 @@ def test_a_folder_that_another_run_holds_is_refused_on_every_way(here, tmp_path)
         for way in ALL:
             line = said_by(way, "", here, tmp_path / "run")
             assert line == (
-                f"output_dir: another run is writing to {str(tmp_path / 'run')!r}; wait for it, end it, or choose "
-                "another folder"
+                f"output_dir: another run is writing to {str(tmp_path / 'run')!r}; wait for it, "
+                "end it, or choose another folder"
             )
         other.stdin.write("\n")
 

@@ -1,5 +1,5 @@
-"""Rollouts that vLLM servers sample while the policy learns: from which weights, how far from the policy, and after a
-kill. Stand-ins play the servers, whose answers are drawn from the seeds alone.
+"""Rollouts that vLLM servers sample while the policy learns: from which weights, how far from the
+policy, and after a kill. Stand-ins play the servers, whose answers are drawn from the seeds alone.
 """
 
 import json
@@ -63,9 +63,13 @@ def steps(folder: Any) -> list[dict[str, Any]]:
 def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_before(
     tmp_path, server
 ):
-    """Twelve rows are three generations, so the fourth is of the next epoch. The rows are those of a run without."""
+    """Twelve rows are three generations, so the fourth is of the next epoch.
+
+    The rows are those of a run without.
+    """
     assert main(words(tmp_path / "ahead", server)) == 0
-    # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is measured, ...
+    # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is
+    # measured, ...
     rollouts, drift = (_with_each_weights(server, limit) for limit in (32, 8))
     assert (rollouts, drift) == ([8, 4, 4, 0], [0, 2, 2, 2])
     assert [step["adora/staleness"] for step in steps(tmp_path / "ahead")] == [0, 1, 1, 1]
@@ -80,8 +84,9 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
 
 
 def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkeypatch):
-    """Weights are written, and the next prompts read and asked for, before the rollouts are joined; the drift is scored
-    when the policy has learned from all but the last micro-batch, since servers answer late where they are far ahead.
+    """Weights are written, and the next prompts read and asked for, before the rollouts are joined;
+    the drift is scored when the policy has learned from all but the last micro-batch, since servers
+    answer late where they are far ahead.
     """
     done: list[str] = []
 
@@ -155,7 +160,9 @@ def _with_each_weights(server: StandIn, limit: int) -> list[int]:
 
 
 def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
-    """Neither in the figures of the next log, nor in the tokens that were seen, nor in what a method remembers."""
+    """Neither in the figures of the next log, nor in the tokens that were seen, nor in what a
+    method remembers.
+    """
     assert main(words(tmp_path / "whole", server, max_steps=2)) == 0
     (tmp_path / "mine.py").write_text(FAILS)
     failing = {"adora_reward": f"{tmp_path / 'mine.py'}:fails", "save_steps": 4}
@@ -176,7 +183,9 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
 def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_step(
     tmp_path, server, monkeypatch
 ):
-    """Its checkpoint is of the step before, whether one generation has two micro-batches or each is a generation."""
+    """Its checkpoint is of the step before, whether one generation has two micro-batches or each is
+    a generation.
+    """
     check = DriftGuard.check
     passes = list[int]()
 

@@ -1,5 +1,5 @@
-"""Ways to fill a generation that go together: each pair that differs in code trains, and goes on to the bit after a
-kill. Stand-ins play the servers, whose answers are drawn from prompts and seeds.
+"""Ways to fill a generation that go together: each pair that differs in code trains, and goes on to
+the bit after a kill. Stand-ins play the servers, whose answers are drawn from prompts and seeds.
 """
 
 import sys
@@ -72,7 +72,10 @@ PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         ("adora/called", "adora/unfinished"),
     ),
 }
-CALL = '<tool_call>\n{"name": "zoom", "arguments": {"x1": 0, "y1": 0, "x2": 28, "y2": 28}}\n</tool_call><|im_end|>'
+CALL = (
+    '<tool_call>\n{"name": "zoom", "arguments": {"x1": 0, "y1": 0, "x2": 28, "y2": 28}}\n'
+    "</tool_call><|im_end|>"
+)
 REWARD = """
 def reward(completions, **kwargs):
     return [float(len(str(one)) % 3 == 0) for one in completions]

@@ -1,4 +1,6 @@
-"""Answers that go on in the next generation, on the real engine: exact (after a kill too: `test_resume.py`)."""
+"""Answers that go on in the next generation, on the real engine: exact (after a kill too:
+`test_resume.py`).
+"""
 
 import json
 from pathlib import Path
@@ -56,7 +58,9 @@ def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_pa
 
 
 def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_never_cut(tmp_path):
-    """To the policy, which sees it whole: so the engine has seen the prompt, the image and the tokens of before."""
+    """To the policy, which sees it whole: so the engine has seen the prompt, the image and the
+    tokens of before.
+    """
     out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=0)
     rollouts = pd.read_parquet(out / "rollouts")
     assert (rollouts["segments"] > 1).mean() > 0.5 and rollouts["age"].max() >= 1

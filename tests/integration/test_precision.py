@@ -1,4 +1,6 @@
-"""bfloat16 under ZeRO-3, with real DeepSpeed: the constants of policy and reference are those of a plain model."""
+"""bfloat16 under ZeRO-3, with real DeepSpeed: the constants of policy and reference are those of a
+plain model.
+"""
 
 import json
 from pathlib import Path
@@ -20,7 +22,9 @@ ROLES = ("policy", "reference")
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `precision_run.py` saw in one process: ZeRO-3 shards and casts the same in one as in eight."""
+    """What `precision_run.py` saw in one process: ZeRO-3 shards and casts the same in one as in
+    eight.
+    """
     folder: Path = tmp_path_factory.mktemp("precision")
     launch(
         "cpu_zero3",
@@ -89,7 +93,9 @@ def test_every_constant_is_that_of_a_plain_model(sharded, plain, role):
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(sharded, role, position):
-    """To the bit: three passes of one process over the same tokens, between which the angles alone may change."""
+    """To the bit: three passes of one process over the same tokens, between which the angles alone
+    may change.
+    """
     built, right, rounded = (
         sharded[1][f"{role}/{which}/{position}"] for which in ("built", "float32", "rounded")
     )

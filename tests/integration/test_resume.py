@@ -50,9 +50,10 @@ KILLS = [sys.executable, "-m", "benchmarks.kill_and_resume", "--steps", "6"]
 
 @pytest.mark.core
 def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
-    """Under DARO, whose learned weights have to be in the checkpoint too, with half of the rollouts on distorted
-    images, which have to be distorted alike, and on a mixture of two data sets. TRL moves the reference (`kl` tells)
-    and the coefficient of the entropy. Every second step is logged, and the checkpoint is of the third (`loss`).
+    """Under DARO, whose learned weights have to be in the checkpoint too, with half of the rollouts
+    on distorted images, which have to be distorted alike, and on a mixture of two data sets. TRL
+    moves the reference (`kl` tells) and the coefficient of the entropy. Every second step is
+    logged, and the checkpoint is of the third (`loss`).
     """
     rows = [
         {"q": f"How long is side {number}?", "a": number, "image": f"pics/{number % 4}.png"}
@@ -102,7 +103,8 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
 ):
     """With answers that go on in the next generation, and problems that come again.
 
-    A server gets the adapter alone, so there it has no head. The three starts ask one and the same server.
+    A server gets the adapter alone, so there it has no head. The three starts ask one and the same
+    server.
     """
     processes = 2 if where == "zero3" else 1
     with vllm_server(tmp_path) if where == "server" else nullcontext() as server:

@@ -1,4 +1,6 @@
-"""A run whose vLLM servers, played by stand-ins, die one after the other: it goes on, or ends with a checkpoint."""
+"""A run whose vLLM servers, played by stand-ins, die one after the other: it goes on, or ends with
+a checkpoint.
+"""
 
 from collections.abc import Iterator
 
@@ -40,7 +42,10 @@ def words(folder, servers, **changed):
 
 
 def dies_after(server: StandIn, requests: int) -> None:
-    """It answers so many requests for rollouts. A step makes four, for two servers or for the one that is left."""
+    """It answers so many requests for rollouts.
+
+    A step makes four, for two servers or for the one that is left.
+    """
     server.asked.clear()
 
     def spoil(reply):
@@ -51,7 +56,9 @@ def dies_after(server: StandIn, requests: int) -> None:
 
 
 def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(tmp_path, pair, capfd):
-    """The stand-ins' answers are drawn from the seeds alone, so all of these runs have to end with the same weights."""
+    """The stand-ins' answers are drawn from the seeds alone, so all of these runs have to end with
+    the same weights.
+    """
     assert main(words(tmp_path / "whole", pair)) == 0
     expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
     capfd.readouterr()

@@ -1,5 +1,6 @@
-"""A model that vLLM serves on loopback gives the evaluators the answers that it gives when it is loaded here, and
-samples rollouts for the trainer, whose weights it reads from files (`vllm_mode: server`).
+"""A model that vLLM serves on loopback gives the evaluators the answers that it gives when it is
+loaded here, and samples rollouts for the trainer, whose weights it reads from files (`vllm_mode:
+server`).
 """
 
 import json
@@ -31,10 +32,12 @@ from tests.support.tiny_run import arguments, train
 from tests.support.vllm_server import vllm_server
 
 pytestmark = pytest.mark.slow
-# Groups without signal move nothing: the entropy moves the weights, far enough to be seen where they do not arrive.
+# Groups without signal move nothing: the entropy moves the weights, far enough to be seen where
+# they do not arrive.
 MOVED = {"entropy_coef": 1.0, "learning_rate": 1e-2}
 LORA = {"use_peft": "true", "lora_r": 4, "lora_dropout": 0, "lora_target_modules": "q_proj,up_proj"}
-ROUNDING = 1e-5  # nats per token in float32; weights that do not arrive are more than 1e-2 away after a step
+# nats per token in float32; weights that do not arrive are more than 1e-2 away after a step
+ROUNDING = 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +168,10 @@ def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeyp
 
 
 def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, served):
-    """The policy is a step away from what it learns from, and the drift is not. On two processes with ZeRO-3."""
+    """The policy is a step away from what it learns from, and the drift is not.
+
+    On two processes with ZeRO-3.
+    """
     ahead = by_file(served, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4)
     launch("cpu_zero3", "-m", "adora_vl.train", *arguments(tmp_path / "out", **ahead))
     steps = [step for step in read_metrics(tmp_path / "out" / METRICS) if "adora/drift" in step]

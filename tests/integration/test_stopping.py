@@ -1,4 +1,6 @@
-"""However a run is stopped: one whole checkpoint, nothing left running, and the same command goes on from it."""
+"""However a run is stopped: one whole checkpoint, nothing left running, and the same command goes
+on from it.
+"""
 
 import json
 import os
@@ -123,14 +125,18 @@ def holds_one_whole_checkpoint(stopped: Stopped) -> None:
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory):
-    """One run under ZeRO-3, stopped in each way in turn and each time started again by the same command."""
+    """One run under ZeRO-3, stopped in each way in turn and each time started again by the same
+    command.
+    """
     out = tmp_path_factory.mktemp("stopping") / "out"
     return {way.__name__: stop("cpu_zero3", out, way) for way in WAYS}
 
 
 @dataclass(frozen=True)
 class OnTwoMachines:
-    """A run with a process on each of two machines: one lost its power, then the same command ran and was stopped."""
+    """A run with a process on each of two machines: one lost its power, then the same command ran
+    and was stopped.
+    """
 
     ended_after: float
     said: list[str]
@@ -140,7 +146,10 @@ class OnTwoMachines:
 
 @pytest.fixture(scope="module")
 def two_machines(tmp_path_factory, two_processes):
-    """Started by `setup/ssh/train.sh`, as a user does. They get at least to the first checkpoint of one machine."""
+    """Started by `setup/ssh/train.sh`, as a user does.
+
+    They get at least to the first checkpoint of one machine.
+    """
     first = step_of(next(iter(two_processes.values())).saved[0])
     folder = tmp_path_factory.mktemp("machines")
     out = folder / "out"
@@ -166,7 +175,8 @@ def two_machines(tmp_path_factory, two_processes):
     return OnTwoMachines(ended_after, said, codes, [whole, *checkpoints(out)])
 
 
-_BOUND_S = 300  # a machine that is left alone has to notice it long before its collective calls give up (1,800 s)
+# a machine that is left alone has to notice it long before its collective calls give up (1,800 s)
+_BOUND_S = 300
 
 
 def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
@@ -189,7 +199,9 @@ def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(two_machines):
 
 
 def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
-    """The weights after the same steps: of a run that was killed and started again, and of one that was stopped."""
+    """The weights after the same steps: of a run that was killed and started again, and of one that
+    was stopped.
+    """
     alone = {folder.name: folder for stopped in two_processes.values() for folder in stopped.saved}
     together = {folder.name: folder for folder in two_machines.saved}
     common = sorted(alone.keys() & together.keys())

@@ -1,5 +1,5 @@
-"""The training command through the real stack: real diagrams, LoRA, an evaluation on the way, text alone, and a model
-that wants to sample image tokens.
+"""The training command through the real stack: real diagrams, LoRA, an evaluation on the way, text
+alone, and a model that wants to sample image tokens.
 """
 
 import json
@@ -36,7 +36,9 @@ SMALL += ["--save_strategy", "no"]
 
 
 def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
-    """Real diagrams at own size, golds such as `5 \\sqrt { 3 }`: the tiny model solves none, but all joints hold."""
+    """Real diagrams at own size, golds such as `5 \\sqrt { 3 }`: the tiny model solves none, but
+    all joints hold.
+    """
     data = tmp_path / "data"
     out = tmp_path / "out"
     assert (
@@ -129,7 +131,9 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
 
 
 def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
-    """The record of a run, complete: every step once in it and in the metrics, whole groups, weights applied."""
+    """The record of a run, complete: every step once in it and in the metrics, whole groups,
+    weights applied.
+    """
     table = pd.read_parquet(folder / "rollouts")
     assert table["step"].tolist() == [step for step in range(1, steps + 1) for _ in range(rollouts)]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -147,7 +151,9 @@ def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
 
 
 def test_lora_reaches_the_engine(tmp_path):
-    """With adapters merged on every sync, the engine still agrees with the policy after updates that moved it."""
+    """With adapters merged on every sync, the engine still agrees with the policy after updates
+    that moved it.
+    """
     out = tmp_path / "out"
     launch(
         "cpu",
@@ -196,7 +202,9 @@ def test_lora_reaches_the_engine(tmp_path):
 
 
 def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path):
-    """Same problems, same answers: the trainer's engine after the last step, and a fresh one on what was exported."""
+    """Same problems, same answers: the trainer's engine after the last step, and a fresh one on
+    what was exported.
+    """
     data = tmp_path / "data"
     out = tmp_path / "out"
     assert (

@@ -1,5 +1,5 @@
-"""Two processes: bad steps, a stop in order, going on as before and with another number of them, a judge's key that
-ends, and an engine that lies on both.
+"""Two processes: bad steps, a stop in order, going on as before and with another number of them, a
+judge's key that ends, and an engine that lies on both.
 """
 
 import json
@@ -64,7 +64,10 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """Step 2 has a NaN on one rank, and before step 3 one rank's engine has lost the weights. What came of it."""
+    """Step 2 has a NaN on one rank, and before step 3 one rank's engine has lost the weights.
+
+    What came of it.
+    """
     out = tmp_path_factory.mktemp("two") / "out"
     mark = uuid.uuid4().hex
     done = launch(
@@ -143,7 +146,9 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed):
 
 @pytest.mark.core
 def test_one_process_goes_on_with_the_steps_of_two(resumed, tmp_path):
-    """Same rollouts, and weights that differ by the order of sums only; a wrong Adam step would show."""
+    """Same rollouts, and weights that differ by the order of sums only; a wrong Adam step would
+    show.
+    """
     second = resumed / "checkpoint-2"
     words = ["-m", "adora_vl.train", *RUN, *ONE, "--max_steps", "3"]
     words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
@@ -221,7 +226,8 @@ def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
     assert again == whole
 
 
-# One call of each process before the run, 16 in the first step where no two replies are alike, and some of the second
+# One call of each process before the run, 16 in the first step where no two replies are alike, and
+# some of the second
 ANSWERED = 25
 
 
@@ -267,8 +273,10 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
     (line,) = re.findall(r"^error.*$", done.stderr, flags=re.MULTILINE)
     newest, *_ = checkpoints(tmp_path / "out")
     assert re.fullmatch(
-        r"error: step \d: adora_reward: judge: \S+ refuses the key in ADORA_VL_JUDGE_KEY for the model 'j' \(HTTP 401: "
-        rf"the key has ended .*\); set ADORA_VL_JUDGE_KEY to .*, and go on with --resume_from_checkpoint {newest}",
+        r"error: step \d: adora_reward: judge: \S+ refuses the key in ADORA_VL_JUDGE_KEY for the "
+        r"model 'j' \(HTTP 401: "
+        r"the key has ended .*\); set ADORA_VL_JUDGE_KEY to .*, and go on with "
+        rf"--resume_from_checkpoint {newest}",
         line,
     )
     assert problem_of(newest) is None
@@ -279,7 +287,10 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
 
 @pytest.fixture(scope="module")
 def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model has three attention heads, which two processes cannot share. This one is not trained."""
+    """The shipped model has three attention heads, which two processes cannot share.
+
+    This one is not trained.
+    """
     folder = tmp_path_factory.mktemp("model")
     config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED)
     text = config.text_config

@@ -1,4 +1,6 @@
-"""The four views of one tiny model: taught to reason, made blind, and taught to read facts out alone."""
+"""The four views of one tiny model: taught to reason, made blind, and taught to read facts out
+alone.
+"""
 
 import random
 from collections.abc import Callable

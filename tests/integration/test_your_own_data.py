@@ -1,4 +1,6 @@
-"""A stranger's data set on its whole way: the page's commands, and two images a row through the engine."""
+"""A stranger's data set on its whole way: the page's commands, and two images a row through the
+engine.
+"""
 
 import json
 import re
@@ -75,7 +77,9 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
 
 
 def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path):
-    """Trained for two steps on a table named in the config, with the engine, and evaluated on its held-out rows."""
+    """Trained for two steps on a table named in the config, with the engine, and evaluated on its
+    held-out rows.
+    """
     folder = tmp_path / "in"
     (folder / "pics").mkdir(parents=True)
     for split, count in (("train", 8), ("test", 4)):

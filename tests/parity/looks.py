@@ -1,5 +1,5 @@
-"""What parity runs have in common, and look at: the gradients of each step, and, since an engine is there anyway, the
-doctor's table, answers of both engines of the evaluators, and a LoRA adapter.
+"""What parity runs have in common, and look at: the gradients of each step, and, since an engine is
+there anyway, the doctor's table, answers of both engines of the evaluators, and a LoRA adapter.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ def data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
 
 
 class Gradients(TrainerCallback):
-    """Copies every gradient before each optimizer step; a sharded model's are not there to be copied."""
+    """Copies every gradient before each optimizer step; a sharded model's are not there to be
+    copied.
+    """
 
     def __init__(self) -> None:
         self.steps: list[dict[str, torch.Tensor]] = []
@@ -64,8 +66,10 @@ class Gradients(TrainerCallback):
 
 
 def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
-    """The lines of the doctor's table that need an engine. It looks closer at the first rows, so here the second one
-    comes first: of mixed rows that is one without images.
+    """The lines of the doctor's table that need an engine.
+
+    It looks closer at the first rows, so here the second one comes first: of mixed rows that is one
+    without images.
     """
     merge = trainer.processing_class.image_processor.merge_size
     prompts = read_prompts(trainer, [*rows[1:], *rows[:1]])
@@ -73,7 +77,9 @@ def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
 
 
 def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
-    """Greedy answers of the trainer's own vLLM, and of Transformers to the saved model, with the same tools."""
+    """Greedy answers of the trainer's own vLLM, and of Transformers to the saved model, with the
+    same tools.
+    """
     folder = f"{trainer.args.output_dir}/saved"
     trainer.save_model(folder)
     requests = [
@@ -93,7 +99,8 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
 
 
 def lora(trainer: Any, rows: Rows) -> dict[str, float]:
-    """In nats: how far an adapter in all parts of the model moves the policy, and how far the engine is from it then.
+    """In nats: how far an adapter in all parts of the model moves the policy, and how far the
+    engine is from it then.
 
     The trainer keeps the adapter.
     """
@@ -116,7 +123,9 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
 
 
 class Draws:
-    """Tools that answer most turns, whatever they say: with a picture of a drawn size, two, or a text alone."""
+    """Tools that answer most turns, whatever they say: with a picture of a drawn size, two, or a
+    text alone.
+    """
 
     @classmethod
     def of_process(cls) -> Draws:

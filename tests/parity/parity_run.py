@@ -1,7 +1,8 @@
-"""Trains a few large steps and writes how far engine and trainer were apart: run by the parity tests, on 1 or 2 ranks.
+"""Trains a few large steps and writes how far engine and trainer were apart: run by the parity
+tests, on 1 or 2 ranks.
 
-Usage: accelerate launch ... -m tests.parity.parity_run --model DIR --output FILE.json [--sabotage NAME] [--look NAME]
-[key=value ...]
+Usage: accelerate launch ... -m tests.parity.parity_run --model DIR --output FILE.json [--sabotage
+NAME] [--look NAME] [key=value ...]
 """
 
 import argparse
@@ -167,8 +168,8 @@ def main() -> None:
         Recorder.toolbox = Draws.of_process()
         own = {**TURNS, **own}
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **{**SETTINGS, **own})
-    # Four problems that come again at every step. In prompts longer than a block of the prefix cache (128 tokens on a
-    # CPU) they hit a cache which is not reset.
+    # Four problems that come again at every step. In prompts longer than a block of the prefix
+    # cache (128 tokens on a CPU) they hit a cache which is not reset.
     rows = list(generate(4, seed=5))
     if options.mixed:
         rows = [

@@ -1,11 +1,14 @@
-"""The same rollouts with each way to save work, in one run: writes losses and every gradient's distance from stock's.
+"""The same rollouts with each way to save work, in one run: writes losses and every gradient's
+distance from stock's.
 
-Usage: accelerate launch ... speed_run.py --output FILE.json [--only STEP,STEP] [--sabotage NAME] [key=value ...]
-The policy stands still (learning rate 0), the problems and the rollouts' seeds come again at every step, and only the
-switches differ: the first step has all of them off, which is stock TRL's way.
+Usage: accelerate launch ... speed_run.py --output FILE.json [--only STEP,STEP] [--sabotage NAME]
+[key=value ...] The policy stands still (learning rate 0), the problems and the rollouts' seeds come
+again at every step, and only the switches differ: the first step has all of them off, which is
+stock TRL's way.
 
-The policy is float64, so that rounding (1e-16 an operation, on every processor) hides nothing; the engine is float32,
-and its rollouts are data here. With `--float32` the policy is float32, the only one of the two that DeepSpeed takes.
+The policy is float64, so that rounding (1e-16 an operation, on every processor) hides nothing; the
+engine is float32, and its rollouts are data here. With `--float32` the policy is float32, the only
+one of the two that DeepSpeed takes.
 """
 
 import argparse
@@ -62,8 +65,10 @@ STEPS: dict[str, list[str]] = {
 
 
 class InFloat64(TorchFunctionMode):
-    """Inside, a cast to float32 is one to float64. Transformers computes norms and RoPE in float32, and TRL the head's
-    log-probabilities and its gradients, which is more than bfloat16 has and less than float64.
+    """Inside, a cast to float32 is one to float64.
+
+    Transformers computes norms and RoPE in float32, and TRL the head's log-probabilities and its
+    gradients, which is more than bfloat16 has and less than float64.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

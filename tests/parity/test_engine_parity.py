@@ -1,5 +1,5 @@
-"""vLLM and the trainer agree on the sampled tokens, cold and after large updates, on one process and on two (ZeRO-3);
-and where a correction is taken out, that is noticed.
+"""vLLM and the trainer agree on the sampled tokens, cold and after large updates, on one process
+and on two (ZeRO-3); and where a correction is taken out, that is noticed.
 """
 
 import json
@@ -20,8 +20,9 @@ from tests.integration.support import launch, lost_image_features
 
 pytestmark = pytest.mark.slow
 SCRIPT = ("-m", "tests.parity.parity_run")
-# Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's rounding differs by small
-# factors between processors, not by 50; what the corrections are there for is 0.04 and more.
+# Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's
+# rounding differs by small factors between processors, not by 50; what the corrections are there
+# for is 0.04 and more.
 BOUND = 1e-4
 
 
@@ -43,8 +44,8 @@ def assert_parity(result: dict[str, Any]) -> None:
 
 
 STOCK_WORK = [
-    "adora_stock_step=[cache_images, group_requests, share_vision, batch_windows, share_prompt, skip_old_pass, "
-    "skip_zero_signal, spread_signal]"
+    "adora_stock_step=[cache_images, group_requests, share_vision, batch_windows, share_prompt, "
+    "skip_old_pass, skip_zero_signal, spread_signal]"
 ]
 
 
@@ -72,7 +73,10 @@ PAUSED = (
     ids=["one process", "two, ZeRO-3", "paused within turns"],
 )
 def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
-    """Their lengths are what the policy has sampled. Two processes may have other numbers of turns."""
+    """Their lengths are what the policy has sampled.
+
+    Two processes may have other numbers of turns.
+    """
     config, rows, *further = words
     result = parity(
         tmp_path, config, "--tools", *further, f"per_device_train_batch_size={rows}", "max_steps=2"
@@ -94,8 +98,9 @@ def make_lively(weights: Path) -> None:
 
 @pytest.fixture(scope="module")
 def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Qwen3-VL, with random weights: entropy moves them. A generation has rows with one, no and two images, and tools
-    show further ones.
+    """Qwen3-VL, with random weights: entropy moves them.
+
+    A generation has rows with one, no and two images, and tools show further ones.
     """
     folder = tmp_path_factory.mktemp("qwen3_vl")
     build_tiny_model(folder / "model", WarmStart(steps=0), "qwen3_vl")
@@ -153,13 +158,16 @@ LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
 
 @pytest.mark.core
 def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
-    """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may come of that."""
+    """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may
+    come of that.
+    """
     assert_parity(parity(tmp_path, "cpu", *LONG))
 
 
 @pytest.mark.core
 def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
-    # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is frozen.
+    # 6 sequences per rank in groups of 4: the second group lies on both ranks. The projector is
+    # frozen.
     result = parity(
         tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze=[projector]"
     )
@@ -182,7 +190,8 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
 def test_without_the_collapsing_the_drift_guard_stops_the_run(tmp_path):
     """Stock TRL's rollouts: the guard notices, saves, names the causes, and no later step is taken.
 
-    With the tiny model they are 0.25 nats per token from the trainer, up to 11, since most tokens are wording.
+    With the tiny model they are 0.25 nats per token from the trainer, up to 11, since most tokens
+    are wording.
     """
     words = ["per_device_train_batch_size=8", "adora_max_drift=0.1"]
     result = parity(tmp_path, "cpu", "--sabotage", "expanded", *words, check=False)

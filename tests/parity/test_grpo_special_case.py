@@ -1,4 +1,6 @@
-"""With weights of 1 ADORA's step is stock GRPO's: losses, gradients and advantages to the bit, on the same rollouts."""
+"""With weights of 1 ADORA's step is stock GRPO's: losses, gradients and advantages to the bit, on
+the same rollouts.
+"""
 
 from typing import Any, get_args
 
@@ -27,8 +29,8 @@ def reward_with_a_constant_group(
 ) -> list[float]:
     """The preset, but for the batch's first two groups, whatever the tiny model says.
 
-    The first group is boxed and wrong throughout: stock TRL's mean of 0.1 is not exact. Of the second, two rollouts are
-    right: it has signal, and an easy problem's pass rate.
+    The first group is boxed and wrong throughout: stock TRL's mean of 0.1 is not exact. Of the
+    second, two rollouts are right: it has signal, and an easy problem's pass rate.
     """
     graded: list[float] = reward_function("adora")(
         completions=completions, answer=answer, **columns
@@ -37,7 +39,9 @@ def reward_with_a_constant_group(
 
 
 def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, Any]:
-    """Two optimizer steps of two micro-batches with `transformers` generation; everything is decided by the seed."""
+    """Two optimizer steps of two micro-batches with `transformers` generation; everything is
+    decided by the seed.
+    """
     processor = load_processor(str(PRETRAINED))
     own: dict[str, Any] = {
         "output_dir": str(tmp_path / "run"),
@@ -114,7 +118,8 @@ def test_with_weights_of_one_the_step_is_stock_grpo(tmp_path, stock, settings):
     assert_same(two_steps(AdoraGRPOTrainer, tmp_path, **settings), stock)
 
 
-# Four optimizer steps a generation, then one of the next; the rate is high enough for ratios to leave the clip range.
+# Four optimizer steps a generation, then one of the next; the rate is high enough for ratios to
+# leave the clip range.
 SEVERAL = {"steps_per_generation": 8, "max_steps": 5, "learning_rate": 1e-3, "beta": 0.01}
 
 
@@ -131,7 +136,9 @@ def test_several_steps_a_generation_are_stock_grpos(tmp_path):
 
 
 def test_attenuation_changes_the_advantages_of_the_marked_groups_only(tmp_path, stock):
-    """A factor below 1 shows that the comparison above can fail, and that the trainer uses the pure functions."""
+    """A factor below 1 shows that the comparison above can fail, and that the trainer uses the pure
+    functions.
+    """
     ours = two_steps(
         AdoraGRPOTrainer, tmp_path, adora_method={"adora": {"criteria": ["difficulty"], "tau": 0.2}}
     )

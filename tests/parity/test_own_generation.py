@@ -1,4 +1,6 @@
-"""A generation is graded and collated as TRL does it: every column and figure to the bit, on the same completions."""
+"""A generation is graded and collated as TRL does it: every column and figure to the bit, on the
+same completions.
+"""
 
 import copy
 from dataclasses import replace
@@ -47,7 +49,9 @@ async def of_some_groups(
 
 
 class Flat:
-    """The processor for stock TRL, which gives it None for a row without images: Transformers raises on that."""
+    """The processor for stock TRL, which gives it None for a row without images: Transformers
+    raises on that.
+    """
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -74,7 +78,9 @@ def rows_of(images: tuple[int, ...]) -> list[dict[str, Any]]:
 
 
 def sampled(ends: list[int]) -> tuple[list[list[int]], list[list[float | None]]]:
-    """Completions of 1 to 9 tokens, of which some have an end, and what an engine could say of them."""
+    """Completions of 1 to 9 tokens, of which some have an end, and what an engine could say of
+    them.
+    """
     draw = torch.Generator().manual_seed(4)
     found, logps = [], []
     for row in range(GROUPS * SIZE):

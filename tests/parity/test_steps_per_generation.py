@@ -1,4 +1,6 @@
-"""Each of several optimizer steps on one generation has the gradient that stock TRL has on the same rollouts."""
+"""Each of several optimizer steps on one generation has the gradient that stock TRL has on the same
+rollouts.
+"""
 
 from typing import Any
 
@@ -41,7 +43,9 @@ def reward(completions: list[Any], **columns: Any) -> list[float]:
 
 
 class Watched(AdoraGRPOTrainer):
-    """Keeps the generation as a whole, its log-probabilities before the first update, and what each update gets."""
+    """Keeps the generation as a whole, its log-probabilities before the first update, and what each
+    update gets.
+    """
 
     update: list[dict[str, Any]]
 
@@ -58,7 +62,9 @@ class Watched(AdoraGRPOTrainer):
         return super()._compute_loss(model, inputs)
 
     def stock_gradients(self, rows: list[int]) -> dict[str, torch.Tensor]:
-        """Of these rollouts, each with the weight that it has in stock TRL's micro-batches of full size."""
+        """Of these rollouts, each with the weight that it has in stock TRL's micro-batches of full
+        size.
+        """
         batch = take_rows(split_pixel_values_by_grid(self.generation), rows)
         batch = unsplit_pixel_values_by_grid(batch)
         self.args.adora_stock_step = ["share_vision", "share_prompt"]
@@ -137,7 +143,9 @@ def updates(tmp_path_factory) -> list[dict[str, Any]]:
 
 
 def test_every_update_has_stocks_gradient_on_its_rollouts(updates):
-    """Rounding is 1e-5 on any processor; a rollout with a wrong weight or old log-probability is above 1e-2."""
+    """Rounding is 1e-5 on any processor; a rollout with a wrong weight or old log-probability is
+    above 1e-2.
+    """
     assert len(updates) == UPDATES
     assert all(update["scale"] > 1e-4 for update in updates), (
         "an update without a gradient shows nothing"

@@ -1,4 +1,6 @@
-"""TRL's kernels of the language-model head for a card give float64's log-probabilities, by Triton's interpreter."""
+"""TRL's kernels of the language-model head for a card give float64's log-probabilities, by Triton's
+interpreter.
+"""
 
 import json
 import os
@@ -8,7 +10,8 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.core
-# Relative distances of log-probabilities and of gradients. In bfloat16 logits are rounded to 2**-9, as in TRL's tiles.
+# Relative distances of log-probabilities and of gradients. In bfloat16 logits are rounded to 2**-9,
+# as in TRL's tiles.
 BOUNDS = {"float32": (1e-7, 5e-7), "bfloat16": (1e-3, 8e-3)}
 
 _DISTANCES = """

@@ -16,7 +16,10 @@ def asks_of(
     grouped: bool = True,
     limit: int | None = None,
 ) -> list[RolloutAsk]:
-    """`ids`: of their prompts. `first`: the number of the first row. `grouped`: those of a group may be one request."""
+    """`ids`: of their prompts.
+
+    `first`: the number of the first row. `grouped`: those of a group may be one request.
+    """
     asks = []
     for number, (own, shown) in enumerate(
         zip(ids, images or [None] * len(ids), strict=True), first

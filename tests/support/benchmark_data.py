@@ -1,4 +1,6 @@
-"""Synthetic problems in each benchmark's exact published format, for whole runs of the evaluators, and their scores."""
+"""Synthetic problems in each benchmark's exact published format, for whole runs of the evaluators,
+and their scores.
+"""
 
 import base64
 import json
@@ -73,7 +75,8 @@ WEMATH = Features(
         "knowledge concept description": Value("string"),
     }
 )
-# Those of AI4Math/MathVerse, testmini; the version without images has a text for its image, which is empty.
+# Those of AI4Math/MathVerse, testmini; the version without images has a text for its image, which
+# is empty.
 MATHVERSE = Features(
     {
         **_texts("sample_index", "problem_index", "problem_version", "question"),
@@ -146,7 +149,10 @@ def _write_images(folder: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parquet") -> Path:
-    """`parquet`: as on the hub. `json`: the repository's object of rows by pid beside a folder of images."""
+    """`parquet`: as on the hub.
+
+    `json`: the repository's object of rows by pid beside a folder of images.
+    """
     if form == "parquet":
         (folder / "data").mkdir(parents=True, exist_ok=True)
         path = folder / "data" / "testmini-00000-of-00001.parquet"
@@ -162,7 +168,9 @@ def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parqu
 
 
 def mathvision_rows(count: int = 6) -> list[dict[str, Any]]:
-    """Rows in turn: free form, five options, five options that are drawn in the picture, and two parts of a picture."""
+    """Rows in turn: free form, five options, five options that are drawn in the picture, and two
+    parts of a picture.
+    """
     return [_mathvision_row(problem) for problem in _problems(count)]
 
 
@@ -225,7 +233,9 @@ def write_mmstar(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def wemath_rows(count: int = 7) -> list[dict[str, Any]]:
-    """Composite problems of two and of three steps in turn: a row for each step, then one for the whole."""
+    """Composite problems of two and of three steps in turn: a row for each step, then one for the
+    whole.
+    """
     places = [
         (f"{steps}steps_{number}", f"{steps}steps_{step}")
         for number in range(1, 1 + count)
@@ -292,7 +302,8 @@ def mathverse_rows(count: int = 5, versions: Sequence[str] = VERSIONS[:5]) -> li
                     "subfield": "Angle",
                 },
                 "query_wo": f"Please directly answer the question.\nQuestion: {asked}",
-                "query_cot": f"Please first conduct reasoning, and then answer the question.\nQuestion: {asked}",
+                "query_cot": "Please first conduct reasoning, and then answer the question.\n"
+                f"Question: {asked}",
                 "question_for_eval": whole,
             }
         )
@@ -315,7 +326,9 @@ def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def write_texts(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
-    """One JSON file, its pictures as Base64, of rows that have the columns of their benchmark but `id` and `image`."""
+    """One JSON file, its pictures as Base64, of rows that have the columns of their benchmark but
+    `id` and `image`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [base64.b64encode(problem["png"]).decode() for problem in _problems(len(rows))]
     told = [{**row, "image": picture} for row, picture in zip(rows, pictures, strict=True)]

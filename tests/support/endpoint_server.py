@@ -19,7 +19,9 @@ def completion(text: str, **more: Any) -> Reply:
 
 
 class Server:
-    """A loopback endpoint that answers with `answer(request, number of the call)`; None: it never does."""
+    """A loopback endpoint that answers with `answer(request, number of the call)`; None: it never
+    does.
+    """
 
     def __init__(self, answer: Answer) -> None:
         self.requests: list[dict[str, Any]] = []

@@ -11,8 +11,9 @@ from adora_vl.report.__main__ import main
 
 ATTACK = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-    "</script></p></article><iframe src='javascript:parent.document.title=`owned`'></iframe>'\">{{SCRIPT}}"
-    "<svg onload='document.title=`owned`'>"
+    "</script></p></article><iframe "
+    "src='javascript:parent.document.title=`owned`'></iframe>'\">{{SCRIPT}}<svg "
+    "onload='document.title=`owned`'>"
 )
 SETTINGS = {"adora_method": {"adora": {"mode": "attenuation", "factor": 0.1}}}
 

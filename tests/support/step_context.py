@@ -35,7 +35,10 @@ def step_context(
     policy_logps: PolicyLogps = no_pass,
     **keys: Any,
 ) -> StepContext:
-    """`keys`: those of the config that are not to be the defaults. `log`: gets the figures; the last one of a name."""
+    """`keys`: those of the config that are not to be the defaults.
+
+    `log`: gets the figures; the last one of a name.
+    """
     config = copy.copy(_defaults())
     known = state or TrainerState()
     for name, value in keys.items():

@@ -1,4 +1,6 @@
-"""A run of the real training command that takes seconds: the tiny model, four steps, without an engine."""
+"""A run of the real training command that takes seconds: the tiny model, four steps, without an
+engine.
+"""
 
 import contextlib
 import io
@@ -57,7 +59,9 @@ class Resumed:
 
 @pytest.fixture(scope="session")
 def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
-    """`adora_run` as if it had been killed after checkpoint-2 with steps 3 and 4 written, and started again."""
+    """`adora_run` as if it had been killed after checkpoint-2 with steps 3 and 4 written, and
+    started again.
+    """
     folder = shutil.copytree(adora_run, tmp_path_factory.mktemp("resumed") / "adora")
     shutil.rmtree(folder / f"checkpoint-{STEPS}")
     with contextlib.redirect_stdout(io.StringIO()) as stream:

@@ -16,7 +16,10 @@ from adora_vl.utils.launch import free_port
 
 
 class VLLMServer:
-    """One server. Left out of the page's command are the limits of pixels, which the tiny model's processor has."""
+    """One server.
+
+    Left out of the page's command are the limits of pixels, which the tiny model's processor has.
+    """
 
     def __init__(self, log: Path, model: str, *words: str) -> None:
         self.port = free_port()

@@ -1,5 +1,5 @@
-"""ADORA: its criteria row by row, the properties of a weight per group, and the controls, which weigh other groups or
-scale the learning rate.
+"""ADORA: its criteria row by row, the properties of a weight per group, and the controls, which
+weigh other groups or scale the learning rate.
 """
 
 import json
@@ -24,7 +24,8 @@ from tests.unit.advantage.methods_support import adora_weights, batch, random_ba
 NAN = float("nan")
 
 
-# rewards, lengths, weight by the VLM reference (factor 0.1, truncated_at 100), weight with empty_wrong="keep"
+# rewards, lengths, weight by the VLM reference (factor 0.1, truncated_at 100), weight with
+# empty_wrong="keep"
 TABLE = {
     "no correct rollout": ([0.0, 0.1, 0.1, 0.0], [5, 6, 7, 8], 1.0, 1.0),
     "no correct one, one unscored": ([0.0, NAN, 0.1, 0.0], [5, 600, 7, 8], 1.0, 1.0),
@@ -73,7 +74,8 @@ def test_amplification_multiplies_the_advantageous_groups_only():
     assert adora_weights(rewards, lengths, factor=1.0).tolist() == [1.0, 1.0, 1.0]
 
 
-# right of four, tau, weights (attenuation to 0.1, amplification to 2), and those where a pass rate of 0 does not count
+# right of four, tau, weights (attenuation to 0.1, amplification to 2), and those where a pass rate
+# of 0 does not count
 DIFFICULTY = [
     (0, 0.5, (1.0, 2.0), (1.0, 1.0)),
     (1, 0.5, (1.0, 2.0), (1.0, 2.0)),
@@ -107,7 +109,8 @@ def test_difficulty_is_a_pass_rate_of_at_most_tau(subtests):
         assert adora_weights(rewards, lengths, **own).item() == 1.0
 
 
-# criteria, combine, weight of a group without a correct rollout with no_correct="keep", with "attenuate"
+# criteria, combine, weight of a group without a correct rollout with no_correct="keep", with
+# "attenuate"
 NO_CORRECT = [
     (("length",), "any", 1.0, 0.1),
     (("difficulty",), "any", 1.0, 1.0),  # TAS: 0 is at most tau
@@ -138,7 +141,8 @@ def test_criteria_combine():
     assert result.tolist() == [pytest.approx(0.1)] * 3
 
 
-# rewards, lengths, and whether the longest right rollout is as long as the mean of the wrong ones that finished
+# rewards, lengths, and whether the longest right rollout is as long as the mean of the wrong ones
+# that finished
 TIED = [
     ([1.0, 1.0, 0.1, 0.0], [3, 6, 4, 8], True),
     ([1.0, 0.1, 0.1, 0.0], [7, 6, 7, 8], True),

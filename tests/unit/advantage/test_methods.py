@@ -1,5 +1,5 @@
-"""The family of advantages: a worked example of each method, the way back to GRPO, invariances, groups that break
-careless formulas, and what a method remembers.
+"""The family of advantages: a worked example of each method, the way back to GRPO, invariances,
+groups that break careless formulas, and what a method remembers.
 """
 
 import json
@@ -70,7 +70,8 @@ def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method()
 
 
 def test_lite_ppo_by_hand():
-    # deviations from the groups' means -1/2 and 1/2, and none; all four rewards: mean 3/4, deviation 1/2
+    # deviations from the groups' means -1/2 and 1/2, and none; all four rewards: mean 3/4,
+    # deviation 1/2
     rewards = torch.tensor([[0.0, 1.0], [1.0, 1.0]])
     assert METHODS["lite_ppo"].settings["scale_rewards"] == "batch"
     assert group_advantages(rewards, scale="batch", eps=0.0).tolist() == [[-1.0, 1.0], [0.0, 0.0]]
@@ -115,14 +116,17 @@ def test_mc_grpo_by_hand():
     assert made(method, torch.tensor([[0.0, 0.0, 1.0]])).tolist() == [
         pytest.approx([0.0, 0.0, scale])
     ]
-    # `docs/methods.md` warns of it: with three rewards the median absolute deviation is 0.1, and an advantage can be 10
+    # `docs/methods.md` warns of it: with three rewards the median absolute deviation is 0.1, and an
+    # advantage can be 10
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0]])
     assert made(method, rewards).max() == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8)  # about 10.1
     assert group_advantages(rewards).max() == pytest.approx(2.6, abs=0.05)
 
 
 def test_ngrpo_by_hand():
-    """The paper's own case: one right of eight gives 2.47 and -0.35 with GRPO, 1.76 and -0.50 with NGRPO."""
+    """The paper's own case: one right of eight gives 2.47 and -0.35 with GRPO, 1.76 and -0.50 with
+    NGRPO.
+    """
     rewards = torch.tensor([[1.0] + [0.0] * 7])
     assert group_advantages(rewards)[0, :2].tolist() == pytest.approx([2.474, -0.354], abs=2e-3)
     assert made(experimental.Ngrpo(), rewards)[0, :2].tolist() == pytest.approx(
@@ -221,7 +225,9 @@ def test_ssb_is_the_mean_of_drawn_replays():
 
 
 def test_rrb_by_hand():
-    """A box around a wrong answer (0.1) is worth a tenth of a right answer; GRPO makes both groups equal."""
+    """A box around a wrong answer (0.1) is worth a tenth of a right answer; GRPO makes both groups
+    equal.
+    """
     rewards = torch.tensor(
         [[0.0, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0], [NAN, 0.5], [NAN, NAN], [0.0, 3.0]]
     )
@@ -286,7 +292,9 @@ def test_daros_weights_converge_to_the_inverse_of_fixed_losses():
 
 
 def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_rate():
-    """`docs/methods.md` says so: nothing else is learned from them where all answers are equally long."""
+    """`docs/methods.md` says so: nothing else is learned from them where all answers are equally
+    long.
+    """
     right = torch.tensor([1, 2, 4])
     rewards_PG = (torch.arange(8)[None, :] < right[:, None]).to(torch.float64)
     bins_P = bins_of(right / 8, 8)
@@ -312,7 +320,9 @@ def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one
 
 
 def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses():
-    """`loss_type: dapo` divides by all tokens; the gradient by the log-probabilities must be DARO's."""
+    """`loss_type: dapo` divides by all tokens; the gradient by the log-probabilities must be
+    DARO's.
+    """
     generator = torch.Generator().manual_seed(0)
     rewards = torch.tensor(
         [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
@@ -501,7 +511,9 @@ def test_plain_is_what_the_trainer_leaves_untouched():
 
 
 def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
-    """Of groups that are mixed, all wrong, all right, and without a right answer but with rewards that differ."""
+    """Of groups that are mixed, all wrong, all right, and without a right answer but with rewards
+    that differ.
+    """
     groups = batch([[1.0, 0, 0, 0], [0.0] * 4, [1.0] * 4, [0.1, 0, 0, 0]], [[10, 20, 30, 40]] * 4)
     cases: dict[tuple[str, ...], tuple[list[bool], dict[str, Any]]] = {
         ("grpo",): ([True, False, False, True], {}),
@@ -603,7 +615,9 @@ def test_everything_stays_finite(subtests):
 
 
 def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(subtests):
-    """Under every method that compares whole groups no wrong rollout is lifted while a right one is pushed down."""
+    """Under every method that compares whole groups no wrong rollout is lifted while a right one is
+    pushed down.
+    """
     for name in ["grpo", "dapo", "adora", "daro", "mc_grpo", "ngrpo", "d3s", "ssb", "rrb"]:
         with subtests.test(name):
             groups = random_batch(generations=9 if name == "mc_grpo" else 8)
@@ -660,7 +674,9 @@ print("same")
 
 
 def test_two_ranks_compute_what_one_does(tmp_path):
-    """Real processes, gathered tensors, every method and control, three steps with what they remember."""
+    """Real processes, gathered tensors, every method and control, three steps with what they
+    remember.
+    """
     port = str(free_port())
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)

@@ -1,4 +1,6 @@
-"""The demo's start and problems: a guess pays at first, nothing but the sum tells which problems have a cheap guess."""
+"""The demo's start and problems: a guess pays at first, nothing but the sum tells which problems
+have a cheap guess.
+"""
 
 import json
 import random

@@ -1,7 +1,9 @@
-"""The tiny model's teacher: at the start of the demo, ADORA's length criterion must not be the label of one subtype.
+"""The tiny model's teacher: at the start of the demo, ADORA's length criterion must not be the
+label of one subtype.
 
-It once was. Vertical angles were copied in 13 tokens, and their slip took 18, so every mixed group of this one subtype
-was attenuated and no other: GRPO with ADORA ended eight points below GRPO, for a reason that lay in the drawings.
+It once was. Vertical angles were copied in 13 tokens, and their slip took 18, so every mixed group
+of this one subtype was attenuated and no other: GRPO with ADORA ended eight points below GRPO, for
+a reason that lay in the drawings.
 """
 
 import random
@@ -33,8 +35,9 @@ SUBTYPES = {
     "circle, diameter",
     "circle, circumference",
 }
-# The mean weight of a subtype's mixed groups is 1 - 0.9 * share, so up to this share the first updates count every
-# subtype at 0.91 to 1 of any other. A criterion that is a subtype's label has a share of 1 there.
+# The mean weight of a subtype's mixed groups is 1 - 0.9 * share, so up to this share the first
+# updates count every subtype at 0.91 to 1 of any other. A criterion that is a subtype's label has a
+# share of 1 there.
 MOST_ATTENUATED = 0.1
 
 
@@ -52,7 +55,8 @@ class Subtype:
 
 
 def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
-    """What each subtype's groups of `GROUP` answers by the teacher look like to the demo's criterion.
+    """What each subtype's groups of `GROUP` answers by the teacher look like to the demo's
+    criterion.
 
     The wordings of a group are drawn from all workings of its subtype.
     """
@@ -101,13 +105,16 @@ def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, rows: list[
     for name, subtype in found.items():
         assert len(subtype.attenuated) >= 20, name  # mixed groups: the share means something
         assert subtype.tds_share <= MOST_ATTENUATED, name
-        # Two answers differ by a token at least. More than one apart in the mean is no accident of the digits.
+        # Two answers differ by a token at least. More than one apart in the mean is no accident of
+        # the digits.
         assert fmean(subtype.right) > fmean(subtype.slip) + 1, name
     assert fmean(found["crossing, vertical"].right) > fmean(found["crossing, vertical"].slip) > 17
 
 
 def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(rows: list[Row]) -> None:
-    """What decides is the picture: both cases are worked out by the same teacher, with the same numbers."""
+    """What decides is the picture: both cases are worked out by the same teacher, with the same
+    numbers.
+    """
     crossing = [row for row in rows if row["meta"]["family"] == "crossing"]
     assert {row["meta"]["kind"] for row in crossing} == {"vertical", "supplementary"}
     for row in crossing:

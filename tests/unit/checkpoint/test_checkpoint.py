@@ -1,4 +1,6 @@
-"""A checkpoint is whole or does not count; a run goes on from the newest whole one of the same run, or says why not."""
+"""A checkpoint is whole or does not count; a run goes on from the newest whole one of the same run,
+or says why not.
+"""
 
 import contextlib
 import json
@@ -220,7 +222,9 @@ def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
 
 
 def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
-    """DeepSpeed hands all groups one step tensor and the first group's decay; Adam then counts a step per group."""
+    """DeepSpeed hands all groups one step tensor and the first group's decay; Adam then counts a
+    step per group.
+    """
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = torch.optim.AdamW([{"params": [each], "weight_decay": 0.1} for each in weights])
     shared = torch.tensor(4.0)
@@ -263,7 +267,10 @@ def test_differences_name_what_a_person_sets_first():
 
 
 def test_model_and_data_are_known_by_what_is_in_them_and_not_by_their_path(tmp_path):
-    """A folder that was moved is the same. One of which a file was written anew, in the same size, is not."""
+    """A folder that was moved is the same.
+
+    One of which a file was written anew, in the same size, is not.
+    """
 
     def of(home: Path) -> dict[str, str]:
         model = str(home / "model")

@@ -1,4 +1,6 @@
-"""What libraries hold in memory and do not save comes back, whole or with one line that says what is missing."""
+"""What libraries hold in memory and do not save comes back, whole or with one line that says what
+is missing.
+"""
 
 from copy import deepcopy
 from types import SimpleNamespace

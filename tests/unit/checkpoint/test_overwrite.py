@@ -1,4 +1,6 @@
-"""Starting over in a folder: what a run wrote is put aside until the new one has a checkpoint; a user's file stays."""
+"""Starting over in a folder: what a run wrote is put aside until the new one has a checkpoint; a
+user's file stays.
+"""
 
 import json
 import shutil
@@ -181,7 +183,9 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
 @settings(max_examples=30)
 @given(st.lists(st.sampled_from(["set aside", "crash", "checkpoint"]), max_size=6))
 def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
-    """Whatever the order of starts, crashes and checkpoints: something whole is in the folder, or aside."""
+    """Whatever the order of starts, crashes and checkpoints: something whole is in the folder, or
+    aside.
+    """
     run = make(tmp_path_factory.mktemp("run"), 4).parent
     for number, event in enumerate(events):
         if event == "set aside":
@@ -228,7 +232,10 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     assert not (run / ASIDE).exists() and len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-REFUSED = "^output_dir: .* holds .*, which no run is known to have written and this one would write over or delete; "
+REFUSED = (
+    "^output_dir: .* holds .*, which no run is known to have written and this one would write "
+    "over or delete; "
+)
 
 
 @pytest.fixture(scope="module")
@@ -363,7 +370,10 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
         and "; set it back, choose another output_dir, or start anew with --" in line
     )
     count = len(of_a_run(run)) - 5
-    goes = "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', 'processor_config.json'"
+    goes = (
+        "'checkpoint-2', 'checkpoint-4', 'model.safetensors', 'generation_config.json', "
+        "'processor_config.json'"
+    )
     assert line.endswith(
         f", which deletes {goes} and {count} more once the new run has a whole checkpoint"
     )

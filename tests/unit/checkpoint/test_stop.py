@@ -80,7 +80,10 @@ def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
 
 @pytest.fixture
 def handlers():
-    """Puts the handlers of this process back. Under nohup SIGHUP is ignored; here it is as in a terminal."""
+    """Puts the handlers of this process back.
+
+    Under nohup SIGHUP is ignored; here it is as in a terminal.
+    """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield {number: signal.getsignal(number) for number in SIGNALS}
@@ -270,7 +273,8 @@ def test_a_launcher_that_kills_too_early_is_told_of_once(monkeypatch, capsys):
         assert told == too_early, environment
 
 
-# The first of these that a command imports, or the first file that it was told to read, is where Ctrl-C comes.
+# The first of these that a command imports, or the first file that it was told to read, is where
+# Ctrl-C comes.
 AT_FIRST = (
     "numpy",
     "torch",

@@ -36,7 +36,10 @@ SLOW = ("torch", "transformers", "trl", "vllm", "datasets")
 
 
 def test_help_answers_at_once():
-    """The time depends on the machine, so what is imported is looked at. One process for all, since none adds to it."""
+    """The time depends on the machine, so what is imported is looked at.
+
+    One process for all, since none adds to it.
+    """
     code = (
         "import runpy, sys\n"
         "for command in sys.argv[1:]:\n"

@@ -1,4 +1,6 @@
-"""Every key takes what it says, in any spelling, and refuses the rest in one line that names key, value and range."""
+"""Every key takes what it says, in any spelling, and refuses the rest in one line that names key,
+value and range.
+"""
 
 import re
 from dataclasses import MISSING, fields
@@ -95,7 +97,8 @@ FILLED = (
     "output_dir",
     "model_name_or_path",
 )
-# What can only be a mistake in a key of TRL's that configs/train/annotated.yaml explains, or that our code reads.
+# What can only be a mistake in a key of TRL's that configs/train/annotated.yaml explains, or that
+# our code reads.
 THEIRS = {
     "beta": -1,
     "learning_rate": -1,
@@ -145,7 +148,9 @@ THEIRS = {
 
 
 def arms(hint: Any) -> set[Any]:
-    """The plain types of a hint: float for `Annotated[float, ...] | None`, and those inside of a list too."""
+    """The plain types of a hint: float for `Annotated[float, ...] | None`, and those inside of a
+    list too.
+    """
     if get_origin(hint) is Annotated:
         return arms(get_args(hint)[0])
     if get_origin(hint) in (None, Literal, dict):

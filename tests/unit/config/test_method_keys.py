@@ -1,4 +1,6 @@
-"""Choosing a method by key: its settings, its options, and one clear line where something does not fit."""
+"""Choosing a method by key: its settings, its options, and one clear line where something does not
+fit.
+"""
 
 import re
 from dataclasses import MISSING, fields
@@ -179,7 +181,8 @@ def mine(tmp_path, monkeypatch):
     page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
     (tmp_path / "my_methods.py").write_text(page.partition("```python\n")[2].partition("```")[0])
     (tmp_path / "bad.py").write_text(
-        "def raises(groups, advantages): return 1 / 0\ndef sums(groups, advantages): return advantages.sum()\nx = 1"
+        "def raises(groups, advantages): return 1 / 0\ndef sums(groups, advantages): return "
+        "advantages.sum()\nx = 1"
     )
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -1,4 +1,6 @@
-"""How the command line and the file are read: spellings, precedence, and what is wrong before a value is looked at."""
+"""How the command line and the file are read: spellings, precedence, and what is wrong before a
+value is looked at.
+"""
 
 import contextlib
 import os
@@ -171,7 +173,8 @@ BAD_WORDS = {
     "--learning_rat 1": "command line: unknown key 'learning_rat'; did you mean 'learning_rate'?",
     "--adora-facter=0.2": "command line: unknown key 'adora_facter'; did you mean 'adora_method.adora.factor'?",
     '--adora_columns {"problem":1,"problem":2}': "adora_columns: 'problem' is given twice in one object",
-    "--adora_mode off": "the key 'adora_mode' was removed; write adora_method: {adora: {mode: amplification}}, or ",
+    "--adora_mode off": "the key 'adora_mode' was removed; write adora_method: {adora: {mode: amplification}}, "
+    "or ",
     "--adora_rollouts.refil 2": "adora_rollouts: unknown option 'refil', it has refill, budget",
     "--adora_rollouts.refill -2": "adora_rollouts.refill: -2 is not a whole number of at least 0",
     "--beta.x 1": "beta: {'x': 1} is not a number",
@@ -220,9 +223,10 @@ def test_a_recipe_is_found_by_its_name_and_a_file_of_that_name_comes_first(tmp_p
 
 def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path, monkeypatch):
     (tmp_path / "c.yaml").write_text(
-        "adora_max_drift: 0.4\nmodel_name_or_path: tiny\nadora_reward: [accuracy, {judge: {model: m}}, 'a,b']\n"
-        "adora_rollouts: {refill: 1}\nadora_system_prompt: null\nadora_stock_step: yes\nadora_truncated: eos\n"
-        "adora_method: {dapo: {overlong_cache: 4}, adora: {factor: 0.3}}\nadora_columns: {problem: question}\n"
+        "adora_max_drift: 0.4\nmodel_name_or_path: tiny\nadora_reward: [accuracy, {judge: {model: "
+        "m}}, 'a,b']\nadora_rollouts: {refill: 1}\nadora_system_prompt: null\n"
+        "adora_stock_step: yes\nadora_truncated: eos\nadora_method: {dapo: {overlong_cache: 4}, "
+        "adora: {factor: 0.3}}\nadora_columns: {problem: question}\n"
     )
     once = Mock(wraps=read_mapping)
     monkeypatch.setattr(reading, "read_mapping", once)
@@ -257,10 +261,10 @@ def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
         for value in ("1", "null", "0.5", "rotate", "constant", "length", "all", "keep", "true"):
             path.write_text(f"{key}: {value}\n")
             ways = (
-                lambda: read([f"--{key}", value]),
-                lambda: read(["--config", str(path)]),  # noqa: B023
-                lambda: AdoraGRPOConfig("x", **{key: yaml_value(value)}),
-            )  # noqa: B023
+                lambda: read([f"--{key}", value]),  # noqa: B023
+                lambda: read(["--config", str(path)]),
+                lambda: AdoraGRPOConfig("x", **{key: yaml_value(value)}),  # noqa: B023
+            )
             lines = []
             for way in ways:
                 with pytest.raises(UserError, match=f"{key} is now ") as refused:
@@ -352,16 +356,16 @@ EARLY = {
     "hub id or 'tiny' (`python -m adora_vl.train --help`)",
     "--betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
     "--dry-run --betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
-    "--adora_extensions.noisy_rollouts.middle 2": "adora_extensions.noisy_rollouts.middle: 2 is not a number of at "
-    "least 0 and at most 1",
+    "--adora_extensions.noisy_rollouts.middle 2": "adora_extensions.noisy_rollouts.middle: 2 "
+    "is not a number of at least 0 and at most 1",
     "--num_generations=1": "num_generations: 1 is not a whole number of at least 2",
     "--adora_vllm_dtype flaot32": "adora_vllm_dtype: 'flaot32' is not one of auto, float32, bfloat16, float16; did you "
     "mean 'float32'?",
     "--adora_factor 0.3": "command line: adora_factor is now adora_method.adora.factor; write "
     "--adora_method.adora.factor 0.3",
     "--config {file}": "adora_max_ratio: 0 is not a number of at least 1 or null",
-    "--config {file} --adora_max_ratio 5 --no_adora_self_check --seed -1": "seed: -1 is not a whole number of at "
-    "least 0 and at most 4294967295",
+    "--config {file} --adora_max_ratio 5 --no_adora_self_check --seed -1": "seed: -1 is not a whole "
+    "number of at least 0 and at most 4294967295",
 }
 
 
@@ -371,7 +375,10 @@ def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path)
     rows = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
     for command in ("train", "doctor.__main__"):
         commands = [row for row in rows if command == "train" or "--dry-run" not in row]
-        code = f"from adora_vl.{command} import main; print([main(r) for r in {commands!r}], {SLOW} & {{*sys.modules}})"
+        code = (
+            f"from adora_vl.{command} import main; print([main(r) for r in {commands!r}], {SLOW} "
+            "& {*sys.modules})"
+        )
         done = subprocess.run(
             [sys.executable, "-c", f"import sys; {code}"],
             capture_output=True,

@@ -1,4 +1,6 @@
-"""Every shipped config is parsed by the code of a real run, and its arithmetic checked for the GPUs that it names."""
+"""Every shipped config is parsed by the code of a real run, and its arithmetic checked for the GPUs
+that it names.
+"""
 
 import math
 import re
@@ -58,7 +60,9 @@ ROWS = {
 
 
 def parsed(name: str) -> Any:
-    """What a machine without a GPU cannot promise is switched off here, everything else is the file's."""
+    """What a machine without a GPU cannot promise is switched off here, everything else is the
+    file's.
+    """
     return parse(
         [
             "--config",
@@ -131,7 +135,9 @@ def level(config: AdoraGRPOConfig, progress: float) -> float:
 
 
 def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_steps():
-    """NUS-TRAIL/NoisyRollout: rollout_batch_size 512, global_batch_size 128, n 6 twice, half the noise at 40 of 60."""
+    """NUS-TRAIL/NoisyRollout: rollout_batch_size 512, global_batch_size 128, n 6 twice, half the
+    noise at 40 of 60.
+    """
     config = parsed("noisy_7b_geo3k")[1]
     plan = batch_plan(config, 8)
     assert (plan.prompts_per_generation, plan.optimizer_batch, plan.updates_per_generation) == (
@@ -202,7 +208,9 @@ def test_an_accelerate_config_is_one_that_accelerate_reads():
 
 
 def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(monkeypatch):
-    """Down to what torch's launcher makes of it, since accelerate hands the key on without knowing it."""
+    """Down to what torch's launcher makes of it, since accelerate hands the key on without knowing
+    it.
+    """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import _filter_args
     from torch.distributed import run

@@ -1,4 +1,6 @@
-"""What Transformers and TRL would refuse with a traceback once the weights are loaded is one line before that."""
+"""What Transformers and TRL would refuse with a traceback once the weights are loaded is one line
+before that.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def refusal(check: Any, *values: Any) -> str:
 
 @pytest.fixture
 def last_line(tmp_path: Path, no_weights: None, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs the training command, which has to refuse before it loads weights, and returns the line that says why."""
+    """Runs the training command, which has to refuse before it loads weights, and returns the line
+    that says why.
+    """
 
     def run(**keys: object) -> str:
         keys = {"output_dir": tmp_path / "run", **keys}
@@ -110,8 +114,8 @@ def test_an_option_of_a_dry_run_alone_says_where_it_belongs(last_line: Any) -> N
     for option in ("write_config", "write-config", "json", "card_gib"):
         said = last_line(**{option: "80"}).replace("_", "-")
         assert (
-            said
-            == f"error: --{option.replace('_', '-')}: belongs to --dry-run; add --dry-run, or leave it out"
+            said == f"error: --{option.replace('_', '-')}: belongs to --dry-run; add --dry-run, or "
+            "leave it out"
         )
 
 
@@ -183,7 +187,9 @@ def test_a_printed_command_whose_secrets_are_left_out_is_not_run_with_their_dots
 
 
 def test_a_schedule_is_made_before_the_run_or_refused() -> None:
-    """With an argument that it has not, and with a rate that is none; Transformers makes a rate of 0 of NaN."""
+    """With an argument that it has not, and with a rate that is none; Transformers makes a rate of
+    0 of NaN.
+    """
     keys = {
         **vars(config()),
         "lr_scheduler_type": "cosine_with_min_lr",

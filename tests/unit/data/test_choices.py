@@ -1,4 +1,6 @@
-"""A problem with choices is asked with them: in training, by the evaluator, and where a person looks at the data."""
+"""A problem with choices is asked with them: in training, by the evaluator, and where a person
+looks at the data.
+"""
 
 import json
 from pathlib import Path
@@ -45,7 +47,8 @@ ROWS: list[dict[str, Any]] = [
 ]
 ASKED = [
     "Who?",
-    "How long is AB?\nChoices:\n(A) 3\n(B) 4 \\sqrt { 2 }\n(C) 5\nAnswer with the letter of the right choice.",
+    "How long is AB?\nChoices:\n(A) 3\n(B) 4 \\sqrt { 2 }\n(C) 5\n"
+    "Answer with the letter of the right choice.",
     "How long is BC?",
 ]
 WHOLE = [
@@ -233,8 +236,8 @@ def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_p
 def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
     row = {"id": "mine/1", "problem": "Which?", "choices": ["<image>", "2"], "images": []}
     assert whole_prompt(row) == [
-        "the prompt of mine/1 cannot be made: its text has 1 <image> with 0 images; give one for each image, or none "
-        "to have them before the text"
+        "the prompt of mine/1 cannot be made: its text has 1 <image> with 0 images; give one for "
+        "each image, or none to have them before the text"
     ]
 
 

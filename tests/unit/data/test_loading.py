@@ -1,4 +1,6 @@
-"""Data of the user's own in a training config: columns, several data sets, prompts; and that a resume sees the same."""
+"""Data of the user's own in a training config: columns, several data sets, prompts; and that a
+resume sees the same.
+"""
 
 import json
 import os
@@ -91,7 +93,9 @@ def ids_of_epochs(rows: Dataset, epochs: range) -> list[str]:
 
 
 def test_a_mixture_goes_on_where_it_was_interrupted(sets: list[Path]) -> None:
-    """The rows of a run of three epochs, and of one that another process goes on with in the second epoch."""
+    """The rows of a run of three epochs, and of one that another process goes on with in the second
+    epoch.
+    """
 
     def order(epochs: range) -> list[str]:
         script = script_of("--dataset_name", *sets, "--adora_mixture", 0.6, 0.4)
@@ -424,8 +428,8 @@ def test_a_dry_run_names_every_data_set(
     said = capsys.readouterr().out
     rows = len(mixed_rows([24, 5], [0.6, 0.4], seed=42))
     assert (
-        f"2 data sets are mixed into {rows} rows per epoch: large 24 rows at 60%, small 5 rows at 40%"
-        in said
+        f"2 data sets are mixed into {rows} rows per epoch: large 24 rows at 60%, small 5 rows at "
+        "40%" in said
     )
     assert f"{rows} rows make" in said
 

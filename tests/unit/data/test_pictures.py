@@ -137,7 +137,9 @@ def _gradient(width: int, height: int) -> bytes:
 def test_pictures_outside_of_the_limits_get_the_size_that_the_model_would_choose(
     subtests: pytest.Subtests,
 ) -> None:
-    """So that the processor with the same limits leaves them as they are; the others keep their size."""
+    """So that the processor with the same limits leaves them as they are; the others keep their
+    size.
+    """
     sizes = [(900, 40), (40, 900), (33, 57), (640, 480), (5, 5)]
     for size, limits, unit in product(
         sizes, [(784, 1000), (3136, 100_000), (50_000, 60_000)], [28, 32]

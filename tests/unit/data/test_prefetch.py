@@ -1,4 +1,6 @@
-"""The next generation's images are ready when it begins, and nothing else about the run is different."""
+"""The next generation's images are ready when it begins, and nothing else about the run is
+different.
+"""
 
 import json
 import random

@@ -1,4 +1,6 @@
-"""Prompts that leave no room for an answer are found before the weights are loaded, and refused or left out."""
+"""Prompts that leave no room for an answer are found before the weights are loaded, and refused or
+left out.
+"""
 
 from collections.abc import Sequence
 from copy import copy
@@ -131,16 +133,16 @@ def test_what_is_refused_and_what_is_cut() -> None:
     with pytest.raises(UserError) as error:
         check.kept("error")
     assert str(error.value) == (
-        "vllm_max_model_length: 100 is too short for 2 of 6 prompts: row r4 has 100 tokens, 4 of them for its images, "
-        "the longest 130; set it to 170, which holds every prompt with its answer, or leave such rows out with "
-        "adora_overlong_prompts: drop"
+        "vllm_max_model_length: 100 is too short for 2 of 6 prompts: row r4 has 100 tokens, 4 of "
+        "them for its images, the longest 130; set it to 170, which holds every prompt with its "
+        "answer, or leave such rows out with adora_overlong_prompts: drop"
     )
     assert check.kept("drop") == [0, 1, 2, 3]
     assert check.notes() == [
-        "adora_overlong_prompts: drop leaves out 2 of 6 rows, for whose prompts vllm_max_model_length: 100 is too "
-        "short (170 would hold all of them)",
-        "vllm_max_model_length: 100 leaves 2 of 6 prompts less than max_completion_length: 40, 1 at the least, and "
-        "longer answers are cut off there; 139 would leave room",
+        "adora_overlong_prompts: drop leaves out 2 of 6 rows, for whose prompts "
+        "vllm_max_model_length: 100 is too short (170 would hold all of them)",
+        "vllm_max_model_length: 100 leaves 2 of 6 prompts less than max_completion_length: 40, 1 "
+        "at the least, and longer answers are cut off there; 139 would leave room",
     ]
     assert (
         check_of([50, 60], [4, 4]).kept("error") == [0, 1]
@@ -291,9 +293,10 @@ def test_the_run_does_not_start(
     limit = ("--vllm_max_model_length", str(length))
     assert main(words_of(data, tmp_path / "out", *limit)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompts: row mine/train/7 has {length} "
-        f"tokens, 25 of them for its images, the longest {longest}; set it to {longest + 40}, which holds every prompt "
-        "with its answer, or leave such rows out with adora_overlong_prompts: drop"
+        f"error: vllm_max_model_length: {length} is too short for 3 of 12 prompts: row "
+        f"mine/train/7 has {length} tokens, 25 of them for its images, the longest {longest}; set "
+        f"it to {longest + 40}, which holds every prompt with its answer, or leave such rows out "
+        "with adora_overlong_prompts: drop"
     )
     assert not (tmp_path / "out").exists()
     assert main([*words_of(data, tmp_path / "out", *limit), "--dry-run"]) == 2
@@ -497,7 +500,10 @@ def test_a_run_refuses_an_evaluation_that_would_stop_it(data, tmp_path, capsys, 
     words += ["--eval_steps", "1", "--adora_eval", f"geometry3k={data}"]
     for command in ((), ("--dry-run",)):
         assert main([*words, *command]) == 2
-        expected = f"vllm_max_model_length: {limit} is too short for 1 of 3 prompts of the evaluation geometry3k: row "
+        expected = (
+            f"vllm_max_model_length: {limit} is too short for 1 of 3 prompts of the evaluation "
+            "geometry3k: row "
+        )
         assert expected + "mine/test/1 has" in capsys.readouterr().err
     words += ["--adora_overlong_prompts", "drop"]
     run = prepare(read(words), to_train=False)

@@ -1,4 +1,6 @@
-"""A row that would end a run is named before it begins, and a template makes its prompt of plain columns alone."""
+"""A row that would end a run is named before it begins, and a template makes its prompt of plain
+columns alone.
+"""
 
 from collections.abc import Iterable
 from itertools import product

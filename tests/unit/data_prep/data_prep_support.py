@@ -53,7 +53,9 @@ def encoded(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 def problem_folder(
     root: Path, split: str = "train", number: int = 7, image: bytes | None = None, **changed: Any
 ) -> Path:
-    """One problem in the authors' layout, with a drawing of its own; a key with the value None is left out."""
+    """One problem in the authors' layout, with a drawing of its own; a key with the value None is
+    left out.
+    """
     folder = root / split / str(number)
     folder.mkdir(parents=True)
     data = {key: value for key, value in {**GOOD, **changed}.items() if value is not None}
@@ -94,8 +96,8 @@ def quarantined(folder: Path) -> list[dict[str, Any]]:
 
 
 def refused(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The error, after checking that it is one line (more where rows were refused), that the exit code is 2, and that
-    there is no output.
+    """The error, after checking that it is one line (more where rows were refused), that the exit
+    code is 2, and that there is no output.
     """
     error = capsys.readouterr().err
     assert code == 2

@@ -24,7 +24,8 @@ COLUMNS = (
     "id=key",
     "hint=tip",
 )
-# One image before the text; two at their places; none of the images asked for by name. Text, number, option.
+# One image before the text; two at their places; none of the images asked for by name. Text,
+# number, option.
 ROWS: list[dict[str, Any]] = [
     {
         "key": "a",
@@ -67,7 +68,9 @@ def _pictures(folder: Path) -> list[str]:
 
 
 def with_images(values: list[Any], alone: bool = False) -> list[dict[str, Any]]:
-    """The rows with `values` in place of the numbers of their pictures; `alone`: one of them without a list."""
+    """The rows with `values` in place of the numbers of their pictures; `alone`: one of them
+    without a list.
+    """
     rows = []
     for row in ROWS:
         images = [values[number] for number in row["image"]]

@@ -1,4 +1,6 @@
-"""Rows are cleaned, kept aside with reason and bytes where they are broken, and stand in one split alone."""
+"""Rows are cleaned, kept aside with reason and bytes where they are broken, and stand in one split
+alone.
+"""
 
 import json
 import struct

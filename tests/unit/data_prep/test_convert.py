@@ -1,4 +1,6 @@
-"""`python -m data_prep convert`: equal problems from every format; bad input ends in quarantine or in one line."""
+"""`python -m data_prep convert`: equal problems from every format; bad input ends in quarantine or
+in one line.
+"""
 
 import base64
 import json
@@ -151,7 +153,10 @@ def test_options_and_images_may_have_a_column_each(tmp_path: Path) -> None:
 
 def test_the_place_of_each_image_is_where_the_problem_has_it() -> None:
     user = conversation_with_images("Add <image> to <image>.", 2)[-1]["content"]
-    text = lambda words: {"type": "text", "text": words}
+
+    def text(words):
+        return {"type": "text", "text": words}
+
     image = {"type": "image"}
     assert user == [text("Add "), image, text(" to "), image, text(".")]
     assert conversation_with_images("Add.", 2)[-1]["content"] == [image, image, text("Add.")]

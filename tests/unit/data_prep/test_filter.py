@@ -1,4 +1,6 @@
-"""The filter by pass rate: what it keeps, that it goes on where it was stopped, and what it refuses."""
+"""The filter by pass rate: what it keeps, that it goes on where it was stopped, and what it
+refuses.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def data(tmp_path_factory):
 
 
 class Model:
-    """Answers each training row rightly in its share of the samples, and dies after `dies_after` answers."""
+    """Answers each training row rightly in its share of the samples, and dies after `dies_after`
+    answers.
+    """
 
     batch_size = 3
 
@@ -136,7 +140,9 @@ def test_a_run_that_was_killed_asks_for_the_rest_alone(data, model, tmp_path, mo
 def test_questions_are_asked_and_answers_read_as_in_the_training(
     data, model, tmp_path, monkeypatch, capsys
 ):
-    """With the template and the system prompt of the options, or of the run that the model comes from."""
+    """With the template and the system prompt of the options, or of the run that the model comes
+    from.
+    """
     generate = model.generate
     asked: list[list] = []
 

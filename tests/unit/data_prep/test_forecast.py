@@ -30,8 +30,9 @@ def test_the_shares_of_groups_by_hand():
     assert (found.longest.value, found.shortest.value) == (0.25, 0.5)
     assert found.ahead[0] < -0.25 < found.ahead[1] < 0
     assert found.sentence() == (
-        "Attenuation would act on most of what there is to learn from (75% TDS), mostly those in which short answers "
-        "win, and 33% of them are ties; short answers are right more often than long ones."
+        "Attenuation would act on most of what there is to learn from (75% TDS), mostly those in "
+        "which short answers win, and 33% of them are ties; short answers are right more often "
+        "than long ones."
     )
     assert (
         forecast(groups(WORKED))
@@ -66,7 +67,10 @@ def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
 
 
 def test_stored_answers_need_several_with_their_lengths(tmp_path, capsys):
-    line = '{"pid": "1", "sample": 0, "answer": "5", "response": "\\\\boxed{5}", "n_tokens": 3, "finish_reason": "stop"}\n'
+    line = (
+        '{"pid": "1", "sample": 0, "answer": "5", "response": "\\\\boxed{5}", "n_tokens": 3, '
+        '"finish_reason": "stop"}\n'
+    )
     (tmp_path / "predictions.jsonl").write_text(line)
     assert main(["filter", "--attenuation", str(tmp_path)]) == 2
     assert "has 1 answers to a problem" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Nonsense in every column and every option of data preparation and evaluation: quarantine, or one line."""
+"""Nonsense in every column and every option of data preparation and evaluation: quarantine, or one
+line.
+"""
 
 import argparse
 import json
@@ -67,7 +69,9 @@ def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def table(column: str, value: Any, path: Path) -> None:
-    """A Parquet file of one good row and one whose `column` is `value`, with the type that the value has."""
+    """A Parquet file of one good row and one whose `column` is `value`, with the type that the
+    value has.
+    """
     image = {"bytes": encoded(drawing(1)), "path": None}
     other = {"bytes": encoded(drawing(2)), "path": None}
     good: dict[str, Any] = {

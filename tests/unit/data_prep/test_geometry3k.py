@@ -1,4 +1,6 @@
-"""Geometry3K from its authors' folders and zip files, and from tables: rows as promised, mistakes named."""
+"""Geometry3K from its authors' folders and zip files, and from tables: rows as promised, mistakes
+named.
+"""
 
 import json
 import zipfile
@@ -324,7 +326,9 @@ def test_the_preset_of_convert_gives_the_same_rows(
 
 
 def test_the_authors_zip_files(tmp_path: Path) -> None:
-    """With the split's folder inside or without; the same rows as from the folders; damaged members are rows."""
+    """With the split's folder inside or without; the same rows as from the folders; damaged members
+    are rows.
+    """
     for number in range(60):
         problem_folder(tmp_path / "raw", number=number)
     problem_folder(tmp_path / "raw", "val", 100)

@@ -119,7 +119,9 @@ for line in sys.stdin:
 
 
 class _Client:
-    """A process that knows this hub as the hub, and runs one command after the other: starting it takes seconds."""
+    """A process that knows this hub as the hub, and runs one command after the other: starting it
+    takes seconds.
+    """
 
     def __init__(self, endpoint: str, tmp_path: Path) -> None:
         self._tmp_path = tmp_path

@@ -1,4 +1,6 @@
-"""Knights and knaves, drawn or the reference's: one solution each, splits do not meet, strict rewards."""
+"""Knights and knaves, drawn or the reference's: one solution each, splits do not meet, strict
+rewards.
+"""
 
 import hashlib
 import re

@@ -1,4 +1,6 @@
-"""An output folder is complete or absent whatever happens, never a stranger's, and what it holds can be counted."""
+"""An output folder is complete or absent whatever happens, never a stranger's, and what it holds
+can be counted.
+"""
 
 import json
 import signal

@@ -1,4 +1,6 @@
-"""Rows as they are in the world: marks of images, boxed answers, conversations, repeats and contradictions."""
+"""Rows as they are in the world: marks of images, boxed answers, conversations, repeats and
+contradictions.
+"""
 
 import base64
 import json
@@ -168,13 +170,18 @@ SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{
 def test_rows_of_other_trainers_are_read_as_they_are(
     case: Case, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As their own pages have them: verl's examples/data_preprocess/geo3k.py, EasyR1's data set, ms-swift's pages
-    Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the latter names.
+    """As their own pages have them: verl's examples/data_preprocess/geo3k.py, EasyR1's data set,
+    ms-swift's pages Custom-dataset and GRPO-Multi-Modal-Training, and the set of R1-V that the
+    latter names.
     """
-    count = "Output the thinking process in <think> </think> and\n final answer (number) in <answer> </answer> tags."
+    count = (
+        "Output the thinking process in <think> </think> and\n"
+        " final answer (number) in <answer> </answer> tags."
+    )
     first = (
-        "You FIRST think about the reasoning process as an internal monologue and then provide the final answer. The "
-        "reasoning process MUST BE enclosed within <think> </think> tags. The final answer MUST BE put in \\boxed{}."
+        "You FIRST think about the reasoning process as an internal monologue and then provide "
+        "the final answer. The reasoning process MUST BE enclosed within <think> </think> tags. "
+        "The final answer MUST BE put in \\boxed{}."
     )
     geo3k = {"data_source": "hiyouga/geometry3k", "images": ["pics/0.png"], "ability": "math"} | {
         "prompt": [{"role": "user", "content": f"<image>Find x. {first}"}],
@@ -261,7 +268,9 @@ def test_rows_of_other_trainers_are_read_as_they_are(
 
 
 def test_pictures_inside_of_a_conversation(case: Case) -> None:
-    """ms-swift and the chat templates put them into the parts of the question, each in a form of its own."""
+    """ms-swift and the chat templates put them into the parts of the question, each in a form of
+    its own.
+    """
     data = "data:image/png;base64," + base64.b64encode(PICTURES[0]).decode()
     for name, part in {
         "address object": {

@@ -1,4 +1,6 @@
-"""What `inspect` tells a person: the right numbers as text, and a page on which nothing of the data can run."""
+"""What `inspect` tells a person: the right numbers as text, and a page on which nothing of the data
+can run.
+"""
 
 import re
 from pathlib import Path
@@ -39,7 +41,9 @@ def _dataset(folder: Path, problem: str = "Find x.", rows: int = 6, **changed: A
 
 
 def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys):
-    """Tokens by hand: 250 x 251 -> 9 x 9, 336 x 257 -> 12 x 9, 282 x 150 -> 10 x 5, 628 x 453 -> 22 x 16, ..."""
+    """Tokens by hand: 250 x 251 -> 9 x 9, 336 x 257 -> 12 x 9, 282 x 150 -> 10 x 5, 628 x 453 -> 22
+    x 16, ...
+    """
     assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
     assert main(["inspect", str(tmp_path / "out")]) == 0
     shown = capsys.readouterr().out
@@ -112,7 +116,10 @@ def attacked(tmp_path: Path) -> Path:
 
 def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> None:
     page = Tags(attacked.read_text())
-    known = "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol li dl dt dd pre"
+    known = (
+        "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol "
+        "li dl dt dd pre"
+    )
     assert {tag for tag, _ in page.tags} <= set(known.split())
     for _, attributes in page.tags:
         assert not [name for name in attributes if name.startswith("on")]
@@ -123,7 +130,9 @@ def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> N
 
 
 def test_nothing_runs_in_a_real_browser(attacked: Path, browser: Browser, tmp_path: Path) -> None:
-    """A page that would run it says so in its title; without escaping and policy the same rows do exactly that."""
+    """A page that would run it says so in its title; without escaping and policy the same rows do
+    exactly that.
+    """
     assert_that_it_runs(ATTACK, browser, tmp_path)
     browser.open(attacked)
     rendered = browser.page.content()

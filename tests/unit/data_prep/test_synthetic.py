@@ -1,4 +1,6 @@
-"""Drawn problems: equal bytes for equal arguments, no diagram in two splits, answers that the picture determines."""
+"""Drawn problems: equal bytes for equal arguments, no diagram in two splits, answers that the
+picture determines.
+"""
 
 import hashlib
 import io
@@ -158,8 +160,9 @@ def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_pa
     assert ensured(rows=5) != other, "of older drawing code"
 
 
-# What the revisions stand for. Where this test fails, equal arguments give other rows than before. If so intended, the
-# revision in data_prep/generated.py has to change too, so that no run resumes on data that changed under it.
+# What the revisions stand for. Where this test fails, equal arguments give other rows than before.
+# If so intended, the revision in data_prep/generated.py has to change too, so that no run resumes
+# on data that changed under it.
 _ROWS_OF = {
     prepare.SYNTHETIC_REVISION: "02b6374e669f8045b791dbca52d34f0204cd0a220b642bc1436b3c7495f32235",
     prepare.KNIGHTS_REVISION: "9577b2e7929d3d0b5131ddfa636eaa6dd0d44b594e340ac1a3bda7828f089798",
@@ -179,7 +182,10 @@ def test_a_revision_stands_for_the_same_rows() -> None:
 
 
 def _digest(rows: Iterable[Any]) -> str:
-    """Of texts and pixels. Pillow draws alike on every processor; another Pillow may not, so the pins decide."""
+    """Of texts and pixels.
+
+    Pillow draws alike on every processor; another Pillow may not, so the pins decide.
+    """
     seen = hashlib.sha256()
     for row in rows:
         seen.update(
@@ -284,7 +290,9 @@ def test_families_levels_styles_and_choices_from_the_command_line(tmp_path: Path
 
 
 class _Drawn:
-    """What one picture shows, as told by the drawing calls that made it: labels with places, and right angles."""
+    """What one picture shows, as told by the drawing calls that made it: labels with places, and
+    right angles.
+    """
 
     def __init__(self) -> None:
         self.labels: list[tuple[str, Point]] = []
@@ -411,7 +419,9 @@ def _factor(text: str) -> int:
 
 
 def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtests):
-    """Every number that is needed is drawn, or stands in the question, apart from the others and inside."""
+    """Every number that is needed is drawn, or stands in the question, apart from the others and
+    inside.
+    """
     pictures = _watched(monkeypatch)
     for family, level in product(KNOWN.keys() - {"corners"}, LEVELS):  # that one is no figure
         with subtests.test(f"{family}, level {level}"):

@@ -259,7 +259,9 @@ STEPS = 2
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> dict[str, Any]:
-    """Two optimizer steps of eight micro-batches each: the images that were decoded, and what was gathered."""
+    """Two optimizer steps of eight micro-batches each: the images that were decoded, and what was
+    gathered.
+    """
     seen: dict[str, Any] = {"decoded": 0, "gathered": []}
     decode = ImageColumn.decode_example
     gather = gather_object
@@ -290,7 +292,9 @@ def run(tmp_path_factory) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_a_problem_is_decoded_once_however_many_micro_batches_learn_from_it(run):
-    """The loader is a batch ahead, so at the end it may have read the first problems of a third generation."""
+    """The loader is a batch ahead, so at the end it may have read the first problems of a third
+    generation.
+    """
     assert STEPS * PROBLEMS <= run["decoded"] <= (STEPS + 1) * PROBLEMS
 
 

@@ -1,4 +1,6 @@
-"""Prompts shared by split attention give the log-probabilities and gradients of separate rows, in float64."""
+"""Prompts shared by split attention give the log-probabilities and gradients of separate rows, in
+float64.
+"""
 
 from itertools import pairwise, product
 from typing import Any
@@ -143,7 +145,9 @@ Batch = dict[str, Any]
 
 
 def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
-    """Groups of a prompt's length and its rollouts' lengths, as TRL pads them; an image of 2 x 3 tokens per prompt."""
+    """Groups of a prompt's length and its rollouts' lengths, as TRL pads them; an image of 2 x 3
+    tokens per prompt.
+    """
     generator = torch.Generator().manual_seed(1)
     longest = max(prompt for prompt, _ in lengths) + (8 if images else 0)
     completion = max(1, *(length for _, group in lengths for length in group))
@@ -268,7 +272,9 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
 
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
-    """On a GPU it is flash attention; for float32 queries there is none, and every call would need a mask."""
+    """On a GPU it is flash attention; for float32 queries there is none, and every call would need
+    a mask.
+    """
     asked: list[torch.dtype] = []
     monkeypatch.setattr(
         split_attention, "_knows_lower_right", lambda query: asked.append(query.dtype)
@@ -291,7 +297,10 @@ GROUPS = st.lists(
 @settings(max_examples=25)
 @given(GROUPS, st.sampled_from(sorted(MODELS)), st.integers(1, 12))
 def test_any_lengths_are_as_separate_rows(lengths, attention, block):
-    """Rollouts of no token are those that were cut off and masked out. `block`: queries that share a mask."""
+    """Rollouts of no token are those that were cut off and masked out.
+
+    `block`: queries that share a mask.
+    """
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(split_attention, "_BLOCK", block)
         if any(length for _, group in lengths for length in group):
@@ -365,8 +374,8 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
 
 @pytest.mark.parametrize("known", [True, False], ids=["references", "pixels"])
 def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypatch):
-    """Nothing tells whether two images given as pixels are the same, so there each row keeps its own prompt. The check
-    of the layout takes the first chunk alone.
+    """Nothing tells whether two images given as pixels are the same, so there each row keeps its
+    own prompt. The check of the layout takes the first chunk alone.
     """
     model = build("qwen2_5_vl")
     rows = batch(TWO_GROUPS, images=True)
@@ -414,7 +423,10 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
 def varlen(
     query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **given
 ) -> Tensor:
-    """As flash attention documents it: sequences end to end, each causal to the lower right. Its kernels need a GPU."""
+    """As flash attention documents it: sequences end to end, each causal to the lower right.
+
+    Its kernels need a GPU.
+    """
     assert is_causal and attention_mask is None and attn_implementation == "flash_attention_2"
     ends_q = given["cu_seq_lens_q"].tolist()
     ends_k = given["cu_seq_lens_k"].tolist()
@@ -488,7 +500,9 @@ def test_sharing_is_left_where_little_is_shared():
 
 
 def test_little_attention_is_computed_in_vain(subtests):
-    """Of what a rollout's queries are multiplied with, compared with the causal half that has to be."""
+    """Of what a rollout's queries are multiplied with, compared with the causal half that has to
+    be.
+    """
     cases = [(64, 400), (64, 1024), (700, 400), (700, 1024), (1, 1), (1000, 16)]
     for prompt, rollout in cases:
         with subtests.test(f"{prompt} {rollout}"):
@@ -518,7 +532,8 @@ def test_neighbours_with_the_same_prompt_and_images_are_a_group():
 
 
 def test_groups_as_one_sequence_by_hand():
-    """Prompt `5 6 7` with `3` and `1 2 4`, prompt `8` with `9 1`; the first has positions as after an image.
+    """Prompt `5 6 7` with `3` and `1 2 4`, prompt `8` with `9 1`; the first has positions as after
+    an image.
 
     7 predicts the first token of both its rollouts, and a rollout's last token is left out.
     """
@@ -578,7 +593,9 @@ def test_the_longest_rollout_is_one_span_with_its_prompt():
 
 
 def test_dropout_is_found_in_the_attention_and_in_an_adapter():
-    """With it two passes over the same tokens differ, so the policy's own does not stand for the one that sampled."""
+    """With it two passes over the same tokens differ, so the policy's own does not stand for the
+    one that sampled.
+    """
     plain, attending = (
         Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=share)) for share in (0.0, 0.1)
     )

@@ -1,4 +1,6 @@
-"""The vision tower sees each distinct image once, its windows in few calls: features and gradients are the same."""
+"""The vision tower sees each distinct image once, its windows in few calls: features and gradients
+are the same.
+"""
 
 import os
 import subprocess
@@ -48,8 +50,9 @@ from tests.unit.dedup.test_shared_prompt import (
 )
 
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
-# Transformers' linear attention computes in float32 whatever the model's dtype is, and the gradients of its decay are
-# sums of small differences: 7e-8 and 1.6e-4 were measured, with and without sharing.
+# Transformers' linear attention computes in float32 whatever the model's dtype is, and the
+# gradients of its decay are sums of small differences: 7e-8 and 1.6e-4 were measured, with and
+# without sharing.
 LINEAR_BOUND = 1e-6
 DECAY_BOUND = 2e-3
 GRIDS = torch.tensor(
@@ -171,7 +174,9 @@ def gradients(model: Any, found: Tensor) -> dict[str, Tensor]:
 
 
 def test_pixels_meet_grids_on_their_own_device() -> None:
-    """A packed pass has its grids on the host, and its pixels on the device where the images are not in the store."""
+    """A packed pass has its grids on the host, and its pixels on the device where the images are
+    not in the store.
+    """
     model = model_of("qwen2_5_vl")
     devices = []
     model.model.get_image_features = lambda pixels, grids, **kwargs: devices.append(grids.device)
@@ -250,7 +255,9 @@ def test_rows_without_images_among_processes_that_have_them(one_of_many, subtest
 
 
 def one_of_two(rank: int, port: int) -> None:
-    """What a process of the test below does: its rows through torch's DistributedDataParallel, against both alone."""
+    """What a process of the test below does: its rows through torch's DistributedDataParallel,
+    against both alone.
+    """
     rows: tuple[list[list[int]], ...] = ([[0], [2, 1, 1]], [[], []])
     distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
@@ -260,7 +267,8 @@ def one_of_two(rank: int, port: int) -> None:
         vision = SharedVision(ImageBanks())
         each = [gradients(model, alone(model, of_rank)) for of_rank in rows]
         vision.install(model)
-        # It raises in the next step, or waits for ever, if a parameter has no gradient on one process.
+        # It raises in the next step, or waits for ever, if a parameter has no gradient on one
+        # process.
         parallel = torch.nn.parallel.DistributedDataParallel(model)
         for _ in range(2):
             own = gradients(model, together(parallel, vision, rows[rank]))
@@ -390,7 +398,9 @@ class Reader(SimpleNamespace):
 
 
 def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subtests):
-    """As on the processes that have images: only kept images are known again, so only their features are."""
+    """As on the processes that have images: only kept images are known again, so only their
+    features are.
+    """
     for kept in (True, False):
         with subtests.test(f"images kept: {kept}"):
             model = model_of("qwen2_5_vl")
@@ -409,8 +419,8 @@ def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subt
 
 
 def test_scored_beside_a_generation_no_process_waits_for_another(one_of_many, monkeypatch):
-    """As one step ahead does for its drift: a process whose rows have an image, and one whose rows have none, ask the
-    others for the same while the features of a frozen tower are due.
+    """As one step ahead does for its drift: a process whose rows have an image, and one whose rows
+    have none, ask the others for the same while the features of a frozen tower are due.
     """
     asked: list[str] = []
     monkeypatch.setattr(

@@ -331,7 +331,9 @@ def test_a_changed_weight_comes_back_to_the_bit():
 
 
 def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
-    """Not in Qwen3-VL's deepstack mergers: ten times their weight moved no answer of a fresh model by 0.1 nats."""
+    """Not in Qwen3-VL's deepstack mergers: ten times their weight moved no answer of a fresh model
+    by 0.1 nats.
+    """
     for kind, last in [
         ("qwen2_5_vl", "mlp.2"),
         ("qwen3_vl", "linear_fc2"),

@@ -1,4 +1,6 @@
-"""One machine and several: what is found on it, what is refused before a start, and what the ranks compare."""
+"""One machine and several: what is found on it, what is refused before a start, and what the ranks
+compare.
+"""
 
 import contextlib
 import json
@@ -42,7 +44,7 @@ CONFIGS = REPOSITORY / "configs"
 NODES = CONFIGS / "accelerate" / "zero3_nodes.yaml"
 
 
-# ------------------------------------------------------------------------------------- the accelerate config
+# ---------------------------------------------------------------------------- the accelerate config
 
 
 def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
@@ -123,8 +125,9 @@ ONE_MACHINE += ["--deepspeed_multinode_launcher", "standard"]
 
 
 def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
-    """One launcher a machine through torch, with a fixed meeting point: no pdsh, no hostfile. With the options of the
-    scripts in `setup/`, a config of one machine serves as well.
+    """One launcher a machine through torch, with a fixed meeting point: no pdsh, no hostfile.
+
+    With the options of the scripts in `setup/`, a config of one machine serves as well.
     """
     for file, more in (("zero3_nodes", []), ("zero3_offload", ONE_MACHINE)):
         with subtests.test(file):
@@ -150,7 +153,7 @@ def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
             assert args.shutdown_timeout == 3600
 
 
-# ------------------------------------------------------------------------------------------- the dry run
+# -------------------------------------------------------------------------------------- the dry run
 
 
 def test_a_dry_run_for_four_machines(capsys):
@@ -190,7 +193,7 @@ def test_an_engine_lies_on_one_machine_and_one_machine_saves():
         check_machines(config, processes=2, machines=2)
 
 
-# --------------------------------------------------------------------------------- what the ranks compare
+# --------------------------------------------------------------------------- what the ranks compare
 
 
 @pytest.fixture
@@ -249,7 +252,7 @@ def test_the_first_rank_that_differs_is_named():
     )
 
 
-# ---------------------------------------------------------------------------------------- a shared disk
+# ------------------------------------------------------------------------------------ a shared disk
 
 
 def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch):
@@ -337,11 +340,17 @@ def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path
     assert not (tmp_path / "checkpoint-3").exists()
 
 
-# ------------------------------------------------------------------------------------- a machine that is lost
+# --------------------------------------------------------------------------- a machine that is lost
 
 GLOO = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:39113"
-RESET = "[/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:62169: Connection reset by peer. This is typically"
-NCCL = "NCCL error in: ProcessGroupNCCL.cpp:77: remote process exited or there was a network error, NCCL version 2"
+RESET = (
+    "[/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:62169: Connection reset by peer. "
+    "This is typically"
+)
+NCCL = (
+    "NCCL error in: ProcessGroupNCCL.cpp:77: remote process exited or there was a network error, "
+    "NCCL version 2"
+)
 
 
 def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path, subtests):
@@ -377,7 +386,7 @@ def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path
     assert not lost_contact(ValueError("Connection closed by peer"))
 
 
-# ------------------------------------------------------------------------------------------ the scripts
+# -------------------------------------------------------------------------------------- the scripts
 
 
 def stub(folder: Path, name: str, text: str) -> None:
@@ -553,13 +562,15 @@ def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh):
     assert script.wait(100) == 128 + signal.SIGTERM
 
 
-# -------------------------------------------------------------------------------------- one machine's programs
+# --------------------------------------------------------------------------- one machine's programs
 
 
 def test_programs_of_an_environment_that_was_not_activated_are_found(
     monkeypatch, tmp_path, subtests
 ):
-    """DeepSpeed asks for `ninja` by name, as this child process does for a program beside the interpreter."""
+    """DeepSpeed asks for `ninja` by name, as this child process does for a program beside the
+    interpreter.
+    """
     (tmp_path / "bin").mkdir()
     stub(tmp_path / "bin", "ninja", "echo own ninja")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))

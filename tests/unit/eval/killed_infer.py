@@ -1,4 +1,6 @@
-"""An `infer` with a stub for the engine, to be killed: `python -m tests.unit.eval.killed_infer OUTPUT SECONDS`."""
+"""An `infer` with a stub for the engine, to be killed: `python -m tests.unit.eval.killed_infer
+OUTPUT SECONDS`.
+"""
 
 import sys
 import time
@@ -18,7 +20,9 @@ SAMPLES = 2
 
 
 class Stub:
-    """Answers with what it was asked and the seed, and takes its time over a batch, as a model does."""
+    """Answers with what it was asked and the seed, and takes its time over a batch, as a model
+    does.
+    """
 
     batch_size = 7
 

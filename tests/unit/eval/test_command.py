@@ -1,4 +1,6 @@
-"""The command line: options, the YAML file under them, and one line with exit code 2 for the user's mistakes."""
+"""The command line: options, the YAML file under them, and one line with exit code 2 for the user's
+mistakes.
+"""
 
 import json
 import os
@@ -155,7 +157,10 @@ def refusal(
 
 
 def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, capsys):
-    """Libraries raise errors of many kinds for it. What they take in spite of it is none of ours."""
+    """Libraries raise errors of many kinds for it.
+
+    What they take in spite of it is none of ours.
+    """
     files = ("config.json", "tokenizer.json", "model.safetensors")
     cases: list[tuple[str, int | tuple[str, Any] | None]] = [
         (file, size) for file in files for size in (None, 0, 700)
@@ -186,7 +191,9 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
 
 
 def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
-    """Without the key vLLM places images otherwise than Transformers, and nothing else would show it."""
+    """Without the key vLLM places images otherwise than Transformers, and nothing else would show
+    it.
+    """
     lacks = "has no mrope_interleaved in the rope_parameters"
     for kind, why in (("qwen3_vl", lacks), ("qwen3_5", "use --engine transformers")):
         with case(kind) as folder:
@@ -223,7 +230,9 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
 
 
 def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_path, capsys):
-    """The first one has its file, still empty, and its fingerprint; it may be loading its model for minutes."""
+    """The first one has its file, still empty, and its fingerprint; it may be loading its model for
+    minutes.
+    """
     output = tmp_path / "out"
     output.mkdir()
     (output / "fingerprint.json").write_text("{}")

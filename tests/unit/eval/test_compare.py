@@ -1,4 +1,6 @@
-"""Runs side by side: tests of their differences by hand, the published rows marked, and unlike things refused."""
+"""Runs side by side: tests of their differences by hand, the published rows marked, and unlike
+things refused.
+"""
 
 import json
 from pathlib import Path
@@ -161,7 +163,8 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, ca
                 )
 
 
-# Seven of ten problems, twice; what is solved from words, from the picture and blindly decides what a model is called.
+# Seven of ten problems, twice; what is solved from words, from the picture and blindly decides what
+# a model is called.
 WORDS = "1111111000"
 
 

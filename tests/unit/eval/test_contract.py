@@ -1,4 +1,6 @@
-"""Every benchmark of the list keeps the promises of `eval.benchmark.Benchmark`, and a new one needs nothing else."""
+"""Every benchmark of the list keeps the promises of `eval.benchmark.Benchmark`, and a new one needs
+nothing else.
+"""
 
 import json
 import re

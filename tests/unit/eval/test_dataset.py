@@ -1,4 +1,6 @@
-"""The benchmarks' data in their published formats: same problems from each, prompts as published, faults named."""
+"""The benchmarks' data in their published formats: same problems from each, prompts as published,
+faults named.
+"""
 
 import json
 from argparse import Namespace

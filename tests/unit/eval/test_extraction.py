@@ -167,7 +167,8 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
     for answer, calls in cases:
         with case(answer) as folder:
             server = serve(answer)
-            # By edit distance an empty extraction would be `No`, which is right: it must not become one.
+            # By edit distance an empty extraction would be `No`, which is right: it must not become
+            # one.
             rows = [row("3", "It does not.", **YES_NO)]
             options = ["--judge-timeout", "0.3", "--judge-attempts", "2", "--judge-wait", "0.01"]
             result = scored(folder, server.url, *options, rows=rows)

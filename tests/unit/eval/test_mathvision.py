@@ -1,4 +1,6 @@
-r"""MathVision's prompt and score: the published verdicts, the official score's habits, and ours beside it."""
+r"""MathVision's prompt and score: the published verdicts, the official score's habits, and ours
+beside it.
+"""
 
 import json
 from functools import partial
@@ -23,10 +25,12 @@ real = pytest.mark.skipif(
     not DATA.is_dir(), reason="MathVision's published outputs are not beside this checkout"
 )
 SAMPLE = Path(__file__).parent / "mathvision_sample.jsonl"
-# Stored as wrong: `4/3` for the gold `\frac{4}{3}`. No path of the published score gives that: latex2sympy makes 4/3 of
-# both, the one slash of another file, `40\pi/3`, was right, and run anew it calls this right too, as ours does.
+# Stored as wrong: `4/3` for the gold `\frac{4}{3}`. No path of the published score gives that:
+# latex2sympy makes 4/3 of both, the one slash of another file, `40\pi/3`, was right, and run anew
+# it calls this right too, as ours does.
 DISPUTED = {("Gemini-Pro", "3013")}
-# Stored as `a` for the response `A)`, of which the repository's score, run anew, makes `a)`, as ours does.
+# Stored as `a` for the response `A)`, of which the repository's score, run anew, makes `a)`, as
+# ours does.
 OTHER_ANSWER = {("Qwen-VL-Max-CoT", "1787")}
 TOTALS = {
     "Gemini-Pro": 537,

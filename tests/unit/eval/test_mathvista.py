@@ -1,4 +1,6 @@
-"""MathVista's score: the published counts from stored extractions, the rules against them, and the traps."""
+"""MathVista's score: the published counts from stored extractions, the rules against them, and the
+traps.
+"""
 
 import json
 from argparse import Namespace
@@ -124,8 +126,9 @@ def test_queries_are_built_for_all_of_testmini() -> None:
     annotations = json.loads((DATA / "testmini.json").read_text())
     queries = {pid: build_query(row) for pid, row in annotations.items()}
     assert queries["2"] == (
-        "Hint: Please answer the question requiring an integer answer and provide the final value, e.g., 1, 2, 3, "
-        "at the end.\nQuestion: what is the total volume of the measuring cup? (Unit: g)"
+        "Hint: Please answer the question requiring an integer answer and provide the final "
+        "value, e.g., 1, 2, 3, at the end.\nQuestion: what is the total volume of the measuring "
+        "cup? (Unit: g)"
     )
     assert queries["3"].endswith("Choices:\n(A) 135°\n(B) 140°\n(C) 145°\n(D) 150°")
 

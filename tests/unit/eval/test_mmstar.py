@@ -1,4 +1,6 @@
-"""MMStar's score: the published hits, both rules, and gain and leakage, which need a model without vision."""
+"""MMStar's score: the published hits, both rules, and gain and leakage, which need a model without
+vision.
+"""
 
 import json
 from functools import partial

@@ -1,4 +1,6 @@
-"""MMMU-Pro, LogicVista and DynaMath: their official rules by hand, their own figures, and rows that are named."""
+"""MMMU-Pro, LogicVista and DynaMath: their official rules by hand, their own figures, and rows that
+are named.
+"""
 
 import pytest
 

@@ -32,7 +32,9 @@ SETTINGS = AnswerEngineSettings(model="m", engine="transformers")
 
 
 class Recorder:
-    """An engine that answers with the question, remembers the requests, and dies when it has answered `dies_after`."""
+    """An engine that answers with the question, remembers the requests, and dies when it has
+    answered `dies_after`.
+    """
 
     batch_size = 2
 

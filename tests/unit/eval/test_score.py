@@ -1,4 +1,6 @@
-"""The score: counts, groups and intervals by hand, figures of a training's log, and what is said of a wrong file."""
+"""The score: counts, groups and intervals by hand, figures of a training's log, and what is said of
+a wrong file.
+"""
 
 import json
 import shutil
@@ -49,7 +51,8 @@ def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dic
 
 def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> None:
     cases = [
-        # Newcombe, Statistics in Medicine 17 (1998), table I, method 3 (Wilson without continuity correction).
+        # Newcombe, Statistics in Medicine 17 (1998), table I, method 3 (Wilson without continuity
+        # correction).
         (81, 263, 0.2553, 0.3662),
         (15, 148, 0.0624, 0.1605),
         (0, 20, 0.0, 0.1611),

@@ -1,4 +1,6 @@
-"""The row of a table: one start of the engine for all benchmarks, resumed, and beside another model's row."""
+"""The row of a table: one start of the engine for all benchmarks, resumed, and beside another
+model's row.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -179,7 +179,9 @@ class Scripted(_Local):
     ],
 )
 def test_a_conversation_is_that_of_a_rollout(said, max_tokens, reason, calls):
-    """Its pictures and tokens stand behind the prompt, each turn has a seed of its own, the last one is the answer."""
+    """Its pictures and tokens stand behind the prompt, each turn has a seed of its own, the last
+    one is the answer.
+    """
     given = [
         "infer",
         "--model",

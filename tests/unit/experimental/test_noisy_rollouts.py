@@ -1,4 +1,6 @@
-"""Rollouts on distorted images: which see them, what they see, and that nothing compares engine and trainer there."""
+"""Rollouts on distorted images: which see them, what they see, and that nothing compares engine and
+trainer there.
+"""
 
 import math
 from itertools import product
@@ -99,7 +101,8 @@ def test_how_much_of_the_image_is_left_by_hand():
     assert signal_share(0) == pytest.approx(math.sqrt(1 - first))
     shares = [signal_share(step) for step in range(0, 1000, 50)]
     assert shares == sorted(shares, reverse=True) and shares[-1] > 0
-    # the variances before step 500 add up to about 0.5 x 1.0 x integral of the sigmoid: a^2 = exp(-sum)
+    # the variances before step 500 add up to about 0.5 x 1.0 x integral of the sigmoid: a^2 =
+    # exp(-sum)
     variances = 1e-5 + (5e-3 - 1e-5) / (1 + np.exp(-np.linspace(-6, 6, 1000)))
     assert signal_share(500) == pytest.approx(math.exp(-variances[:501].sum() / 2), rel=1e-3)
 
@@ -131,7 +134,9 @@ def test_a_distorted_image_has_the_same_size_and_is_the_same_for_the_same_seed(s
 
 
 def test_a_distorted_image_has_the_patches_of_the_clean_one(subtests):
-    """Enlarged or made smaller by the processor's own limits, so that the prompts have the same image tokens."""
+    """Enlarged or made smaller by the processor's own limits, so that the prompts have the same
+    image tokens.
+    """
     for size in [(40, 30), (300, 200), (900, 33), (56, 84)]:
         with subtests.test(f"{size!r:.80}"):
             processor = Qwen2VLImageProcessor(min_pixels=12544, max_pixels=50176)
@@ -200,7 +205,9 @@ def test_the_noise_follows_the_progress_of_the_run():
 
 
 def measured(distorted_rows):
-    """The drift and the ratio of two rollouts, the second of which is 3 nats off, as the step measures them."""
+    """The drift and the ratio of two rollouts, the second of which is 3 nats off, as the step
+    measures them.
+    """
     logged: dict[str, float] = {}
     context = step_context(
         logged,
@@ -237,7 +244,9 @@ def test_neither_drift_nor_ratio_looks_at_distorted_rollouts():
 
 
 def test_a_micro_batch_of_distorted_rollouts_alone_is_no_drift():
-    """Without a mask an engine that scored nothing counts as infinitely far away, and would stop the run."""
+    """Without a mask an engine that scored nothing counts as infinitely far away, and would stop
+    the run.
+    """
     _, logged = measured([True, True])
     assert "adora/drift" not in logged
 

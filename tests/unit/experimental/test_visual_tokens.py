@@ -1,4 +1,6 @@
-"""Advantages by how much tokens depend on the image (VPPO): formulas, half black images, and what the loss gets."""
+"""Advantages by how much tokens depend on the image (VPPO): formulas, half black images, and what
+the loss gets.
+"""
 
 import json
 import math
@@ -47,11 +49,13 @@ VISUAL = "--adora_extensions.visual_tokens"
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 
 
-# ------------------------------------------------------------------------------------------------------ the formulas
+# ------------------------------------------------------------------------------------- the formulas
 
 
 def test_the_dependency_of_a_token_by_hand():
-    """exp(d) - d - 1, with d the change of the log-probability, within 20, and the result within 10 nats."""
+    """exp(d) - d - 1, with d the change of the log-probability, within 20, and the result within 10
+    nats.
+    """
     seen_BC = torch.tensor([[-0.5, -2.0, -0.1, -1.0]])
     blind_BC = torch.tensor([[-1.5, -2.0, -9.0, 99.0]])
     found = visual_dependency(seen_BC, blind_BC, torch.tensor([[1, 1, 1, 1]]))
@@ -82,7 +86,9 @@ def test_a_share_of_a_rollout_is_rounded_up(tokens: int, share: float):
 
 
 def test_the_scale_of_rollouts_by_hand():
-    """They lie at 0, 1/4 and 1 of the range, on average at 5/12, so the largest is 0.9 + 0.1 / (5/12) = 1.14."""
+    """They lie at 0, 1/4 and 1 of the range, on average at 5/12, so the largest is 0.9 + 0.1 /
+    (5/12) = 1.14.
+    """
     all_N = torch.tensor([1.0, 2.0, 5.0, NAN])
     found = rollout_scale(all_N, all_N, 0.9)
     assert found.tolist() == pytest.approx([0.9, 0.9 + 0.24 / 4, 1.14, 1.0])
@@ -107,7 +113,10 @@ def test_the_mean_factor_is_one_and_no_rank_sees_another(
 
 
 def test_one_rollout_that_stands_out_does_not_take_everything(subtests):
-    """0.9 + 16 x 0.1 = 2.5 is the most, as in the authors' micro-batches of 16. Without a bound it would be 308."""
+    """0.9 + 16 x 0.1 = 2.5 is the most, as in the authors' micro-batches of 16.
+
+    Without a bound it would be 308.
+    """
     for count in (16, 64, 512, 3072):
         with subtests.test(f"{count} rollouts"):
             all_N = torch.full((count,), 0.02)
@@ -118,7 +127,7 @@ def test_one_rollout_that_stands_out_does_not_take_everything(subtests):
             )
 
 
-# ------------------------------------------------------------------------------------------------- half black images
+# -------------------------------------------------------------------------------- half black images
 
 
 def processor() -> Qwen2VLImageProcessor:
@@ -219,7 +228,7 @@ def test_a_processor_of_another_kind_is_refused_in_one_line():
         black_patch(SimpleNamespace(), 10)
 
 
-# ------------------------------------------------------------------------------------------------ weights of a batch
+# ------------------------------------------------------------------------------- weights of a batch
 
 
 def weigher(
@@ -361,7 +370,7 @@ def test_tokens_of_tools_and_padding_are_neither_weighed_nor_counted():
     )
 
 
-# ------------------------------------------------------------------------------------------------- keys, and a real run
+# ----------------------------------------------------------------------------- keys, and a real run
 
 
 def test_losses_that_take_one_advantage_per_rollout_are_refused(subtests):
@@ -395,7 +404,9 @@ def test_a_family_whose_patches_are_not_known_is_refused():
 def run(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[pd.DataFrame, dict[tuple[int, int], Tensor], Path]]:
-    """The real training command; of each row the advantages that stock TRL's loss gets, for each of its tokens."""
+    """The real training command; of each row the advantages that stock TRL's loss gets, for each of
+    its tokens.
+    """
     of_the_loss: dict[tuple[int, int], Tensor] = {}
     stock = GRPOTrainer._compute_loss
 

@@ -1,4 +1,6 @@
-"""A run that starts from an adapter: which weights it starts from, what it is compared with, and what comes out."""
+"""A run that starts from an adapter: which weights it starts from, what it is compared with, and
+what comes out.
+"""
 
 import json
 import shlex

@@ -1,4 +1,6 @@
-"""The table of families against Transformers' own classes, freezing by its names, and models that are not in it."""
+"""The table of families against Transformers' own classes, freezing by its names, and models that
+are not in it.
+"""
 
 import json
 from collections import Counter
@@ -115,7 +117,9 @@ def test_a_known_family_says_nothing_but_what_is_off():
 
 
 def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
-    """Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03 nats."""
+    """Transformers interleaves whatever the config says, so only the engine is off, by up to 0.03
+    nats.
+    """
     for kind in ("qwen3_vl", "qwen3_5"):
         with subtests.test(kind):
             config = AutoConfig.for_model(kind)
@@ -151,7 +155,9 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
 
 
 def test_a_kind_that_transformers_lacks_is_named_and_its_code_is_not_run(tmp_path, monkeypatch):
-    """As the first releases of InternVL have it: Transformers would ask whether to run the code beside the config."""
+    """As the first releases of InternVL have it: Transformers would ask whether to run the code
+    beside the config.
+    """
     own = {
         "model_type": "internvl_chat",
         "auto_map": {"AutoConfig": "configuration.InternVLChatConfig"},
@@ -185,7 +191,9 @@ def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
 
 @pytest.mark.slow
 def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
-    """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained the way it says."""
+    """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained
+    the way it says.
+    """
     monkeypatch.delitem(families.FAMILIES, "qwen2_5_vl")
     settings: dict[str, Any] = {
         "max_steps": 1,

@@ -1,4 +1,5 @@
-"""The families beside Qwen2.5-VL through the real commands, and runs with LoRA: trained, frozen, killed, evaluated.
+"""The families beside Qwen2.5-VL through the real commands, and runs with LoRA: trained, frozen,
+killed, evaluated.
 
 The weights of the other families are random, so that nothing is ever right: entropy moves them.
 """
@@ -55,7 +56,9 @@ LORA = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A tiny model of a family, the run that trained it with its projector frozen, and what the run printed."""
+    """A tiny model of a family, the run that trained it with its projector frozen, and what the run
+    printed.
+    """
 
     kind: str
     model: Path

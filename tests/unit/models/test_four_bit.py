@@ -1,4 +1,6 @@
-"""A base in 4 bits: its gradients, its engine, what is trained, what comes out, and how much of it is on a card."""
+"""A base in 4 bits: its gradients, its engine, what is trained, what comes out, and how much of it
+is on a card.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""Constants that a cast has rounded are found and put right, and nothing else of a model is touched."""
+"""Constants that a cast has rounded are found and put right, and nothing else of a model is
+touched.
+"""
 
 import copy
 from itertools import product
@@ -96,7 +98,9 @@ def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, s
 
 
 class Patterned(nn.Module):
-    """A rotary module that takes more than a config, with buffers that are a checkpoint's or whole numbers besides."""
+    """A rotary module that takes more than a config, with buffers that are a checkpoint's or whole
+    numbers besides.
+    """
 
     def __init__(self, size: int, scale: float) -> None:
         super().__init__()
@@ -138,7 +142,9 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
 
 
 def test_nothing_of_it_is_saved(tmp_path):
-    """Rounded or right, they are computed where a model is loaded: no checkpoint and no export holds them."""
+    """Rounded or right, they are computed where a model is loaded: no checkpoint and no export
+    holds them.
+    """
     model = tiny().to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     assert not [name for name in model.state_dict() if "inv_freq" in name]

@@ -1,4 +1,6 @@
-"""`--dry-run` on every shipped config, and what it says of rows that are too long and of cards that are too small."""
+"""`--dry-run` on every shipped config, and what it says of rows that are too long and of cards that
+are too small.
+"""
 
 import json
 import shutil
@@ -57,7 +59,8 @@ DRAWN = (
 )  # they train on drawn problems, which the fixture makes
 
 
-# slice_7b_cpu trains a model that `python -m benchmarks.slice build` makes; its own test reads that config
+# slice_7b_cpu trains a model that `python -m benchmarks.slice build` makes; its own test reads that
+# config
 def test_every_shipped_config(tmp_path, capsys, data, subtests):
     """As a user runs it, on a machine without a GPU, a hub or (but for the demo) the dataset."""
     for name in (name for name in PAIRS if name != "slice_7b_cpu"):

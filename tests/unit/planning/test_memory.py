@@ -57,8 +57,9 @@ def seven() -> ModelShape:
     return describe(config_for_planning(SEVEN)[0])
 
 
-# Published: for Qwen2.5-VL the total_size of model.safetensors.index.json is 16,584,333,312 and 7,509,245,952 bytes in
-# bfloat16; for Qwen3-VL and the 32B the counts that public code quotes. That of the 72B is not from a source.
+# Published: for Qwen2.5-VL the total_size of model.safetensors.index.json is 16,584,333,312 and
+# 7,509,245,952 bytes in bfloat16; for Qwen3-VL and the 32B the counts that public code quotes. That
+# of the 72B is not from a source.
 def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
     cases = [
         (SEVEN, 8_292_166_656, False, 28),
@@ -189,7 +190,8 @@ def test_an_accelerate_file_that_cannot_be_used(case):
 
 
 def test_zero_divides_what_its_stage_says(seven):
-    """ZeRO (arXiv 1910.02054): 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter, in mixed precision.
+    """ZeRO (arXiv 1910.02054): 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter, in
+    mixed precision.
 
     With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
     """
@@ -328,7 +330,9 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
 
 @given(st.integers(2, 16), st.integers(1, 20), st.integers(1, 4))
 def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, groups, parts):
-    """A group of G in a batch of B rollouts is computed in G / gcd(B, G) parts; 7 of 8 would be eight of them."""
+    """A group of G in a batch of B rollouts is computed in G / gcd(B, G) parts; 7 of 8 would be
+    eight of them.
+    """
     shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True)
     setup = Setup(shape, Sharding(), MicroBatch(1, 1, 1), group * groups, generations=group)
     sizes = batch_sizes(setup)
@@ -338,7 +342,9 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
 
 
 def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
-    """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at as units."""
+    """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at
+    as units.
+    """
     alone = replace(recipe, batch=replace(recipe.batch, sequences=8), generations=8)
     shared = replace(alone, sharing=SHARED)
     before, after = (
@@ -352,7 +358,10 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
 
 
 def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(recipe):
-    """16 images of 1,280 tokens are 81,920 patches, in passes of three images. A trained tower has none such."""
+    """16 images of 1,280 tokens are 81,920 patches, in passes of three images.
+
+    A trained tower has none such.
+    """
     alone = replace(recipe, batch=replace(recipe.batch, sequences=8), generations=8, sharing=SHARED)
     assert "frozen vision tower" not in predict(alone, 80 * GIB).phases
     still = replace(

@@ -1,4 +1,6 @@
-"""The memory formulas against what torch itself counts in the policy's real forward and backward pass, on a CPU."""
+"""The memory formulas against what torch itself counts in the policy's real forward and backward
+pass, on a CPU.
+"""
 
 import contextlib
 import weakref
@@ -28,7 +30,9 @@ WIDE = MicroBatch(sequences=1, prompt_tokens=656, completion_tokens=300, image_t
 
 
 class Policy:
-    """The tiny model as TRL trains it, with one micro-batch of `size`, and the formulas' inputs for it."""
+    """The tiny model as TRL trains it, with one micro-batch of `size`, and the formulas' inputs for
+    it.
+    """
 
     def __init__(
         self,
@@ -104,7 +108,9 @@ class Policy:
         )
 
     def measured_kept(self) -> int:
-        """Distinct storages that autograd still holds after the forward pass, but for weights and inputs."""
+        """Distinct storages that autograd still holds after the forward pass, but for weights and
+        inputs.
+        """
         given = {
             t.untyped_storage().data_ptr()
             for t in (*self.model.parameters(), *self.inputs.values())
@@ -164,7 +170,9 @@ def test_what_autograd_keeps_is_what_the_formulas_say(subtests):
 
 @contextlib.contextmanager
 def head_tile(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> Any:
-    """Another width of TRL's tile of logits: at its own the LM head dwarfs every layer of a model this small."""
+    """Another width of TRL's tile of logits: at its own the LM head dwarfs every layer of a model
+    this small.
+    """
     monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", vocabulary)
     monkeypatch.setattr(activations, "TILE_VOCABULARY", vocabulary)
     yield
@@ -175,7 +183,9 @@ PEAKS = list(product((SMALL, WIDE), (False, True), (32768, 64)))
 
 
 def test_the_peak_of_a_forward_and_backward_pass(monkeypatch, subtests):
-    """The tracker sees every allocation of torch, so this is the whole peak: weights, inputs, kept and passing."""
+    """The tracker sees every allocation of torch, so this is the whole peak: weights, inputs, kept
+    and passing.
+    """
     for size, checkpointing, tile in PEAKS:
         with subtests.test(f"{size} {checkpointing=} {tile=}"):
             _check_peak(size, checkpointing, tile, monkeypatch)

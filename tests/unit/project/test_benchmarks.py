@@ -209,7 +209,9 @@ def test_one_file_of_all_runs_prints_every_table(tmp_path, capsys, monkeypatch):
 def test_runs_are_added_once_and_never_to_the_seed_of_another_machine(
     tmp_path, capsys, monkeypatch
 ):
-    """The same seed has another start there: it would count twice, and the start would look like the arm."""
+    """The same seed has another start there: it would count twice, and the start would look like
+    the arm.
+    """
     kept = tmp_path / "kept.jsonl"
     (tmp_path / "runs").mkdir()
     theirs = run("grpo", 0, (0.2, 0.3, 0.4)) | {"arithmetic": "2e"}
@@ -251,7 +253,10 @@ def test_a_thinned_run_keeps_the_means_of_five_steps():
 
 
 def test_a_yoked_run_has_the_mean_weights_of_another_on_groups_of_its_own():
-    """Of 200 groups, 100 carry signal. What they weigh on average is the recorded figure; the others weigh 1."""
+    """Of 200 groups, 100 carry signal.
+
+    What they weigh on average is the recorded figure; the others weigh 1.
+    """
     rewards_PG = torch.tensor([[1.0, 0.0], [0.0, 0.0]]).repeat(100, 1)
     lengths_PG = torch.full((200, 2), 9.0)
     signal_P = torch.tensor([True, False]).repeat(100)
@@ -622,7 +627,9 @@ def test_a_command_that_fails_says_what_it_said(tmp_path):
 
 
 def test_every_method_gets_the_same_rollouts():
-    """128 per generation, and as many generations whether they are learned from in one update or in four."""
+    """128 per generation, and as many generations whether they are learned from in one update or in
+    four.
+    """
     from adora_vl.config.schema import parse
 
     assert grpo(updates=4) == METHODS["grpo_x4"]

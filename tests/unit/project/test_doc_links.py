@@ -1,4 +1,6 @@
-"""Every link in a page, every file of ours that a page names, and every `python -m` that it shows exists."""
+"""Every link in a page, every file of ours that a page names, and every `python -m` that it shows
+exists.
+"""
 
 import re
 from functools import cache
@@ -40,7 +42,9 @@ def _broken_links(page: Path, text: str) -> list[str]:
 
 
 def _missing_names(text: str) -> list[str]:
-    """Paths below our top folders and modules behind `python -m` that are nowhere; `NAME.yaml` is any name."""
+    """Paths below our top folders and modules behind `python -m` that are nowhere; `NAME.yaml` is
+    any name.
+    """
     paths = re.findall(rf"(?<![\w./-])((?:{OURS})/[\w./-]*\.(?:py|yaml|md|ipynb|sh|json))\b", text)
     modules = re.findall(rf"-m ((?:{OURS})(?:\.\w+)*)", text)
     places = {module: ROOT / module.replace(".", "/") for module in modules}

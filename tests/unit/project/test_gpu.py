@@ -1,4 +1,6 @@
-"""The command that accepts a GPU: every check at the small size on a CPU, and what becomes of one that goes wrong."""
+"""The command that accepts a GPU: every check at the small size on a CPU, and what becomes of one
+that goes wrong.
+"""
 
 import json
 import math
@@ -223,7 +225,9 @@ def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
 
 @slow
 def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(capsys):
-    """DeepSpeed compiles most of a minute; a lock that stayed would let every later check wait without end."""
+    """DeepSpeed compiles most of a minute; a lock that stayed would let every later check wait
+    without end.
+    """
     two = [
         GPUCheck(name, f"{BROKEN}:{name}", 300)
         for name in ("killed_while_it_compiles", "finds_compiled")

@@ -1,4 +1,6 @@
-"""Of each table of figures on the pages, a cheap row or column is what the command prints that made the table."""
+"""Of each table of figures on the pages, a cheap row or column is what the command prints that made
+the table.
+"""
 
 import json
 import re
@@ -48,8 +50,14 @@ def predictions(folder, recipes, larger_models, sliced):
     four = TEXT.split("**Four GPUs.**")[1].split("adora_7b_geo3k.yaml ")[1].split(" --vllm")[0]
     names = {"7B": "7b_geo3k", "3B, LoRA (1)": "3b_24gb", "3B, LoRA": "3b_1gpu_lora"}
     for gpus, model, launcher, card, share, *gib, _, batch, _ in recipes:
-        words = f"--config configs/train/adora_{names[model]}.yaml --vllm_gpu_memory_utilization {share} --processes "
-        words += f"{gpus} --accelerate-config configs/accelerate/{launcher.split('`')[1]}.yaml --card-gib {card} "
+        words = (
+            f"--config configs/train/adora_{names[model]}.yaml --vllm_gpu_memory_utilization "
+            f"{share} --processes "
+        )
+        words += (
+            f"{gpus} --accelerate-config configs/accelerate/{launcher.split('`')[1]}.yaml "
+            f"--card-gib {card} "
+        )
         words += (four if gpus == "4" else "") + (" --beta 0" if "beta" in launcher else "")
         assert dry_run(folder, words)[0] == [*(cell.split()[0] for cell in gib), batch], words
     (command,) = re.findall(r"python -m adora_vl.train ((?:.*\\\n)*.*--machines 4.*)\n", TEXT)
@@ -70,7 +78,10 @@ def predictions(folder, recipes, larger_models, sliced):
     part.save_processor(folder / "model", rows)
     part.write_data(folder / "data", rows)
     for (launcher, changed), cell in zip(part.CASES.values(), sliced[4][1:], strict=True):
-        words = f"--config {part.CONFIG} --model_name_or_path {folder}/model --dataset_name {folder}/data "
+        words = (
+            f"--config {part.CONFIG} --model_name_or_path {folder}/model --dataset_name "
+            f"{folder}/data "
+        )
         words += f"--accelerate-config configs/accelerate/{launcher}.yaml {' '.join(changed)}"
         assert cell.startswith(f"{dry_run(folder, words)[1]} and "), words
 
@@ -185,7 +196,8 @@ CHECKS = {
         for title in ("arm", "difference in points [95 %]")
     ],
 }
-# The tests of the rewards hold the presets; the others are read, or take an engine for half an hour or a card.
+# The tests of the rewards hold the presets; the others are read, or take an engine for half an hour
+# or a card.
 UNCOMPARED = {
     "verdict",
     "median",

@@ -1,4 +1,6 @@
-"""The pages name what there is: the way through the code, the notebooks, and the request of docs/evaluation.md."""
+"""The pages name what there is: the way through the code, the notebooks, and the request of
+docs/evaluation.md.
+"""
 
 import ast
 import base64

@@ -1,4 +1,6 @@
-"""The record of the rollouts: right, whole after a crash, nothing twice after a resume, and bounded."""
+"""The record of the rollouts: right, whole after a crash, nothing twice after a resume, and
+bounded.
+"""
 
 import shutil
 from pathlib import Path
@@ -289,7 +291,10 @@ def test_every_second_generation_is_recorded_whole_however_many_steps_learn_from
 
 
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
-    """Of two ranks, whose rollouts are recorded rank by rank. The other one measures one of this rank's too."""
+    """Of two ranks, whose rollouts are recorded rank by rank.
+
+    The other one measures one of this rank's too.
+    """
     seen = iter(
         [[], [{1: 10.5, 3: 10.25, 0: 0.75, -1: 9.0}]]
     )  # a number below 0 is of an earlier step
@@ -376,7 +381,9 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
 @pytest.mark.slow
 @pytest.mark.core
 def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path):
-    """And the same figures and rollouts in each; then it goes on with every second generation recorded."""
+    """And the same figures and rollouts in each; then it goes on with every second generation
+    recorded.
+    """
     whole, again = (
         recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder)
     )

@@ -1,4 +1,6 @@
-"""What a run says and leaves behind: its log line, metrics, manifest, model cards and the commands to go on with."""
+"""What a run says and leaves behind: its log line, metrics, manifest, model cards and the commands
+to go on with.
+"""
 
 import json
 import math
@@ -212,8 +214,9 @@ def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
 def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
     tmp_path, capsys, monkeypatch
 ):
-    """A run that goes on at step 4 of 10, with 10 seconds a step: after step 6 there are 40. What comes before
-    its first step, as the self-check, counts nowhere.
+    """A run that goes on at step 4 of 10, with 10 seconds a step: after step 6 there are 40.
+
+    What comes before its first step, as the self-check, counts nowhere.
     """
     seconds = iter(range(0, 99, 10))
     monkeypatch.setattr(
@@ -230,7 +233,9 @@ def test_the_time_left_is_that_of_the_steps_left_at_the_pace_of_this_start(
 
 
 def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
-    """The lines of steps that a crash has undone go away, a half line too; nothing is there twice or missing."""
+    """The lines of steps that a crash has undone go away, a half line too; nothing is there twice
+    or missing.
+    """
     file = MetricsFile()
     file.on_train_begin(settings(tmp_path), state(0), None)
     for step in range(1, 6):
@@ -354,21 +359,19 @@ def test_the_metrics_of_a_batch_by_hand():
     rewards = torch.tensor([[1.0, 0.1], [1.0, 1.0], [0.1, 0.0], [1.0, 0.1]])
     lengths = torch.tensor([[9, 5], [4, 4], [7, 7], [6, 100]])
     metrics = adora_metrics(weigh_groups(Groups(rewards, lengths, lengths >= 100)))
-    assert (
-        metrics
-        == pytest.approx(
-            {
-                "tds_share": 0.5,  # all correct, and every wrong one truncated
-                "weight_mean": (1 + 0.1 + 1 + 0.1) / 4,
-                "no_correct_share": 0.25,
-                "all_correct_share": 0.25,
-                "wrong_all_truncated_share": 0.25,
-                "length_correct": (9 + 4 + 4 + 6) / 4,
-                "length_wrong": (5 + 7 + 7 + 100) / 4,
-                "pass_rate": (0.5 + 1 + 0 + 0.5) / 4,
-                "ties": 0.0,  # of the one TDS group with right and wrong answers, whose wrong one was truncated
-            }
-        )
+    assert metrics == pytest.approx(
+        {
+            "tds_share": 0.5,  # all correct, and every wrong one truncated
+            "weight_mean": (1 + 0.1 + 1 + 0.1) / 4,
+            "no_correct_share": 0.25,
+            "all_correct_share": 0.25,
+            "wrong_all_truncated_share": 0.25,
+            "length_correct": (9 + 4 + 4 + 6) / 4,
+            "length_wrong": (5 + 7 + 7 + 100) / 4,
+            "pass_rate": (0.5 + 1 + 0 + 0.5) / 4,
+            # of the one TDS group with right and wrong answers, whose wrong one was truncated
+            "ties": 0.0,
+        }
     )
     none_correct = adora_metrics(
         weigh_groups(Groups(rewards[2:3], lengths[2:3], lengths[2:3] > 99))
@@ -392,7 +395,8 @@ def test_ties_are_counted_among_the_groups_that_the_length_marks():
     rewards = torch.tensor([[1.0, 0.0, 0.0]] * 5 + [[1.0] * 3, [0.1, 0.0, 0.0]])
     weighting = weigh_groups(Groups(rewards, lengths, lengths >= 100))
     assert weighting.tds_P.tolist() == [True, True, True, True, False, True, False]
-    # Two ties and two that are shorter. The one that is longer is not marked, and all right or all wrong is no contest.
+    # Two ties and two that are shorter. The one that is longer is not marked, and all right or all
+    # wrong is no contest.
     assert adora_metrics(weighting)["ties"] == 2 / 4
     none = adora_metrics(_weighed([9, 5, 5]))["ties"]
     assert none != none, "NaN, which TRL leaves out of its log, where no group is marked"
@@ -431,7 +435,8 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     assert f"--model {tmp_path / 'merged'} " in text
     assert "Trained 0 steps" in "\n".join(summary_lines([], config, tmp_path, 1))
 
-    # A run shorter than its logging interval: `Trainer` then logs once, and everything stands in that entry.
+    # A run shorter than its logging interval: `Trainer` then logs once, and everything stands in
+    # that entry.
     history = [{"step": 2, "train_runtime": 1.0, "reward": 0.25}, {"step": 2, "eval_reward": 0.75}]
     text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
     assert (
@@ -467,7 +472,8 @@ STARTED = [
     (["bash"], f"{interpreter()} -m adora_vl.train --seed 1"),
     (
         ["python", *LAUNCH[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
-        "accelerate launch --config_file c.yaml -m adora_vl.train --hub_token ... --api_secret=... --seed 1",
+        "accelerate launch --config_file c.yaml -m adora_vl.train --hub_token ... "
+        "--api_secret=... --seed 1",
     ),
 ]
 
@@ -489,7 +495,10 @@ def test_the_commands_after_a_run(tmp_path):
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == place
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
-    words = f"{interpreter()} -m eval.geometry3k run --model m --data {tmp_path} --output o --max-tokens 40"
+    words = (
+        f"{interpreter()} -m eval.geometry3k run --model m --data {tmp_path} --output o "
+        "--max-tokens 40"
+    )
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
     (tmp_path / "manifest.json").write_text(json.dumps({"made_by": MADE_BY, "source": "knights"}))
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace(

@@ -37,8 +37,9 @@ def needs(name: str) -> pytest.MarkDecorator:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run with all trackers that are there. It is a process of its own, since trackio reads its folder's name when
-    it is imported.
+    """One run with all trackers that are there.
+
+    It is a process of its own, since trackio reads its folder's name when it is imported.
     """
     folder = tmp_path_factory.mktemp("run") / "tracked"
     words = arguments(

@@ -1,4 +1,6 @@
-"""The page of a run in a real browser: what a person finds there, and that no text of a model does anything."""
+"""The page of a run in a real browser: what a person finds there, and that no text of a model does
+anything.
+"""
 
 import json
 import re
@@ -62,12 +64,17 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked, tmp
     browser.open(forgotten)
     browser.wait_for_error("Content Security Policy")
     assert "training report" in browser.js("document.title")
-    refused = "(() => { try { document.body.innerHTML = '<p>'; return 'taken' } catch (e) { return e.name } })()"
+    refused = (
+        "(() => { try { document.body.innerHTML = '<p>'; return 'taken' } catch (e) { return "
+        "e.name } })()"
+    )
     assert browser.js(refused) == "TypeError"
 
 
 def test_a_person_finds_a_group(browser, page):
-    """By every filter, with the mouse; the counts are those of `write_run`: 12 steps x 2 groups and 60 x 1."""
+    """By every filter, with the mouse; the counts are those of `write_run`: 12 steps x 2 groups and
+    60 x 1.
+    """
     browser.look()
     browser.open(page)
     count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
@@ -102,7 +109,8 @@ def test_a_person_finds_a_group(browser, page):
     browser.click("#list li:nth-child(3) button")
     assert browser.text("#detail h3") == "Step 9, adora problem/1"
     assert browser.text("#why") == (
-        "Attenuated to 0.1: TDS, the longest right rollout is longer than the mean of the finished wrong ones."
+        "Attenuated to 0.1: TDS, the longest right rollout is longer than the mean of the "
+        "finished wrong ones."
     )  # the record's word is shown, and so is what it rests on
     assert browser.texts(".rollout .verdict") == ["✓ right", "✗ wrong", "✗ wrong", "✗ wrong"]
     assert browser.texts(".problem .choices li") == ["(A) 5", "(B) 7"], (
@@ -196,7 +204,10 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     browser.press("ArrowLeft")
     said = browser.text(f"{chart} .reading")
     assert all(f"{view} {100 * share:.0f} %" in said for view, share in VIEWS.items()), said
-    colours = f"new Set([...document.querySelectorAll('{chart} svg path')].map(n => n.getAttribute('class'))).size"
+    colours = (
+        f"new Set([...document.querySelectorAll('{chart} svg path')].map(n => "
+        "n.getAttribute('class'))).size"
+    )
     assert browser.js(colours) == 4
     browser.open(make_page(tmp_path / "two.html", run, other))
     assert (
@@ -268,7 +279,8 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
     assert browser.js(sources.format(".gold")) == [r"2 \sqrt { 3 }"]
     assert set(browser.js(sources.format(".rollout"))) == {r"\sqrt{12}"}
     above, below = browser.js(
-        "[...document.querySelector('mfrac').children].map(n => n.getBoundingClientRect()).map(r => [r.top, r.bottom])"
+        "[...document.querySelector('mfrac').children].map(n => n.getBoundingClientRect()).map(r "
+        "=> [r.top, r.bottom])"
     )
     assert above[0] < above[1] <= below[0] < below[1], "the browser lays it out as a fraction"
     assert browser.text(".problem .text").endswith(r", what is $\foo$ for $5 and $6?"), (
@@ -345,7 +357,10 @@ def test_an_address_leads_back_to_its_group(browser, page):
 def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no_buttons(
     browser, page, tmp_path
 ):
-    above = "(y => y('#curves') < y('#groups'))(s => document.querySelector(s).getBoundingClientRect().y)"
+    above = (
+        "(y => y('#curves') < y('#groups'))(s => "
+        "document.querySelector(s).getBoundingClientRect().y)"
+    )
     browser.open(page)
     assert browser.js(above) and "temporarily disadvantageous" in browser.text("header")
     browser.open(make_page(tmp_path / "short.html", write_run(tmp_path / "short", 2)))
@@ -353,7 +368,10 @@ def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no
     browser.open(page)
     browser.page.emulate_media(media="print")
     browser.js("dispatchEvent(new Event('beforeprint'))")
-    hidden = "[...document.querySelectorAll('form, nav, .buttons, .keys')].every(n => n.getClientRects().length === 0)"
+    hidden = (
+        "[...document.querySelectorAll('form, nav, .buttons, .keys')].every(n => "
+        "n.getClientRects().length === 0)"
+    )
     assert (
         browser.js(hidden)
         and browser.js("document.querySelector('#figures').getClientRects().length") == 1
@@ -363,7 +381,9 @@ def test_a_short_run_begins_with_its_rollouts_and_a_print_has_the_figures_and_no
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page, dark):
-    """No sideways scrolling at 360 pixels, every field has a label, and contrasts of 4.5 and more (WCAG AA)."""
+    """No sideways scrolling at 360 pixels, every field has a label, and contrasts of 4.5 and more
+    (WCAG AA).
+    """
     browser.look(width=360, height=740, dark=dark)
     browser.open(page, "#run=0&step=11&id=problem%2F1")
     assert browser.js("document.documentElement.scrollWidth <= innerWidth")
@@ -372,10 +392,11 @@ def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page, dark):
     )
     assert browser.js("[...document.querySelectorAll('img')].every(n => n.alt)")
     colours = browser.js(
-        "['h1', '.hint', '.reading', '.legend li', '.facts dt', '.verdict.wrong', '.verdict.correct', '.badge', 'code',"
-        " '.rollout .text', '#list button', '.line2'].map(s => { const n = document.querySelector(s);"
-        " let b = n; while (getComputedStyle(b).backgroundColor === 'rgba(0, 0, 0, 0)') b = b.parentElement;"
-        " return [s, getComputedStyle(n).color, getComputedStyle(b).backgroundColor]; })"
+        "['h1', '.hint', '.reading', '.legend li', '.facts dt', '.verdict.wrong', "
+        "'.verdict.correct', '.badge', 'code', '.rollout .text', '#list button', '.line2'].map(s "
+        "=> { const n = document.querySelector(s); let b = n; while "
+        "(getComputedStyle(b).backgroundColor === 'rgba(0, 0, 0, 0)') b = b.parentElement; return "
+        "[s, getComputedStyle(n).color, getComputedStyle(b).backgroundColor]; })"
     )
     for selector, ink, paper in colours:
         assert contrast(ink, paper) >= 4.5, (selector, ink, paper)

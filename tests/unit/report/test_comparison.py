@@ -41,7 +41,9 @@ def run(
     seconds: float = 1.0,
     **config: Any,
 ) -> str:
-    """A run of one step per pass rate, each of so many seconds, with `right` of 20 held-out problems right."""
+    """A run of one step per pass rate, each of so many seconds, with `right` of 20 held-out
+    problems right.
+    """
     folder.mkdir(parents=True)
     manifest = {
         "made_by": "adora_vl.train",
@@ -252,7 +254,10 @@ def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, cap
     )
     assert "The configs are the same but for the seed." in lines[0]
     c = run(tmp_path / "c", [0.5], 5, adora_rollouts={"budget": 9})
-    fewer = f"warning: {c}: some generations of adora_rollouts.budget have fewer rollouts than are counted"
+    fewer = (
+        f"warning: {c}: some generations of adora_rollouts.budget have fewer rollouts than are "
+        "counted"
+    )
     assert fewer in said(capsys, a, c, "--compare")
 
 
@@ -271,7 +276,9 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
 
 
 def score_file(path: Path, right: str, **more: Any) -> str:
-    """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right answer."""
+    """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right
+    answer.
+    """
     graded = [
         Graded(
             str(number),

@@ -1,4 +1,6 @@
-"""The page of a run without a browser: what it says, the formulas in it, and that no text does anything."""
+"""The page of a run without a browser: what it says, the formulas in it, and that no text does
+anything.
+"""
 
 import base64
 import gzip
@@ -55,8 +57,8 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"longest_right": 21.25, "weight": 1.0, "tds": False},
         {"adora_method": {"adora": {"ties": "keep"}}},
-        "Kept at weight 1: TAS, the longest right rollout is as long as the mean of the finished wrong ones, "
-        "which counts as holding.",
+        "Kept at weight 1: TAS, the longest right rollout is as long as the mean of the finished "
+        "wrong ones, which counts as holding.",
     ),
     (
         {"mean_wrong": None},
@@ -67,8 +69,9 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"mean_wrong": None, "pass_rate": 1.0, "equal": True, "weight": 1.0, "tds": False},
         {"adora_method": {"adora": {"empty_wrong": "keep"}}},
-        "Kept at weight 1: TAS, all rollouts are right, so there is no finished wrong one to compare lengths with, "
-        "which counts as holding. All rewards are equal, so every advantage is 0 and nothing is learned from it.",
+        "Kept at weight 1: TAS, all rollouts are right, so there is no finished wrong one to "
+        "compare lengths with, which counts as holding. All rewards are equal, so every advantage "
+        "is 0 and nothing is learned from it.",
     ),
     (
         {"pass_rate": 0.0, "weight": 1.0, "tds": False, "longest_right": None},
@@ -145,23 +148,21 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {"adora_method": {"adora": {"assign": "random"}}},
-        "Attenuated to 0.1 by chance (assign: random); ADORA's "
-        "criteria say TDS, the longest right rollout is not longer than the mean of the finished wrong "
-        "ones.",
+        "Attenuated to 0.1 by chance (assign: random); ADORA's criteria say TDS, the longest "
+        "right rollout is not longer than the mean of the finished wrong ones.",
     ),
     (
         {"weight": 1.0},
         {"adora_method": {"adora": {"assign": "reversed"}}},
-        "Kept at weight 1 as the "
-        "criteria do not say (assign: reversed); ADORA's criteria say TDS, the longest right rollout is "
-        "not longer than the mean of the finished wrong ones.",
+        "Kept at weight 1 as the criteria do not say (assign: reversed); ADORA's criteria say "
+        "TDS, the longest right rollout is not longer than the mean of the finished wrong ones.",
     ),
     (
         {"weight": 1.0},
         {"adora_method": {"adora": {"assign": "rate"}}},
-        "Kept at weight 1 with a scaled learning rate "
-        "instead (assign: rate); ADORA's criteria say TDS, the longest right rollout is not longer than "
-        "the mean of the finished wrong ones.",
+        "Kept at weight 1 with a scaled learning rate instead (assign: rate); ADORA's criteria "
+        "say TDS, the longest right rollout is not longer than the mean of the finished wrong "
+        "ones.",
     ),
 ]
 
@@ -334,7 +335,8 @@ FORMULAS: dict[str, list[str]] = {
     ],  # as Geometry3K writes it
     "It costs $5 and $6. $x$ and $ y $ do not.": ["$x$", "$ y $"],
     r"C:\Users\new, \n, \alph": [],
-    r"$\foo{x}$ $\begin{aligned}a&=b\end{aligned}$ $\cancel{x}$": [],  # not understood, so not changed
+    # not understood, so not changed
+    r"$\foo{x}$ $\begin{aligned}a&=b\end{aligned}$ $\cancel{x}$": [],
     r"$\frac{1$ $ $ $$ \boxed{5": [r"$\frac{1$"],
     "$" + "x" * 401 + "$": [],
 }
@@ -449,7 +451,9 @@ def test_no_short_text_grows_in_the_page():
 
 
 def test_no_text_makes_the_page_slow():
-    """A text four times as long takes four times as long, where a pattern without its bounds takes 16 times."""
+    """A text four times as long takes four times as long, where a pattern without its bounds takes
+    16 times.
+    """
 
     def seconds(text: str) -> float:
         began = time.process_time()

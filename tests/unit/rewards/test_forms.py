@@ -1,4 +1,5 @@
-r"""Answers of several parts, relations and intervals: what must not matter does not, and what must does.
+r"""Answers of several parts, relations and intervals: what must not matter does not, and what must
+does.
 
 Each property is tried on generated answers; the labelled ones are in `benchmarks/grading_corpus`.
 """
@@ -277,7 +278,9 @@ def test_boxes_in_a_row_end_where_something_else_stands_between() -> None:
 
 
 def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comparison of two lists takes the square of their length at most, and longer ones are not compared."""
+    """A comparison of two lists takes the square of their length at most, and longer ones are not
+    compared.
+    """
     compared: list[int] = []
     original = compare._same_form
 

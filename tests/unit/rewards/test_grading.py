@@ -1,6 +1,8 @@
-r"""The grader on answers that people and models really write, near misses, and reference answers: rows of JSONL files.
+r"""The grader on answers that people and models really write, near misses, and reference answers:
+rows of JSONL files.
 
-`cases/README.md` says how to add one. The labelled corpus in `benchmarks/` names no rules, and other graders run on it.
+`cases/README.md` says how to add one. The labelled corpus in `benchmarks/` names no rules, and
+other graders run on it.
 """
 
 import json

@@ -1,7 +1,8 @@
-r"""A policy that games the grader earns no more than one that is honestly wrong, and no answer makes the grader hang.
+r"""A policy that games the grader earns no more than one that is honestly wrong, and no answer
+makes the grader hang.
 
-Each hack knows that the answer is among a few candidates, as a policy does that has seen many problems, and covers them
-all; its box may even hold the reference answer.
+Each hack knows that the answer is among a few candidates, as a policy does that has seen many
+problems, and covers them all; its box may even hold the reference answer.
 """
 
 import queue
@@ -145,7 +146,9 @@ ATTACKS = {
 
 
 def within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]:
-    """The result of `work`, run off the main thread (where signals cannot interrupt it), or a failure when it hangs."""
+    """The result of `work`, run off the main thread (where signals cannot interrupt it), or a
+    failure when it hangs.
+    """
     done: queue.Queue[list[Grade]] = queue.Queue()
     threading.Thread(target=lambda: done.put(work()), daemon=True).start()
     try:
@@ -178,7 +181,9 @@ for start, piece, end in product(STARTS, PIECES, ("", "$", "!", "}", " b$", ")")
 
 
 def test_no_answer_that_repeats_itself_hangs():
-    """In a process of its own: a regular expression that backtracks without end lets no other thread run."""
+    """In a process of its own: a regular expression that backtracks without end lets no other
+    thread run.
+    """
     subprocess.run([sys.executable, "-c", _REPEATED], check=True, timeout=300)
 
 

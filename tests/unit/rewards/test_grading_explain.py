@@ -88,7 +88,9 @@ def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(
 
 
 def test_every_reason_in_the_code_is_explained() -> None:
-    """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and its values."""
+    """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and
+    its values.
+    """
     found = {*get_args(Comparison), *NO_VALUE, *UNREAD} - {"equal", "different"}
     for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
         for node in ast.walk(ast.parse((REWARDS / f"{name}.py").read_text())):
@@ -110,7 +112,9 @@ def test_every_reason_in_the_code_is_explained() -> None:
 
 
 def test_what_is_right_is_never_explained_as_never_right() -> None:
-    """Neither side of a case that is labelled correct, and each of its parts has a rule that speaks of the same."""
+    """Neither side of a case that is labelled correct, and each of its parts has a rule that speaks
+    of the same.
+    """
     for case in (case for case in cases() if case.label == "correct"):
         lines = explanation(case.response, case.gold, case.choices, rounding=case.rounding)
         sides = [line for line in lines if line.startswith(("answer ", "gold "))]

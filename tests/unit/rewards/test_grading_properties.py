@@ -1,4 +1,7 @@
-r"""Properties of the grader over drawn golds, spellings and garbage. Derandomised: the same examples in every run."""
+r"""Properties of the grader over drawn golds, spellings and garbage.
+
+Derandomised: the same examples in every run.
+"""
 
 import random
 import re
@@ -98,7 +101,9 @@ def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
 @QUICK
 @given(NUMBERS, NUMBERS)
 def test_equality_of_numbers_is_symmetric(left: str, right: str) -> None:
-    """Point 3 is an equality; what is not one (rounding, letters, unevaluated sums) is left out here."""
+    """Point 3 is an equality; what is not one (rounding, letters, unevaluated sums) is left out
+    here.
+    """
     assert grade(boxed(left), right).verdict == grade(boxed(right), left).verdict
 
 

@@ -1,4 +1,5 @@
-r"""Answers that are made to be large, deep or imprecise: the work is bounded, and no digit that is lost decides.
+r"""Answers that are made to be large, deep or imprecise: the work is bounded, and no digit that is
+lost decides.
 
 A seeded part of the fuzzing with which the caps were found; no clock is read, the work is counted.
 """
@@ -72,8 +73,8 @@ LARGE = {
 
 @dataclass
 class Work:
-    """What was computed while a test runs: of each operation the binary digits and the power of two of what it found,
-    before the caps are applied, and the absolute value that it gave.
+    """What was computed while a test runs: of each operation the binary digits and the power of two
+    of what it found, before the caps are applied, and the absolute value that it gave.
     """
 
     digits: list[int] = field(default_factory=list)
@@ -104,7 +105,9 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
 
 
 def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
-    """Both sides are read, and computed at six points: for each character two operations at most, on capped values."""
+    """Both sides are read, and computed at six points: for each character two operations at most,
+    on capped values.
+    """
     over = []
     for name, answer in LARGE.items():
         assert len(answer) <= MAX_CHARS, name

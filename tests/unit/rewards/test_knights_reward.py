@@ -31,7 +31,8 @@ ANSWERS = {
     ),
     "a box goes before a block": (rf"<answer>Ada is a knight</answer> \boxed{{{GOLD}}}", 1.0),
     "but not one that was only thought": (
-        rf"<think>\boxed{{{GOLD.replace('Ben is a knave', 'Ben is a knight')}}}? No.</think><answer>{GOLD}</answer>",
+        rf"<think>\boxed{{{GOLD.replace('Ben is a knave', 'Ben is a knight')}}}? "
+        rf"No.</think><answer>{GOLD}</answer>",
         1.0,
     ),
     "the last block counts": (
@@ -62,7 +63,8 @@ def test_the_reward(subtests):
 THOUGHT = "<think>If Ada lies ...</think>"
 
 
-LOGIC_RL_REWARDS = {  # `verl/utils/reward_score/kk.py` there: 1 or -1 for the form; 2, -1.5 or -2 for the answer
+# `verl/utils/reward_score/kk.py` there: 1 or -1 for the form; 2, -1.5 or -2 for the answer
+LOGIC_RL_REWARDS = {
     "right": (f"{THOUGHT}<answer>{GOLD}</answer>", 3.0),
     "wrong": (
         f"{THOUGHT}<answer>{GOLD.replace('Ben is a knave', 'Ben is a knight')}</answer>",

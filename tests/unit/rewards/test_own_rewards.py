@@ -1,4 +1,6 @@
-"""Reward functions of the user's own: found, checked before a run, called with a deadline, stopped on all ranks."""
+"""Reward functions of the user's own: found, checked before a run, called with a deadline, stopped
+on all ranks.
+"""
 
 import asyncio
 import contextlib
@@ -66,11 +68,14 @@ def call(function: Any, texts: list[str], **columns: Any) -> list[float | None]:
     return asyncio.run(found) if asyncio.iscoroutine(found) else found
 
 
-# ----------------------------------------------------------------------------------------------- what is chosen
+# ----------------------------------------------------------------------------------- what is chosen
 
 
 def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(own):
-    body = "def size(completions, *, unit, **kwargs):\n    return [len(c[-1]['content']) / unit for c in completions]"
+    body = (
+        "def size(completions, *, unit, **kwargs):\n    return [len(c[-1]['content']) / unit for "
+        "c in completions]"
+    )
     chosen = own(body, "format", "FILE:size", "accuracy", options={"size": {"unit": 2}})
     assert [call(function, ["5555"], answer=["5"]) for function in chosen.functions] == [
         [0.0],
@@ -211,8 +216,9 @@ def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_
 
 def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtests):
     files = {
-        "r.py": "import json, adora_vl.types\nfrom scale_of_r import SCALE\ndef f(completions, **kwargs):\n"
-        "    from package_of_r.inner import late\n    return [SCALE] * len(completions)",
+        "r.py": "import json, adora_vl.types\nfrom scale_of_r import SCALE\n"
+        "def f(completions, **kwargs):\n    from package_of_r.inner import late\n"
+        "    return [SCALE] * len(completions)",
         "scale_of_r.py": "SCALE = 1",
         "package_of_r/inner/__init__.py": "from .. import beside; from .late import VALUE",
         "package_of_r/inner/late.py": "VALUE = 1",
@@ -241,12 +247,13 @@ def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
     (tmp_path / "neighbour_of_a_reward.py").write_text("VALUE = 7")
     (tmp_path / "torch.py").write_text("1 / 0")
     (tmp_path / "r.py").write_text(
-        "import torch\nfrom neighbour_of_a_reward import VALUE\ndef f(completions, **k): return [VALUE]"
+        "import torch\nfrom neighbour_of_a_reward import VALUE\n"
+        "def f(completions, **k): return [VALUE]"
     )
     assert call(choose_rewards([f"{tmp_path / 'r.py'}:f"]).functions[0], ["a"]) == [7]
 
 
-# ------------------------------------------------------------------------------------------- what a call may do
+# ------------------------------------------------------------------------------- what a call may do
 
 
 def run(
@@ -380,7 +387,10 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
 def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
-    """The rollouts of a group have one image. Its pixels are copied for a function only when it draws."""
+    """The rollouts of a group have one image.
+
+    Its pixels are copied for a function only when it draws.
+    """
     image = kept(Image.new(mode, (8, 8)))
     given = {"completions": ["a", "b"], "images": [[image], [image]]}
     shared: list[bool] = []
@@ -426,7 +436,9 @@ async def awaits_a_task_that_was_cancelled(**kwargs: Any) -> Any:
 
 
 def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
-    """An error that came out of a call would leave the other ranks waiting, and the run without a checkpoint."""
+    """An error that came out of a call would leave the other ranks waiting, and the run without a
+    checkpoint.
+    """
     for function, reason in [
         (raising(Panic("index out of bounds")), "Panic: index out of bounds (test_own"),
         (raising(asyncio.CancelledError("gone")), "CancelledError: gone (test_own"),
@@ -529,7 +541,9 @@ def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
 
 
 def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():
-    """An async function that blocks its loop: neither the loop's own deadline nor a signal reaches it."""
+    """An async function that blocks its loop: neither the loop's own deadline nor a signal reaches
+    it.
+    """
     code = """
 import time
 from adora_vl.rewards import safe_call
@@ -551,7 +565,7 @@ asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))
     assert done.returncode == 1 and "in blocks" in done.stderr
 
 
-# --------------------------------------------------------------------------------------------- how the run ends
+# --------------------------------------------------------------------------------- how the run ends
 
 
 def saving(folder: Path, saved: list[Path]) -> Any:
@@ -601,7 +615,9 @@ def test_reward_models_and_the_time_of_presets_are_left_alone():
 def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_failed(
     monkeypatch, tmp_path
 ):
-    """Every rank asks, whether or not it has failed: the collective call is what keeps them together."""
+    """Every rank asks, whether or not it has failed: the collective call is what keeps them
+    together.
+    """
     elsewhere: list[RewardFailure] = []
     monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: [*mine, *elsewhere])
     saved: list[Path] = []
@@ -616,7 +632,7 @@ def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_fail
     assert saved == [tmp_path]
 
 
-# ------------------------------------------------------------------------------------------------- the command
+# -------------------------------------------------------------------------------------- the command
 
 
 def test_explain_tries_a_reward_without_a_model(capsys):

@@ -253,7 +253,9 @@ def test_the_prompts_say_whether_the_tags_are_asked_for() -> None:
 
 
 def test_an_answer_in_its_tags_is_graded_as_one_in_a_box() -> None:
-    """All of the labelled corpus: in tags each answer has the verdict and the reason that it has in a box."""
+    """All of the labelled corpus: in tags each answer has the verdict and the reason that it has in
+    a box.
+    """
     boxes = [
         (case, last_boxed(case.response))
         for case in cases()
@@ -293,7 +295,10 @@ def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None
 
 
 def test_words_of_reflection_are_counted_once_each_and_as_whole_words() -> None:
-    text = "Wait, I re-check it. Double-checked. However, waiting is no mistake; a waiter checks. Let me see: hold on."
+    text = (
+        "Wait, I re-check it. Double-checked. However, waiting is no mistake; a waiter checks. "
+        "Let me see: hold on."
+    )
     expected = {
         "wait": 2,
         "check": 1,

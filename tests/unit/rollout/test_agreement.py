@@ -1,4 +1,6 @@
-"""Do engine and trainer agree: the bounds, prompts moved far back, and what ends a run before its first step."""
+"""Do engine and trainer agree: the bounds, prompts moved far back, and what ends a run before its
+first step.
+"""
 
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +37,9 @@ def trainer(model: int = 10**6, engine: int = 10**6) -> Any:
 
 
 def prompts(shapes: list[tuple[list[int], list[int]]]) -> agreement.Prompts:
-    """Of each row its words, and for each of its images the number of image tokens, four patches a token."""
+    """Of each row its words, and for each of its images the number of image tokens, four patches a
+    token.
+    """
     ids = [[token for size in sizes for token in [IMAGE] * size] + words for words, sizes in shapes]
     grids = [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
     kinds = [[int(token == IMAGE) for token in row] for row in ids]

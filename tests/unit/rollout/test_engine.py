@@ -76,7 +76,10 @@ def test_the_log_probability_of_a_token_is_that_of_its_own_id():
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
-    """Else two runs on a machine would share it, and every run would leave some behind. Others' stays."""
+    """Else two runs on a machine would share it, and every run would leave some behind.
+
+    Others' stays.
+    """
     monkeypatch.setattr(llm_module, "_SHARED_MEMORY", tmp_path)
     monkeypatch.setenv("VLLM_DIST_IDENT", "a-run")
     (tmp_path / "other").touch()
@@ -191,8 +194,9 @@ def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_gr
 
 
 def engine_of(monkeypatch: Any, seen: list[Any], reasons: list[str], **changed: Any) -> Any:
-    """A colocated engine whose vLLM notes what it is asked for in `seen`, and ends its rollouts for these reasons. The
-    rollouts of a request come in any order; the log-probability of a token is beside that of a likelier one.
+    """A colocated engine whose vLLM notes what it is asked for in `seen`, and ends its rollouts for
+    these reasons. The rollouts of a request come in any order; the log-probability of a token is
+    beside that of a likelier one.
     """
 
     def generate(self: Any, prompts: Any, sampling_params: Any, **_: Any) -> list[Any]:
@@ -265,7 +269,9 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
 
 
 def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
-    """The second row ends by itself, the third one where the engine has no room, and the last two begin."""
+    """The second row ends by itself, the third one where the engine has no room, and the last two
+    begin.
+    """
     seen: list[Any] = []
     engine = engine_of(monkeypatch, seen, ["length", "stop", "length", "length", "length"])
     had = [[5], [5, 6], [5] * 12, [], []]

@@ -1,4 +1,6 @@
-"""The distance between engine and policy, what a person is told about it, and the ratio that corrects for it."""
+"""The distance between engine and policy, what a person is told about it, and the ratio that
+corrects for it.
+"""
 
 import math
 from typing import Any

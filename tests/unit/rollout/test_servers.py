@@ -1,4 +1,6 @@
-"""Several vLLM servers, played by stand-ins on loopback: who is asked what, who is left out, who gets which weights."""
+"""Several vLLM servers, played by stand-ins on loopback: who is asked what, who is left out, who
+gets which weights.
+"""
 
 import json
 import os
@@ -325,7 +327,10 @@ def test_a_server_that_would_not_serve_the_whole_adapter_is_refused_at_the_start
 def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    """Weights wait as files. A server that was started again is left out until all of them are written."""
+    """Weights wait as files.
+
+    A server that was started again is left out until all of them are written.
+    """
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     state = TrainerState()
     asked = Event()
@@ -431,7 +436,9 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
 def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(
     tmp_path, given, folder, file
 ):
-    """`given`: the rights of the folder that the user has made, as in /dev/shm; None: there is none."""
+    """`given`: the rights of the folder that the user has made, as in /dev/shm; None: there is
+    none.
+    """
     shared = tmp_path / "w"
     if given is not None:
         shared.mkdir()
@@ -525,8 +532,9 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
 
 
 def test_a_run_that_ends_does_not_wait_for_its_servers():
-    """As it would with the threads of an executor, which Python joins. TRL's client, which nothing here asks, takes
-    ten seconds to import.
+    """As it would with the threads of an executor, which Python joins.
+
+    TRL's client, which nothing here asks, takes ten seconds to import.
     """
     script = """
 import sys

@@ -1,4 +1,7 @@
-"""When the engine sleeps and is sent weights. No CPU engine can sleep, so vLLM's own calls are counted in its place."""
+"""When the engine sleeps and is sent weights.
+
+No CPU engine can sleep, so vLLM's own calls are counted in its place.
+"""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -161,7 +164,9 @@ def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subt
 
 
 def test_the_weights_of_a_step_are_synced_once(engine):
-    """Where several parts of a step ask for them, as one step ahead and the measurement of the drift do."""
+    """Where several parts of a step ask for them, as one step ahead and the measurement of the
+    drift do.
+    """
     state = TrainerState()
     shown = cast("Any", SimpleNamespace(cache=None))
     sampler = EngineNow(step_context(state=state), shown, engine)
@@ -183,7 +188,9 @@ def around(runner: Any) -> Any:
 
 
 def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
-    """vLLM's own classes, of which no object can be made without a GPU: their memory is what a sleep leaves."""
+    """vLLM's own classes, of which no object can be made without a GPU: their memory is what a
+    sleep leaves.
+    """
     runner = object.__new__(RunnerV2)
     state = object.__new__(DefaultModelState)
     rope = object.__new__(RopeState)
@@ -198,7 +205,9 @@ def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
 
 
 def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
-    """A step without an image, as of prompts of text alone, adds what it finds there to every token."""
+    """A step without an image, as of prompts of text alone, adds what it finds there to every
+    token.
+    """
     runner = object.__new__(CPUModelRunner)
     model = object.__new__(Qwen3VL)
     nn.Module.__init__(model)

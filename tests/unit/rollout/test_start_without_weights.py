@@ -1,6 +1,8 @@
-"""An engine that sleeps is built without reading the checkpoint, and its first sync makes it the same engine.
+"""An engine that sleeps is built without reading the checkpoint, and its first sync makes it the
+same engine.
 
-A CPU engine cannot sleep, and it repacks its layers. The tensors are streamed here as on a GPU, before that repacking.
+A CPU engine cannot sleep, and it repacks its layers. The tensors are streamed here as on a GPU,
+before that repacking.
 """
 
 from itertools import product
@@ -106,7 +108,9 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
 def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
     tmp_path, monkeypatch
 ):
-    """With a copy of the tied weights in the checkpoint vLLM does not tie them before it has read both."""
+    """With a copy of the tied weights in the checkpoint vLLM does not tie them before it has read
+    both.
+    """
     monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
     weight = torch.zeros(2, 2)
     for name, tensors in (

@@ -1,5 +1,5 @@
-"""Turns of a rollout: what stands between them, what of it is graded, when they end, and that all ranks make the same
-calls.
+"""Turns of a rollout: what stands between them, what of it is graded, when they end, and that all
+ranks make the same calls.
 """
 
 import asyncio
@@ -77,7 +77,9 @@ def answered(
 
 @pytest.mark.parametrize("end", [(END,), ()], ids=["ended", "stopped at a string"])
 def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
-    """As the template itself would have written it; marks that a tool says begin no turn and no image."""
+    """As the template itself would have written it; marks that a tool says begin no turn and no
+    image.
+    """
     picture = Image.new("L", (84, 28), 50)
     before = sampled(CALLED, end=end)
     after = answered(Says("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before)
@@ -120,7 +122,9 @@ def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its
 
 
 def test_what_ends_a_rollout_and_whether_it_has_an_end():
-    """By its own words, with a call that nobody answers, and where the answer has no room; whatever its last token."""
+    """By its own words, with a call that nobody answers, and where the answer has no room; whatever
+    its last token.
+    """
     tools = Says("x" * 20)
     ends = Ends.of({END}, {}, TOKENIZER.decode)
     once = answered(tools, sampled(CALLED), most=1)
@@ -138,8 +142,9 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
 
 @pytest.mark.parametrize("wide", [28, 196])
 def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
-    """A right answer in a tool's words is no reward, and however large its picture, a group has the same weight: of the
-    right one and the wrong one that ended, the right one said more. As many image tokens are learned behind as images.
+    """A right answer in a tool's words is no reward, and however large its picture, a group has the
+    same weight: of the right one and the wrong one that ended, the right one said more. As many
+    image tokens are learned behind as images.
     """
     weights = torch.ones(1)
     context = step_context(use_vllm=True, num_generations=3)

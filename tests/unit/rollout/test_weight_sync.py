@@ -1,4 +1,6 @@
-"""Weights on their way into an engine: one at a time, merged with an adapter, and kept when the trainer frees them."""
+"""Weights on their way into an engine: one at a time, merged with an adapter, and kept when the
+trainer frees them.
+"""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -34,7 +36,9 @@ NAMES = ["first", "second", "third"]
 
 
 class Runner:
-    """What vLLM's model runners do with tensors: the CPU's keeps them until a layer is complete, the GPU's copies."""
+    """What vLLM's model runners do with tensors: the CPU's keeps them until a layer is complete,
+    the GPU's copies.
+    """
 
     def __init__(self, device: str, events: list[str]) -> None:
         self.device = torch.device(device)
@@ -190,7 +194,9 @@ def base():
 
 
 def adapted(base, config, second: str | None = None):
-    """A policy with this adapter, and a `second` one of the same kind, where all that is trained has moved."""
+    """A policy with this adapter, and a `second` one of the same kind, where all that is trained
+    has moved.
+    """
     torch.manual_seed(0)
     model = get_peft_model(deepcopy(base), config, autocast_adapter_dtype=False)
     if second is not None:
@@ -204,7 +210,9 @@ def adapted(base, config, second: str | None = None):
 
 
 def assert_sent_is_merged(base, model):
-    """Every name of the base once, the tensors of PEFT's own merging, and a model of them answers as the policy."""
+    """Every name of the base once, the tensors of PEFT's own merging, and a model of them answers
+    as the policy.
+    """
     assert can_merge(model)
     kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pairs = [

@@ -1,4 +1,6 @@
-"""Each rollout has an environment of its own, those of a problem begin alike, and what is none is refused."""
+"""Each rollout has an environment of its own, those of a problem begin alike, and what is none is
+refused.
+"""
 
 import random
 

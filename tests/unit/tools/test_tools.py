@@ -1,4 +1,6 @@
-"""What a model may call, and that nothing which it writes, or a tool does, is more than one line to it."""
+"""What a model may call, and that nothing which it writes, or a tool does, is more than one line to
+it.
+"""
 
 import json
 import random
@@ -104,10 +106,12 @@ def test_ten_thousand_broken_calls_are_one_line_each():
     whole = [
         written("zoom", x1=0, y1=0, x2=7, y2=7),
         written("calculate", expression="1+1"),
-        '<tool_call>{"name": "zoom", "name": "mark", "arguments": {"x1": NaN, "y1": 1e999}}</tool_call>',
+        '<tool_call>{"name": "zoom", "name": "mark", "arguments": {"x1": NaN, "y1": '
+        "1e999}}</tool_call>",
         f'<tool_call>{{"name": "calculate", "arguments": {"[" * 90}}}</tool_call>',
         f"<tool_call>{'[' * 3000}",
-        '<tool_call>{"name": "mark", "arguments": {"x": 1, "y": 1, "label": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "mark", "arguments": {"x": 1, "y": 1, "label": '
+        '"\\ud800"}}</tool_call>',
     ]
     letters = '{}[]",:0123456789.eE-+\\u\x00\n ABCzé😀<>/'
     slowest = 0.0

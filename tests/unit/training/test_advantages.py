@@ -1,4 +1,6 @@
-"""The advantages of a generation: what grading hands over, and what table, log, record and loss get from them."""
+"""The advantages of a generation: what grading hands over, and what table, log, record and loss get
+from them.
+"""
 
 import json
 import shutil
@@ -72,7 +74,10 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
 
 
 def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(subtests):
-    """Of characters as tokens. A string that is there before, as behind vLLM's `min_tokens`, has ended nothing."""
+    """Of characters as tokens.
+
+    A string that is there before, as behind vLLM's `min_tokens`, has ended nothing.
+    """
     ends = Ends.of(
         {0}, {"stop": "</a>", "stop_token_ids": [33]}, lambda ids: "".join(map(chr, ids))
     )
@@ -96,7 +101,10 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
 def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_their_last_token(
     tmp_path, monkeypatch
 ):
-    """As where a string ends them, without the end-of-turn token. Here answers whose last token is even have ended."""
+    """As where a string ends them, without the end-of-turn token.
+
+    Here answers whose last token is even have ended.
+    """
     monkeypatch.setattr(Ends, "ended", lambda self, ids, text: ids[-1] % 2 == 0)
     learned = noted_batches(monkeypatch)
     keys: Any = {"mask_truncated_completions": True, "adora_truncated": "eos"}
@@ -129,7 +137,10 @@ def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monke
 
 
 def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
-    """As their rewards are: the groups are those of all ranks. The other one's are a nat likelier."""
+    """As their rewards are: the groups are those of all ranks.
+
+    The other one's are a nat likelier.
+    """
     two = SimpleNamespace(process_index=0, gather=lambda own: torch.cat([own, own - 1]))
     computer = AdvantageComputer(
         step_context(accelerator=two), AdvantagePipeline({}), torch.ones(1)
@@ -155,8 +166,8 @@ CASES += [("d3s", D3s(across="batch")), ("adora", Adora(assign="rate"))]
 def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_one(
     scale, aggregation, subtests
 ):
-    """One of eight groups of the first batch has signal, and seven of the second: in the end each weighs the same, and
-    DARO has learned once.
+    """One of eight groups of the first batch has signal, and seven of the second: in the end each
+    weighs the same, and DARO has learned once.
     """
     mixed = [0.5, 0.0, 0.0, 0.0]
     dead = [0.5] * 4
@@ -196,7 +207,9 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
 
 
 def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, monkeypatch):
-    """They are made again of the groups that are learned from; without a refill these are those that TRL had."""
+    """They are made again of the groups that are learned from; without a refill these are those
+    that TRL had.
+    """
     made: list[tuple[Any, Any]] = []
     judge = AdvantageComputer.judged
     weigh = AdvantageComputer.__call__
@@ -225,7 +238,10 @@ def test_advantages_before_the_methods_are_trls_to_the_bit(tmp_path, subtests, m
 def test_a_refilled_generation_reaches_the_loss_the_record_and_the_log_as_it_is_learned_from(
     tmp_path, monkeypatch
 ):
-    """Every fourth problem is mixed: of 8 groups 1 to 3, until further batches bring more. DAPO weighs them alike."""
+    """Every fourth problem is mixed: of 8 groups 1 to 3, until further batches bring more.
+
+    DAPO weighs them alike.
+    """
     learned = noted_batches(monkeypatch)
     method: Any = {"adora_method": {"dapo": {"keep_settings": ["mask_truncated_completions"]}}}
     trainer = run_from_python(tmp_path, share=4, adora_rollouts=RolloutOptions(refill=2), **method)
@@ -260,7 +276,10 @@ def noted_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def run_from_python(
     folder: Path, *, share: int = 1, model: Path = PRETRAINED, **keys: Any
 ) -> AdoraGRPOTrainer:
-    """One step of 8 groups of texts. In every `share`-th problem one rollout of four is right by the first function."""
+    """One step of 8 groups of texts.
+
+    In every `share`-th problem one rollout of four is right by the first function.
+    """
     data = Dataset.from_list(
         [
             {"prompt": [{"role": "user", "content": f"{number}?"}], "live": number % share == 0}
@@ -319,7 +338,9 @@ def weighed() -> Advantages:
 
 
 def test_the_table_shows_what_each_function_said_and_advantages_of_trl_and_of_the_loss():
-    """It keeps the newest rows, as TRL's does; a rollout that has left its group shows what was said of it."""
+    """It keeps the newest rows, as TRL's does; a rollout that has left its group shows what was
+    said of it.
+    """
     said = Rewards(
         torch.tensor([[1.0], [0.0], [0.25], [0.0]]), torch.full((4, 1), torch.nan), (None,) * 4
     )

@@ -1,4 +1,6 @@
-"""What goes wrong while a run is on: skipped and counted, or one line that says where and how to go on."""
+"""What goes wrong while a run is on: skipped and counted, or one line that says where and how to go
+on.
+"""
 
 import errno
 import math
@@ -196,7 +198,10 @@ def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp
 
 
 def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
-    """Earlier weights sampled the first token of the first row, and all of the second. They are far from the policy."""
+    """Earlier weights sampled the first token of the first row, and all of the second.
+
+    They are far from the policy.
+    """
     batch: Batch = {
         "completion_mask": torch.ones(2, 3),
         "old_per_token_logps": torch.zeros(2, 3),
@@ -236,7 +241,8 @@ def test_an_error_of_the_engine_says_step_cause_and_what_a_new_start_goes_on_fro
         raise ValueError("the core died\nat once")
     error = failing(engine.value, saved_at=5)
     assert str(error) == (
-        "step 7: the engine failed in generate (ValueError: the core died); the same command goes on from checkpoint-5"
+        "step 7: the engine failed in generate (ValueError: the core died); the same command goes "
+        "on from checkpoint-5"
     )
     assert isinstance(error.__cause__, ValueError)
     assert str(failing(KeyError("x"), began_at="runs/a/checkpoint-4")) == (
@@ -366,6 +372,6 @@ def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(
     monkeypatch.setattr("adora_vl.train.train", training)
     assert train.main(["--model_name_or_path", "tiny"]) == 1
     assert capsys.readouterr().err == (
-        "error (rank 1 of 2): step 5: no space left on the disk; make room there, and the same command goes on from "
-        "checkpoint-4\n"
+        "error (rank 1 of 2): step 5: no space left on the disk; make room there, and the same "
+        "command goes on from checkpoint-4\n"
     )

@@ -1,4 +1,6 @@
-"""A generation becomes micro-batches: which rows each has, what a row takes with it, and what moves between ranks."""
+"""A generation becomes micro-batches: which rows each has, what a row takes with it, and what moves
+between ranks.
+"""
 
 import copy
 from types import SimpleNamespace
@@ -32,9 +34,11 @@ CPU = torch.device("cpu")
 
 
 def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_one_that_sampled():
-    """By steps_per_generation, num_iterations and gradient_accumulation_steps. Where these do not divide each other, a
-    generation's are spread over optimizer steps unevenly, and each stays as it is: six are one and a half of four, so
-    the second generation is learned from in two steps and needs the old log-probabilities.
+    """By steps_per_generation, num_iterations and gradient_accumulation_steps.
+
+    Where these do not divide each other, a generation's are spread over optimizer steps unevenly,
+    and each stays as it is: six are one and a half of four, so the second generation is learned
+    from in two steps and needs the old log-probabilities.
     """
     cases = {
         (4, 1, 4): (4, True),
@@ -106,7 +110,10 @@ def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
 
 @given(st.integers(1, 4), st.integers(1, 5), st.randoms(use_true_random=False))
 def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(chunks, each, rng):
-    """Whatever their lengths. A step gets units of all lengths, and others at another place in the run."""
+    """Whatever their lengths.
+
+    A step gets units of all lengths, and others at another place in the run.
+    """
     count = chunks * each
     orders = []
     for _ in range(3):
@@ -223,14 +230,19 @@ def batcher(
     every_row_counts: bool = False,
     **keys: Any,
 ):
-    """Of a run of one process with groups of two; four rollouts in a micro-batch, four micro-batches in a step."""
+    """Of a run of one process with groups of two; four rollouts in a micro-batch, four
+    micro-batches in a step.
+    """
     own = {"num_generations": 2, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     context = step_context(log, **{**own, "steps_per_generation": 4, **keys})
     return MicroBatcher(context, banks, every_row_counts=every_row_counts)
 
 
 def sixteen(banks: ImageBanks, live: str) -> Batch:
-    """Eight groups of two rollouts; those of the letters in `live` have signal. Each rollout is one token longer."""
+    """Eight groups of two rollouts; those of the letters in `live` have signal.
+
+    Each rollout is one token longer.
+    """
     rows = rank_batch(banks, "".join(2 * letter for letter in "abcdefgh"), 16, 0)
     rows["completion_mask"] = (torch.arange(16) <= torch.arange(16)[:, None]).long()
     signs = torch.tensor([[1.0, -1.0] if letter in live else [0.0, 0.0] for letter in "abcdefgh"])
@@ -264,7 +276,10 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
 
 
 def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal(monkeypatch):
-    """Else it would wait for ever in a pass that gathers weights. Without signal of its own, it takes the shortest."""
+    """Else it would wait for ever in a pass that gathers weights.
+
+    Without signal of its own, it takes the shortest.
+    """
     monkeypatch.setattr("adora_vl.training.micro_batches.gather_object", lambda own: [*own, 5])
     two = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
@@ -279,8 +294,10 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     [("abc", 16, [4, 2], [3.0, 1.5]), ("abcdef", 12, [4, 4, 4], [4.0] * 3)],
 )
 def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows, sizes, losses):
-    """TRL takes a mean over the rows of a micro-batch; the share puts back how many there are. Places without rollouts,
-    as with unfinished ones, do not count: the mean of twelve is that of a run without other places.
+    """TRL takes a mean over the rows of a micro-batch; the share puts back how many there are.
+
+    Places without rollouts, as with unfinished ones, do not count: the mean of twelve is that of a
+    run without other places.
     """
     banks = ImageBanks()
     loss = torch.tensor(3.0)
@@ -295,7 +312,9 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
 
 
 def test_which_groups_are_learned_from_and_where(subtests):
-    """All where the loss has another term or the key says so; the shortest where none has signal, for each step."""
+    """All where the loss has another term or the key says so; the shortest where none has signal,
+    for each step.
+    """
     cases: list[tuple[str, dict[str, Any], list[int], int]] = [
         ("a", {"every_row_counts": True}, [4, 4, 4, 4], 16),
         ("a", {"adora_stock_step": ["skip_zero_signal"]}, [4, 4, 4, 4], 16),

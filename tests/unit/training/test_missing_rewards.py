@@ -34,7 +34,10 @@ NAMES = ("accuracy", "judge")
 def rewards(
     accuracy: list[float], judge: list[float], weights: Any = (1.0, 1.0), **more: Any
 ) -> Rewards:
-    """Groups of four, of two functions. `failed`: the rollouts for which the judge's call failed."""
+    """Groups of four, of two functions.
+
+    `failed`: the rollouts for which the judge's call failed.
+    """
     failed = {(row, 1): "HTTP 503" for row in more.pop("failed", ())}
     both_BF = torch.tensor([accuracy, judge]).T
     return Rewards.of(both_BF, failed, torch.tensor(weights), NAMES, more.pop("generations", 4))
@@ -46,7 +49,9 @@ def sums(found: Rewards, weights: Any = (1.0, 1.0)) -> list[float | None]:
 
 
 def test_a_failed_call_is_no_zero_and_one_who_is_left_alone_has_nobody_to_be_compared_with():
-    """Accuracy 0 throughout, and one of four calls came back: as zeros, the other three had taught the first one."""
+    """Accuracy 0 throughout, and one of four calls came back: as zeros, the other three had taught
+    the first one.
+    """
     found = rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
     assert sums(found) == [None] * 4
     assert found.missing == (None, *["judge: HTTP 503"] * 3) and found.missing_share == 0.75
@@ -61,7 +66,9 @@ def test_those_who_are_left_are_compared_with_each_other_alone():
 
 
 def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_does_not_apply():
-    """TRL's convention for several tasks: a function returns None for all rollouts of other tasks' problems."""
+    """TRL's convention for several tasks: a function returns None for all rollouts of other tasks'
+    problems.
+    """
     found = rewards([1.0, 0.0, 1.0, 0.0] * 2, [NAN] * 4 + [1.0, 1.0, 0.0, NAN])
     assert sums(found) == [1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, None]
     assert found.missing[7] == "judge: None" and found.missing_share == 1 / 8
@@ -96,7 +103,8 @@ def test_where_nothing_is_missing_trl_gets_what_it_gathered():
     assert torch.equal(Rewards.of(both_BF, {}, torch.ones(2), NAMES, 8).counted_BF, both_BF)
 
 
-# The tokens of those who have left still stand in the number by which TRL divides. These methods undo that division.
+# The tokens of those who have left still stand in the number by which TRL divides. These methods
+# undo that division.
 BY_TOKENS = {"dapo", "daro"}
 CASES = [(name, METHODS[name]()) for name in METHODS]
 CASES += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
@@ -178,7 +186,9 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
 
 
 def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
-    """Of four groups one has left and one has equal rewards: TRL's figure is a half, a third is meant."""
+    """Of four groups one has left and one has equal rewards: TRL's figure is a half, a third is
+    meant.
+    """
     rewards_BF = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, NAN, NAN]]).T
     found = Rewards(rewards_BF, rewards_BF, (None,) * 8)
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1))
@@ -198,7 +208,10 @@ async def failing_async(completions: list[Any], **columns: Any) -> list[Any]:
 
 
 def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completion():
-    """What `asyncio.gather(..., return_exceptions=True)` returns. Nothing stops, and the reason is known."""
+    """What `asyncio.gather(..., return_exceptions=True)` returns.
+
+    Nothing stops, and the reason is known.
+    """
     guard = RewardGuard(step_context())
     one, other = guard.around([failing, failing_async], ["one", "other"])
     texts = ["fine", "lost", "?"]
@@ -224,7 +237,9 @@ def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
 
 
 def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
-    """A key that one machine lacks: the other ranks must not wait for that one in a collective call."""
+    """A key that one machine lacks: the other ranks must not wait for that one in a collective
+    call.
+    """
 
     def refused(**arguments: Any) -> list[float]:
         raise UserError("adora_reward: judge: the key is refused")
@@ -248,8 +263,8 @@ def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
     with pytest.raises(RunError) as error:
         guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing, 2)
     assert str(error.value) == (
-        "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was applied. Repair the "
-        f"reward, and go on with --resume_from_checkpoint {tmp_path}"
+        "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was "
+        f"applied. Repair the reward, and go on with --resume_from_checkpoint {tmp_path}"
     )
 
 
@@ -323,8 +338,10 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(own,
     assert main(words) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
-        r"error: step 2: not one of 16 rollouts has a reward \(gone: ConnectionError: no route to the judge\)\. "
-        r"Nothing of this step was applied\. Repair the reward, and go on with --resume_from_\w+ \S+checkpoint-1",
+        r"error: step 2: not one of 16 rollouts has a reward \(gone: ConnectionError: no route to "
+        r"the judge\)\. "
+        r"Nothing of this step was applied\. Repair the reward, and go on with --resume_from_\w+ "
+        r"\S+checkpoint-1",
         line,
     )
     saved = facts_of(tmp_path / "run" / "checkpoint-1")["metrics"]

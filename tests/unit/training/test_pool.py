@@ -1,4 +1,6 @@
-"""Partial rollouts with a stand-in for the engine whose answers have drawn lengths: nothing is lost, and in order."""
+"""Partial rollouts with a stand-in for the engine whose answers have drawn lengths: nothing is
+lost, and in order.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ class Together(Alone):
 
 
 def drawn(seed: int) -> int:
-    """The whole length of the answer that begins with this seed: a long tail, and some that run to the limit."""
+    """The whole length of the answer that begins with this seed: a long tail, and some that run to
+    the limit.
+    """
     rng = random.Random(seed & TOKEN)
     return (
         LONGEST
@@ -97,8 +101,8 @@ def drawn(seed: int) -> int:
 
 
 class Engine:
-    """An answer's first token is its seed, and each further one the weights that sample it, as its log-probability.
-    One that runs to the limit would never end by itself.
+    """An answer's first token is its seed, and each further one the weights that sample it, as its
+    log-probability. One that runs to the limit would never end by itself.
     """
 
     def __init__(self) -> None:
@@ -126,7 +130,9 @@ class Engine:
 
 
 class TurnsEngine(Engine):
-    """What it samples at a time, a turn or a part of one, has the length that is drawn from its own seed."""
+    """What it samples at a time, a turn or a part of one, has the length that is drawn from its own
+    seed.
+    """
 
     def sample(self, asks: list[RolloutAsk], prompts: Any) -> list[RolloutAnswer]:
         self.asked.append(asks)
@@ -190,7 +196,10 @@ def rollouts_of(generation: Generation) -> list[list[int]]:
 
 
 class Run:
-    """A training of so many optimizer steps, without a policy. `updates`: those that learn from one generation."""
+    """A training of so many optimizer steps, without a policy.
+
+    `updates`: those that learn from one generation.
+    """
 
     def __init__(
         self,
@@ -285,8 +294,9 @@ def whole_lengths(problem: str, updates: int = 1) -> list[int]:
 
 
 def check_learned(run: Run, ended: bool = True) -> int:
-    """Every group once and whole, in no other order than they were drawn but for those that wait. Returns how many
-    generations of problems have not begun.
+    """Every group once and whole, in no other order than they were drawn but for those that wait.
+
+    Returns how many generations of problems have not begun.
     """
     problems = [problem for problem, _ in run.answers[::SIZE]]
     lengths = [len(tokens) for _, tokens in run.answers]
@@ -311,7 +321,9 @@ def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
 
 
 def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_once(tmp_path):
-    """However often it is killed, also where a generation fails and is sampled again; and to the bit."""
+    """However often it is killed, also where a generation fails and is sampled again; and to the
+    bit.
+    """
     draw = random.Random(0)
     for number in range(12):
         updates = draw.choice((1, 1, 2, 3))
@@ -346,7 +358,9 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
 
 @pytest.mark.parametrize("budget", [None, 40])
 def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_path, budget):
-    """Tools are not called again for what is saved, and each part of a turn has random numbers of its own."""
+    """Tools are not called again for what is saved, and each part of a turn has random numbers of
+    its own.
+    """
     whole = Run(12, tools=True, budget=budget).go_on()
     run = Run(12, tools=True, budget=budget)
     for step in (3, 7):
@@ -390,7 +404,9 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
 
 
 def test_when_answers_get_short_again_no_group_waits_for_long():
-    """Groups that are complete and have no place make room: fewer begin, and those that were drawn come later."""
+    """Groups that are complete and have no place make room: fewer begin, and those that were drawn
+    come later.
+    """
     run = Run(70, budget=60)
     known = dict[int, int]()
     run.engine.length = lambda seed: known.setdefault(
@@ -497,8 +513,8 @@ def test_how_many_begin_and_have_to_be_complete():
 
 
 def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer():
-    """Else answers would be set aside there for a generation that does not come, and lost; and rollouts that are asked
-    for ahead would count as older than they are.
+    """Else answers would be set aside there for a generation that does not come, and lost; and
+    rollouts that are asked for ahead would count as older than they are.
     """
     run = Run(4)
     run.pool.shape, run.pool.rows = replace(run.pool.shape, accumulated=2), range(3 * PLACES)  # type: ignore[assignment]
@@ -531,7 +547,10 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
 
 
 def test_the_automatic_budget_leaves_answers_whole_where_few_tokens_would_be_saved():
-    """Groups that end later are learned from later. The demo's workings have 35 to 50 tokens, and its limit is 60."""
+    """Groups that end later are learned from later.
+
+    The demo's workings have 35 to 50 tokens, and its limit is 60.
+    """
     assert automatic_budget([[9] * 9 + [60], [45] * 9 + [60]], 12) is None
     tailed = [[9] * 9 + [75], [40] * 9 + [45]]  # the longest are 60 tokens on average
     assert (
@@ -569,7 +588,10 @@ def test_all_processes_learn_from_equally_many_groups():
 def resumed(
     whole: Run, folder: Path, step: int, generations: int | None = None, **keys: Any
 ) -> Run:
-    """A new run that goes on from the checkpoint in `folder`. `generations`: of the training, if not as before."""
+    """A new run that goes on from the checkpoint in `folder`.
+
+    `generations`: of the training, if not as before.
+    """
     run = Run(generations or whole.state.max_steps, **keys)
     run.state.global_step = step
     run.pool.load(folder)
@@ -640,8 +662,8 @@ def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path)
 
 
 def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_path):
-    """A tool's answer is a span without log-probabilities, also after a checkpoint; it counts for no seed. A picture is
-    written once.
+    """A tool's answer is a span without log-probabilities, also after a checkpoint; it counts for
+    no seed. A picture is written once.
     """
     spans = (Span((5, 6), (-0.5, None), 3), Span((9, 9, 9), None, 3), Span((7,), (-0.25,), 4))
     image = kept(Image.effect_noise((40, 30), 50).convert("RGB"))
@@ -703,8 +725,8 @@ class Signals(Judges):
     [(None, 4, 0.3), (None, 2, 0.0), (60, 4, 0.3), (None, 0, 0.3), (None, 2, 0.75)],
 )
 def test_groups_without_signal_are_replaced_by_those_of_further_problems(budget, refill, live):
-    """Until all have signal, or the tries are over; with a budget too, where those that have not ended go on later. A
-    round has half as many again as are likely to be enough.
+    """Until all have signal, or the tries are over; with a budget too, where those that have not
+    ended go on later. A round has half as many again as are likely to be enough.
     """
     run = Run(3, budget=budget, refill=refill)
     run.pool.judge = judge = Signals(lambda number: random.Random(number).random() < live)  # type: ignore[assignment]

@@ -1,4 +1,6 @@
-"""Earlier groups take the places of groups without signal: which, how many, with what, and again after a resume."""
+"""Earlier groups take the places of groups without signal: which, how many, with what, and again
+after a resume.
+"""
 
 import collections
 import json
@@ -33,7 +35,9 @@ SIZE = 2  # rollouts per group
 
 
 class Run:
-    """Generations of two groups with images, of which those with advantages have signal; the weighing is left out."""
+    """Generations of two groups with images, of which those with advantages have signal; the
+    weighing is left out.
+    """
 
     def __init__(self, capacity: int = 3) -> None:
         accelerator = SimpleNamespace(
@@ -107,7 +111,9 @@ def patches(banks: ImageBanks, batch: Batch) -> list[int]:
 
 
 def test_a_group_is_drawn_as_often_as_its_advantages_say():
-    """Sums of 1 and 3: with alpha 1 three times as often, with alpha 0 as often, with alpha 2 nine times."""
+    """Sums of 1 and 3: with alpha 1 three times as often, with alpha 0 as often, with alpha 2 nine
+    times.
+    """
     for alpha, share in ((0.0, 1 / 2), (1.0, 3 / 4), (2.0, 9 / 10)):
         counts = collections.Counter(
             replayed([1.0, 3.0], alpha, 1, f"{alpha}/{number}")[0] for number in range(2000)
@@ -183,7 +189,9 @@ def test_after_a_resume_the_same_groups_are_there(tmp_path):
 
 
 def test_a_checkpoint_has_few_bytes_of_a_token_that_is_kept(tmp_path):
-    """A token, and its log-probabilities by the engine, the policy and the ratio of the two, of 4 bytes each."""
+    """A token, and its log-probabilities by the engine, the policy and the ratio of the two, of 4
+    bytes each.
+    """
     spans = (Span((7,) * 20_000, (-0.5,) * 20_000, 3),)
     group = RolloutGroup(
         DrawnProblem(2, "train/3/0", 1), Row(), 3, (Rollout(spans, "stop"),) * SIZE
@@ -250,7 +258,10 @@ SETTINGS = {"adora_rollouts.replay": 6, "lr_scheduler_type": "constant"}
 def whole(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Path, dict[int, dict[tuple[int, ...], Tensor]]]:
-    """The real training command. Of each step, by its tokens, what the loss got as a row's old log-probabilities."""
+    """The real training command.
+
+    Of each step, by its tokens, what the loss got as a row's old log-probabilities.
+    """
     of_the_loss: dict[int, dict[tuple[int, ...], Tensor]] = collections.defaultdict(dict)
     stock = GRPOTrainer._compute_loss
 

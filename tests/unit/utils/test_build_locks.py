@@ -88,7 +88,9 @@ def test_a_lock_that_its_owner_gives_back_is_waited_for(lock: Path):
 def test_the_other_ranks_leave_the_removal_to_the_first(
     lock: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ):
-    """A lock that vanished before the first rank holds its own would tell them that the build is done."""
+    """A lock that vanished before the first rank holds its own would tell them that the build is
+    done.
+    """
     monkeypatch.setenv("LOCAL_RANK", "1")
     waits: list[float] = []
 

@@ -1,4 +1,6 @@
-"""What a file holds: every byte counts, and a file that was read is read again only where it may have changed."""
+"""What a file holds: every byte counts, and a file that was read is read again only where it may
+have changed.
+"""
 
 import hashlib
 import os
@@ -18,7 +20,9 @@ SIZE = 3 * 2**20
 
 @pytest.fixture
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that were read, with a memory of their own and a clock that is a minute ahead of that of the disk."""
+    """The files that were read, with a memory of their own and a clock that is a minute ahead of
+    that of the disk.
+    """
     found: list[str] = []
     digest = hashlib.file_digest
 

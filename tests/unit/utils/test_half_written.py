@@ -1,7 +1,8 @@
-"""Every place of data preparation and evaluation that writes: the disk gives up half-way, and nothing is lost or left.
+"""Every place of data preparation and evaluation that writes: the disk gives up half-way, and
+nothing is lost or left.
 
-The disk is the real one: the kernel refuses every byte of a file after the first N (RLIMIT_FSIZE), for whichever
-library writes it.
+The disk is the real one: the kernel refuses every byte of a file after the first N (RLIMIT_FSIZE),
+for whichever library writes it.
 """
 
 import json
@@ -36,7 +37,9 @@ def disk_of(size: int) -> Iterator[None]:
 
 
 def contents(folder: Path) -> dict[str, bytes | None]:
-    """Every file with its bytes, where every link leads, and every folder below `folder`, hidden ones too."""
+    """Every file with its bytes, where every link leads, and every folder below `folder`, hidden
+    ones too.
+    """
 
     def held(path: Path) -> bytes | None:
         return (

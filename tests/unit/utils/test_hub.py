@@ -1,4 +1,6 @@
-"""A hub that cannot be reached, hangs or is broken costs seconds and is asked once, whatever the library would do."""
+"""A hub that cannot be reached, hangs or is broken costs seconds and is asked once, whatever the
+library would do.
+"""
 
 import contextlib
 import json
@@ -99,7 +101,9 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[object]]]:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Makes an address the hub of a process that starts, and the waiting time a second instead of five."""
+    """Makes an address the hub of a process that starts, and the waiting time a second instead of
+    five.
+    """
 
     def use(address: str) -> None:
         hub.no_hub.cache_clear()
@@ -156,7 +160,9 @@ def test_a_folder_and_an_offline_machine_ask_nobody(endpoint, monkeypatch, tmp_p
 def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
     endpoint: Callable[[str], None], capsys: object
 ) -> None:
-    """One question for config, processor and tokenizer together; what ships here stands in for the config."""
+    """One question for config, processor and tokenizer together; what ships here stands in for the
+    config.
+    """
     with serving(hangs) as (address, asked):
         endpoint(address)
         assert main([*CPU, "--dry-run", "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"]) in (

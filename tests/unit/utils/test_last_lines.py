@@ -1,4 +1,6 @@
-"""What a command prints for the user to copy works as it stands; what cannot be written or loaded is one line."""
+"""What a command prints for the user to copy works as it stands; what cannot be written or loaded
+is one line.
+"""
 
 import errno
 import shlex
@@ -82,7 +84,10 @@ def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
 
 
 def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
-    """The first rank speaks at once. Another one speaks where it is not ended meanwhile, as it is if all find it."""
+    """The first rank speaks at once.
+
+    Another one speaks where it is not ended meanwhile, as it is if all find it.
+    """
     waited: list[float] = []
     nap = time.sleep  # also of threads that other tests have left behind
 
@@ -133,7 +138,10 @@ def test_a_place_that_export_cannot_write_to_is_refused(tmp_path, capsys, monkey
 def test_a_command_whose_output_nobody_reads_on_ends_quietly() -> None:
     """As behind `| head`: with text left in the buffer at its end, and in the middle of a long one."""
     for lines in (1, 100_000):
-        code = f"import sys; from adora_vl.utils.cli import exit_code_of; say = lambda: print('a line\\n' * {lines})"
+        code = (
+            "import sys; from adora_vl.utils.cli import exit_code_of; say = lambda: print('a "
+            f"line\\n' * {lines})"
+        )
         command = [sys.executable, "-c", f"{code}; sys.exit(exit_code_of(say, 'nothing'))"]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,4 +1,7 @@
-"""Served models: as the engine of an evaluation, and as a judge that rewards. The key is shown nowhere."""
+"""Served models: as the engine of an evaluation, and as a judge that rewards.
+
+The key is shown nowhere.
+"""
 
 import base64
 import html
@@ -161,7 +164,10 @@ def test_an_address_that_the_server_does_not_know_is_shown(serve):
 
 
 def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeypatch):
-    """As `KEY=$(printf 'a\\nb')` or a file with two lines makes it. A line break at its end is no part of it."""
+    """As `KEY=$(printf 'a\\nb')` or a file with two lines makes it.
+
+    A line break at its end is no part of it.
+    """
     server = serve(lambda body, call: completion("hi"))
     for key in (f"{KEY}\nmore", f"{KEY}\rmore", "ключ"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
@@ -189,7 +195,9 @@ HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n"
 
 @pytest.fixture
 def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
-    """Starts a server that sends `at_once`, and then of `slowly` a byte every 50 ms, until the other side goes."""
+    """Starts a server that sends `at_once`, and then of `slowly` a byte every 50 ms, until the
+    other side goes.
+    """
     listeners: list[socket.socket] = []
 
     def start(at_once: bytes, slowly: bytes) -> str:
@@ -216,7 +224,9 @@ def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
 
 
 def test_the_time_out_bounds_the_whole_call(dribble):
-    """A byte every 50 ms never meets a time-out of the socket's own: the whole reply would take 5 s and more."""
+    """A byte every 50 ms never meets a time-out of the socket's own: the whole reply would take 5 s
+    and more.
+    """
     body = completion("hi" + 100 * " ")[1]
     for at_once, slowly in ((HEAD, body), (b"", HEAD + body), (b"HTTP/1.0 400 no\r\n\r\n", body)):
         began = time.monotonic()
@@ -269,7 +279,7 @@ def test_what_is_no_http_address_is_refused():
         check_url("base_url", f"http://me:{KEY}@x y/v1")
 
 
-# ------------------------------------------------------------------------------------------------- the engine
+# --------------------------------------------------------------------------------------- the engine
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +329,8 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 2
     error = capsys.readouterr().err.splitlines()
     assert error[-1] == (
-        "error: base_url: 1 answer of 6 could not be had; start the same command again, which asks for those alone"
+        "error: base_url: 1 answer of 6 could not be had; start the same command again, which "
+        "asks for those alone"
     )
     assert any(
         line == "warning: 1 call failed, the first: HTTP 400: this one I cannot (attempt 1)"
@@ -361,8 +372,14 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
     data, tmp_path, serve, capsys
 ):
     """But a limit that leaves no room for the answer is the command's, and ends the run."""
-    long = b'{"message": "This model\'s maximum context length is 512 tokens. Your request has 600 input tokens"}'
-    wide = b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 tokens"}'
+    long = (
+        b'{"message": "This model\'s maximum context length is 512 tokens. Your request has 600 '
+        b'input tokens"}'
+    )
+    wide = (
+        b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 '
+        b'tokens"}'
+    )
     server = serve(lambda body, call: (400, long) if call == 1 else completion(r"\boxed{5}"))
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
     said = capsys.readouterr().err
@@ -426,7 +443,7 @@ def test_options_that_do_not_fit_are_one_line(data, tmp_path, capsys):
         assert message in line
 
 
-# ------------------------------------------------------------------------------------------ the judge as a reward
+# ---------------------------------------------------------------------------- the judge as a reward
 
 ASKED = ["five", "six", "seven"]
 
@@ -520,13 +537,16 @@ def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
 
 
 def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
-    """The key may have ended since the run began. No later call would be answered, so none is made."""
+    """The key may have ended since the run began.
+
+    No later call would be answered, so none is made.
+    """
     for code in (401, 403):
         replies: list[Reply] = [completion("<score>1</score>"), (code, b"ended")]
         server = serve(in_turn(*replies))
         expected = re.escape(
-            f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' (HTTP {code}: "
-            f"ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
+            f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model "
+            f"'j' (HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
         )
         with pytest.raises(UserError, match=f"^{expected}$"):
             rewards(judge(tmp_path / str(code), server.url, concurrency=1), {})
@@ -543,7 +563,10 @@ def test_the_judge_is_tried_before_the_run(tmp_path, serve):
     server = serve(lambda body, call: (401, b"no key"))
     options = {"judge": {"base_url": server.url, "model": "j"}}
     chosen = choose_rewards(["accuracy", options], output_dir=tmp_path)
-    message = f"{re.escape(server.url)} with the model 'j' gave no answer: HTTP 401: no key .*{KEY_VARIABLE}"
+    message = (
+        f"{re.escape(server.url)} with the model 'j' gave no answer: HTTP 401: no key "
+        f".*{KEY_VARIABLE}"
+    )
     with pytest.raises(UserError, match=message):
         try_rewards(chosen, [], None, None)
     assert not list(tmp_path.iterdir())

@@ -1,5 +1,5 @@
-"""What we build on in TRL, vLLM and DeepSpeed and would break in silence: a new version that moves it fails here. What
-would raise an error instead is found by the tests that use it.
+"""What we build on in TRL, vLLM and DeepSpeed and would break in silence: a new version that moves
+it fails here. What would raise an error instead is found by the tests that use it.
 """
 
 import inspect
@@ -41,7 +41,9 @@ def test_every_override_has_stocks_parameters_and_says_what_stock_does():
 
 
 def test_trl_still_reads_ratios_and_advantages_where_we_put_them():
-    """The ratio goes into the micro-batch during the pass, and a micro-batch is used as it lies in the buffer."""
+    """The ratio goes into the micro-batch during the pass, and a micro-batch is used as it lies in
+    the buffer.
+    """
     source = inspect.getsource(GRPOTrainer._compute_loss)
     formed = source.index(
         "per_token_logps, entropies, aux_loss = self._get_per_token_logps_and_entropies("
@@ -89,7 +91,8 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     assert DeepSpeedZeroOffloadOptimizerConfig(**offload).pin_memory, (
         "or the GPU waits for each copy"
     )
-    # The gradients are on the host twice, as they come and in float32: 18 bytes per parameter in all.
+    # The gradients are on the host twice, as they come and in float32: 18 bytes per parameter in
+    # all.
     source = inspect.getsource(DeepSpeedZeroOptimizer_Stage3)
     assert "self.fp32_partitioned_groups_flat[i].grad = subgroup_gradient_buffer.to(" in source
     assert "self.grad_partitions_flat_buffer: Tensor = torch.zeros(" in source

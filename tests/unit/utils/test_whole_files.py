@@ -1,4 +1,5 @@
-"""Files and folders that are replaced as a whole: a full disk, a crash or a kill leaves the old one and nothing else.
+"""Files and folders that are replaced as a whole: a full disk, a crash or a kill leaves the old one
+and nothing else.
 
 The disk is the real one, as in test_half_written.py, which has data preparation and evaluation.
 """
@@ -40,7 +41,8 @@ WRITES = {
     "copyfile",
     "copytree",
 }
-# Who may write without `adora_vl.utils.files`: inside its `replacing_folder` or `complete_or_absent`, or appending.
+# Who may write without `adora_vl.utils.files`: inside its `replacing_folder` or
+# `complete_or_absent`, or appending.
 OTHERWISE = {
     "adora_vl/utils/files.py",
     "adora_vl/checkpoint/universal.py",
@@ -229,7 +231,9 @@ def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, place):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_what_cannot_take_its_place_is_taken_away(error, place, monkeypatch):
-    """A file, also where there was none; and a folder, whose old one is back whichever of the two renames fails."""
+    """A file, also where there was none; and a folder, whose old one is back whichever of the two
+    renames fails.
+    """
     before = contents(place)
     real = Path.rename
     for fails in ("merged", "new"):
@@ -348,7 +352,10 @@ def test_what_is_no_file_is_written_to_as_it_is(tmp_path):
     replace_file(pipe, "heard")
     assert os.read(reader, 100) == b"heard" and pipe.is_fifo()
     os.close(reader)
-    code = "from pathlib import Path; from adora_vl.utils import files; files.replace_file(Path('/dev/stdout'), 'heard')"
+    code = (
+        "from pathlib import Path; from adora_vl.utils import files; "
+        "files.replace_file(Path('/dev/stdout'), 'heard')"
+    )
     said = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
