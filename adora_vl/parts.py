@@ -95,7 +95,8 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
-        self.extensions = extensions(context, self.images, has_dropout=has_dropout(self.model))
+        self.has_dropout = has_dropout(self.model)
+        self.extensions = extensions(context, self.images, has_dropout=self.has_dropout)
         self.sampler: Sampler = PolicyNow(self._turn)
         if self.use_vllm:
             who = ServersAhead if args.adora_rollouts.ahead else EngineNow

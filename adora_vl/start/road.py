@@ -222,6 +222,7 @@ def parts(run: Checked) -> None:
         fits.check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
     if loaded is None or not hasattr(loaded, "peft_config"):
         fits.check_parts(run.model, run.model_config, run.peft_config, run.config.adora_freeze)
+    run.notes += fits.dropout_notes(run.peft_config, run.config, one_step=run.plan.has_one_step)
 
 
 def processor(run: Checked) -> None:
