@@ -14,7 +14,7 @@ from adora_vl.config.advantage import method_run
 from adora_vl.config.batch_plan import Shape
 from adora_vl.data.dataloader import NoPrefetch
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import PolicyPass, has_dropout
+from adora_vl.dedup.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.experimental import extensions
 from adora_vl.models.precision import RefuseWrongBuffers
@@ -28,7 +28,13 @@ from adora_vl.rollout.turns import Tools, Turns
 from adora_vl.start.checked import Checked
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.generation import Generation
-from adora_vl.training.guards import DriftGuard, GenerationGuard, RatioGuard, RewardGuard
+from adora_vl.training.guards import (
+    DriftGuard,
+    GenerationGuard,
+    RatioGuard,
+    ReferenceGuard,
+    RewardGuard,
+)
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
@@ -78,6 +84,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.loss_sums = Losses(self)
         self.drift_guard = DriftGuard(context)
         self.ratio_guard = RatioGuard(context)
+        self.reference_guard = ReferenceGuard(
+            context, bound_of(computing_dtype(accelerator, self.model))
+        )
         reward_guard = RewardGuard(context)
         to_device = super(GRPOTrainer, self)._prepare_inputs
         rewards = RewardFunctions(

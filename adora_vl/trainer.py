@@ -40,6 +40,7 @@ from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_a
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import restore_buffers
+from adora_vl.models.reference import copied_policy
 from adora_vl.models.shape import refuse_tied_adapters
 from adora_vl.parts import TrainerParts
 from adora_vl.record import metrics, trackers
@@ -119,9 +120,13 @@ class AdoraGRPOTrainer(TrainerParts):
             timed=self.clock.phase,
         )
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
-        with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
+        policy = run.policy() if isinstance(model, str) else model
+        with (
+            compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer),
+            self._reference_of(policy),
+        ):
             super().__init__(
-                model=run.policy() if isinstance(model, str) else model,
+                model=policy,
                 reward_funcs=list(run.rewards.functions),
                 args=args,
                 train_dataset=train_dataset,
@@ -146,6 +151,18 @@ class AdoraGRPOTrainer(TrainerParts):
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
         self._build_collaborators(args, models)
+
+    @staticmethod
+    def _reference_of(policy: Any) -> AbstractContextManager[None]:
+        """Inside, the reference beside a model object is a copy of it.
+
+        Stock TRL reads the folder that the object's config names, whatever has become of the
+        weights since, and fails where there is no folder.
+        """
+        if isinstance(policy, str):
+            return nullcontext()
+        copied = partial(copied_policy, policy)
+        return compat.REFERENCE_MODEL.replaced_by(copied, on=grpo_trainer)
 
     def train(
         self,
@@ -347,6 +364,8 @@ class AdoraGRPOTrainer(TrainerParts):
                 freeze(
                     policy, args.adora_freeze
                 )  # PEFT has made all of the adapter trainable again
+            if training and self.reference_guard.is_due(self.state.global_step):
+                self.reference_guard.check(batch, self._policy_logps)
 
     @property
     def _step_key(self) -> str:

@@ -150,7 +150,7 @@ class PackedForward:
             gap = (packed()[0] - separate()[0]).abs() * mask_BC
         mean = gap.sum() / mask_BC.sum().clamp(min=1)
         worst = float(gather(mean.reshape(1)).max())
-        bound = bound_of(_computing_dtype(self._accelerator, model))
+        bound = bound_of(computing_dtype(self._accelerator, model))
         if not worst <= bound:
             self.refused = (
                 f"packed and separate log-probabilities differ by {worst:.2g} nats, more than "
@@ -222,7 +222,8 @@ def _in_order(host: HostRows, groups: list[list[int]]) -> list[tuple[Tensor, Ten
     return [pair for pair in found if pair is not None]
 
 
-def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
+def computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
+    """The dtype that passes of the model compute in: that of autocast, or of the weights."""
     device = accelerator.device.type
     with accelerator.autocast():
         if torch.is_autocast_enabled(device):

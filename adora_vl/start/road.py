@@ -28,6 +28,7 @@ from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.data.rows import has_images
 from adora_vl.evaluation import DataMissingError, fitting_evaluations, take_evaluations
 from adora_vl.models import check as fits
+from adora_vl.models import reference
 from adora_vl.models.adapter import adapters_of, check_keys, hash_of, processor_folder
 from adora_vl.models.families import sees_images
 from adora_vl.models.four_bit import check_four_bit
@@ -220,9 +221,24 @@ def parts(run: Checked) -> None:
     loaded = run.asked.model.loaded
     if loaded is None:
         fits.check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
+    _check_reference(run)
     if loaded is None or not hasattr(loaded, "peft_config"):
         fits.check_parts(run.model, run.model_config, run.peft_config, run.config.adora_freeze)
     run.notes += fits.dropout_notes(run.peft_config, run.config, one_step=run.plan.has_one_step)
+
+
+def _check_reference(run: Checked) -> None:
+    """Whether the reference of a KL term can be the policy that the run starts from."""
+    beta = run.config.beta
+    loaded = run.asked.model.loaded
+    if loaded is None:
+        is_new = run.adapter is None
+        reference.check_adapter_start(run.peft_config, beta, is_new=is_new)
+        return
+    reference.check_copied(loaded, beta)
+    reference.check_adapter_start(run.peft_config, beta, is_new=True)
+    for config in getattr(loaded, "peft_config", {}).values():
+        reference.check_adapter_start(config, beta, is_new=False)
 
 
 def processor(run: Checked) -> None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
-from adora_vl.types import Batch, Row, StepContext, compared_mask, loss_mask
+from adora_vl.training.batch_rows import join_images, split_images, take_rows
+from adora_vl.types import Batch, PolicyLogps, Row, StepContext, compared_mask, loss_mask
 from adora_vl.utils.errors import (
     DiskFullError,
     EngineError,
@@ -28,6 +29,10 @@ from adora_vl.utils.errors import (
     lost_contact,
 )
 from adora_vl.utils.files import disk_is_full
+
+# Nats per token between a policy and its reference before any update. They are the same weights in
+# the same pass, so float32 gives 0; what is above this is another model.
+START_BOUND = 1e-3
 
 
 class GenerationGuard:
@@ -236,6 +241,46 @@ def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") 
             min=1
         )
     return counted_BC.max().clamp(min=0.0).exp()
+
+
+class ReferenceGuard:
+    """Stops the run before its first update where the reference of the KL term is not the policy
+    that the run starts from: the term would pull the policy there before anything was learned.
+    """
+
+    def __init__(self, context: StepContext, rounding: float) -> None:
+        """`rounding`: how far two right passes may differ on average, in nats per token."""
+        self.accelerator = context.accelerator
+        self.beta = context.config.beta
+        self.rows = context.config.per_device_train_batch_size
+        self.bound = max(START_BOUND, rounding)
+        self._is_done = not self.beta
+
+    def is_due(self, step: int) -> bool:
+        """Whether a batch is to be checked: the first one of a run that has made no update."""
+        return step == 0 and not self._is_done
+
+    def check(self, batch: Batch, policy_logps: PolicyLogps) -> None:
+        """Compare the policy with its reference, on all ranks together.
+
+        Raises `SharedUserError`. `policy_logps`: scores the batch's first rows where the batch has
+        no log-probabilities of the policy yet.
+        """
+        self._is_done = True
+        policy_BC = batch.get("old_per_token_logps")
+        if policy_BC is None:
+            rows = range(min(self.rows, len(batch["completion_ids"])))
+            batch = join_images(take_rows(split_images(batch), rows))
+            policy_BC = policy_logps(batch)
+        sums_3 = drift_sums(policy_BC, batch["ref_per_token_logps"], loss_mask(batch))
+        distance = merge_drift(self.accelerator.gather(sums_3[None]))
+        if distance.tokens and not distance.mean <= self.bound:
+            raise SharedUserError(
+                f"beta: {self.beta:g}: the policy starts {distance.mean:.3g} nats per token from "
+                f"its reference, and rounding makes no more than {self.bound:g} of it, so the KL "
+                "term would pull it away from its start; initialise the adapter so that it "
+                "changes no answer, or set beta: 0"
+            )
 
 
 class RatioGuard:
