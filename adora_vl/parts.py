@@ -27,6 +27,7 @@ from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead
 from adora_vl.rollout.turns import Tools, Turns
 from adora_vl.start.checked import Checked
 from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import (
     DriftGuard,
@@ -102,6 +103,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until there is a loader
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
+        self.entropy_bonus = EntropyBonus(args, self.batcher)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
         self.has_dropout = has_dropout(self.model)

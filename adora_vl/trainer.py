@@ -395,8 +395,8 @@ class AdoraGRPOTrainer(TrainerParts):
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a
         micro-batch, however many, and clips the ratio of new to old policy on one side only. Ours
-        computes the former in the policy's own pass, weighs a micro-batch by its rows, and skips
-        a step in which the latter explodes. What is drawn for a micro-batch, as dropout, depends on
+        computes the former in the policy's own pass, weighs a micro-batch by its rows or tokens, and
+        skips a step in which the latter explodes. What is drawn for a micro-batch, as dropout, depends on
         its place alone, so that a run that goes on draws the same.
         """
         micro = cast("Batch", {**inputs})
@@ -406,10 +406,14 @@ class AdoraGRPOTrainer(TrainerParts):
             # values of this pass where there are none.
             micro.pop("old_per_token_logps", None)
         logps: list[Tensor] = []
+        entropies: list[Tensor] = []
+        coefficient = self._entropy_coefficient
         corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
-        def seen(logps_BC: Tensor) -> None:
+        def seen(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
             logps.append(logps_BC)
+            if entropies_BC is not None:
+                entropies.append(entropies_BC)
             if corrects_ratio and self.ratio.is_due(micro):
                 self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
                 self.recorder.measured(micro, logps_BC)
@@ -425,7 +429,24 @@ class AdoraGRPOTrainer(TrainerParts):
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
             if self.ratio_guard.exploded is not None:
                 self.pool.forget_kept()
-        return self.batcher.scaled(loss, micro)
+        loss = self.batcher.scaled(loss, micro)
+        if model.training and self.entropy_bonus.is_on:
+            accumulated = self.current_gradient_accumulation_steps
+            (entropies_BC,) = entropies
+            loss = loss + self.entropy_bonus.missing(micro, entropies_BC, coefficient, accumulated)
+        return loss
+
+    @property
+    def _entropy_coefficient(self) -> float:
+        """That of TRL's bonus in this step; its adaptive one changes at the end of the step."""
+        too_high = self._last_world_entropy > self.args.entropy_target
+        return 0.0 if self.use_adaptive_entropy and too_high else float(self.entropy_coef)
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Stock TRL chooses the tokens with the highest entropy; ours keeps them for the bonus."""
+        chosen_BC: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
+        self.entropy_bonus.chosen_BC = chosen_BC
+        return chosen_BC
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Stock TRL computes the prompt again with every rollout, and pads rows to one length.

@@ -72,6 +72,7 @@ class Batch(TypedDict, total=False):
     # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
     grades: Tensor
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
+    share_of_tokens: Tensor  # (), its tokens over those of a micro-batch on average
     host: HostRows  # of a micro-batch; left out of checkpoints
 
 

@@ -51,11 +51,11 @@ def _check_bounds(config: AdoraGRPOConfig) -> None:
     default of 0.2 would cap every ratio, and the gradient would be a fifth.
     """
     upper = _upper_clip(config)
-    shown = "null" if config.epsilon_high is None else f"{config.epsilon_high:g}"
+    value = "null" if config.epsilon_high is None else f"{config.epsilon_high:g}"
     default = f", so epsilon: {config.epsilon:g}," if config.epsilon_high is None else ""
     if config.loss_type == "cispo" and upper <= 1:
         raise UserError(
-            f"epsilon_high: {shown}{default} is the cap of the ratio itself with loss_type: cispo, "
+            f"epsilon_high: {value}{default} is the cap of the ratio itself with loss_type: cispo, "
             f"and caps also the ratio of an unchanged policy, which is 1; set one above 1, such as "
             f"epsilon_high: {_USUAL_CAP}"
         )
@@ -98,15 +98,20 @@ def _check_level(config: AdoraGRPOConfig) -> None:
 
 
 def _check_entropy(config: AdoraGRPOConfig) -> None:
-    least = config.entropy_coef_min
-    most = config.entropy_coef_max
+    lowest = config.entropy_coef_min
+    highest = config.entropy_coef_max
     refuse(
         (
-            config.use_adaptive_entropy and not least <= config.entropy_coef <= most,
-            f"entropy_coef: {config.entropy_coef:g} is not between entropy_coef_min: {least:g} and "
-            f"entropy_coef_max: {most:g}, where use_adaptive_entropy keeps it; set one that is",
+            config.use_adaptive_entropy and not lowest <= config.entropy_coef <= highest,
+            f"entropy_coef: {config.entropy_coef:g} is not between entropy_coef_min: {lowest:g} and "
+            f"entropy_coef_max: {highest:g}, where use_adaptive_entropy keeps it; set one that is",
         ),
     )
+
+
+def has_entropy_bonus(config: AdoraGRPOConfig) -> bool:
+    """Whether the loss has the bonus, also where the adaptive coefficient is 0 now."""
+    return bool(config.entropy_coef != 0.0 or config.use_adaptive_entropy)
 
 
 def keys_not_read(config: AdoraGRPOConfig) -> list[str]:

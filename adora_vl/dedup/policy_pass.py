@@ -26,7 +26,7 @@ from adora_vl.types import Batch, HostRows
 Result = tuple[
     Tensor, Tensor | None, Tensor | None
 ]  # log-probabilities (B, C), entropies, auxiliary loss
-Seen = Callable[[Tensor], None]
+Seen = Callable[[Tensor, Tensor | None], None]  # log-probabilities without gradients, entropies
 Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
 # What TRL hands on to a pass besides tokens, as in its `_compute_loss`, and which of them are not
 # the policy's
@@ -385,7 +385,7 @@ class PolicyPass:
 
     @contextmanager
     def watched(self, seen: Seen, micro: Batch) -> Iterator[None]:
-        """Inside, `seen` gets the detached log-probabilities of the first pass, once.
+        """Inside, `seen` gets the first pass once: the detached log-probabilities, and the entropies.
 
         `micro`: the rows of all.
         """
@@ -434,7 +434,7 @@ class PolicyPass:
         if self._seen is not None:
             seen = self._seen
             self._seen = None
-            seen(result[0].detach())
+            seen(result[0].detach(), result[1])
         return result
 
     def _computed(
