@@ -1,5 +1,6 @@
 """What Python gives as objects is known again by all of it."""
 
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from adora_vl.models.shape import refuse_embedding_adapters
 from adora_vl.start.objects import identity_of_model, rewards_given
+from adora_vl.utils.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +65,13 @@ def test_a_reward_model_is_known_by_its_weights_and_a_function_by_its_source(tmp
     hashes = [rewards_given([one, reward], Path(tmp_path)).hashes for one in (judge, judge, other)]
     assert hashes[0] == hashes[1]
     assert [name for name in hashes[0] if hashes[0][name] != hashes[2][name]] == ["Linear"]
+
+
+def test_a_peft_model_with_an_adapter_on_its_head_is_refused(model):
+    """TRL computes log-probabilities from the head's weight alone, so it would never learn."""
+    untied = deepcopy(model)
+    untied.config.tie_word_embeddings = False
+    for target, refused in (("q_proj", False), ("lm_head", True)):
+        peft_model = get_peft_model(deepcopy(untied), LoraConfig(r=2, target_modules=[target]))
+        with pytest.raises(UserError, match="'lm_head' would never") if refused else nullcontext():
+            refuse_embedding_adapters(peft_model)
