@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import TrainerState
 
 from adora_vl.builtin.assets import data_folders, resolve_model
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import StartPoint
-from adora_vl.config import checks
+from adora_vl.config import AdoraGRPOConfig, checks
 from adora_vl.config.batch_plan import batch_plan, check_rows
 from adora_vl.config.reading import check_output_dir
 from adora_vl.config.where import Where
@@ -316,6 +316,7 @@ def rows(run: Checked) -> None:
         )
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
+        _check_stream(run.config, asked.train)
         if objects.is_stored(run.dataset):
             fits.check_sees(
                 run.model, run.model_config, has_images=objects.check_prompts(run.dataset)
@@ -338,11 +339,23 @@ def rows(run: Checked) -> None:
             return
         told = copy(asked)
         told.adora_system_prompt = run.system_prompt
-        run.dataset = load_rows(told, run.data, run.config.seed, partial(_fitting, run))
+        run.dataset = load_rows(told, run.data, run.config.seed_of_rows, partial(_fitting, run))
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
     if count is not None:
         check_rows(run.plan, count)
+
+
+def _check_stream(config: AdoraGRPOConfig, dataset: Any) -> None:
+    """Raise `UserError` for a seed that TRL does not shuffle a streamed data set by."""
+    seed = config.data_seed
+    refuse(
+        (
+            isinstance(dataset, IterableDataset) and seed is not None,
+            f"data_seed: {seed}, but a streamed data set is shuffled by seed; set that one, or "
+            "load the data set whole",
+        )
+    )
 
 
 def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
