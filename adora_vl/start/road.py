@@ -21,6 +21,7 @@ from adora_vl.checkpoint.resume import StartPoint
 from adora_vl.config import AdoraGRPOConfig, checks
 from adora_vl.config.batch_plan import batch_plan, check_rows
 from adora_vl.config.reading import check_output_dir
+from adora_vl.config.unused_keys import Settings, refuse_unused, unused_keys
 from adora_vl.config.where import Where
 from adora_vl.data import prompt_lengths as lengths
 from adora_vl.data.loading import as_asked, load_rows
@@ -72,9 +73,9 @@ def versions(run: Checked) -> None:
 
 def keys(run: Checked) -> None:
     """What the keys alone say."""
-    given = run.asked.rows
-    by_trl = isinstance(given, objects.Datasets) and given.evaluate is not None
+    by_trl = run.asked.trl_evaluates
     checks.check_config(run.config, trl_evaluates=by_trl)
+    refuse_unused(run.config, trl_evaluates=by_trl)
     tools = bool(run.config.tools or run.asked.tools)
     environments = run.environment is not None
     if tools or environments:
@@ -214,7 +215,9 @@ def _find_adapters(run: Checked) -> None:
 
 
 def parts(run: Checked) -> None:
-    """Frozen parts, layers with an adapter, attention, and what `from_pretrained` is given."""
+    """Frozen parts, layers with an adapter, attention, what `from_pretrained` is given, and the
+    keys that do nothing with them.
+    """
     if run.where.here:
         fits.check_attention(run.model, run.config.model_init_kwargs or {})
     loaded = run.asked.model.loaded
@@ -226,6 +229,14 @@ def parts(run: Checked) -> None:
         refuse_embedding_adapters(loaded)
     adapted = run.peft_config is not None or hasattr(loaded, "peft_config")
     fits.check_trainable(run.config, run.model_config, adapted=adapted)
+    settings = Settings(run.config, run.model, adapted, run.asked.trl_evaluates)
+    run.notes += unused_keys(settings)
+    wanted = run.config.resume_from_checkpoint
+    if run.script is None and wanted is not None:
+        run.notes.append(
+            f"resume_from_checkpoint: {wanted} in the config is not read by train(), as in "
+            "Transformers; write train(resume_from_checkpoint=...)"
+        )
 
 
 def processor(run: Checked) -> None:

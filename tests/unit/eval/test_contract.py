@@ -356,6 +356,10 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         callback.on_step_end(None, Namespace(global_step=step), None)
     assert [values["eval_geometry3k_accuracy"] for values in logged] == [0.75, 0.75]
     assert built == [{"template": {"a": 1}, "processor": "p"}] * 2, "the prompt of the training"
+    late = evaluation.EvaluateOnTheWay(trainer, replace(plan, delay=3), None)
+    for step in range(1, 5):
+        late.on_step_end(None, Namespace(global_step=step), None)
+    assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
     assert trainer.control.should_log, "the log of the step itself would be left out"
     assert (
         "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out) and "of 4 problems" in said
