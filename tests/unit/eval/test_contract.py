@@ -236,6 +236,7 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
         adora_eval_limit=2,
         eval_steps=1,
         eval_on_start=False,
+        eval_delay=0,
     )
     (beside := Path("beside").resolve()).mkdir()
     (beside / "mine.py").write_text(Path("lengths.py").read_text())

@@ -372,6 +372,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
         adora_eval_limit=3,
         eval_steps=1,
         eval_on_start=False,
+        eval_delay=0,
     )
     tasks = evaluation.take_evaluations(config, []).tasks
     assert [task.benchmark.name for task in tasks] == [f"geometry3k_{view}" for view in asked]
