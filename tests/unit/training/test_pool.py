@@ -239,13 +239,13 @@ class Run:
         self.pool = Pool(
             context,
             images,
-            self.engine,
+            self.engine,  # type: ignore[arg-type]
             judge,
             guard,
             [],
             phase,
             rows,
-            turns=turns,  # type: ignore[arg-type]
+            turns=turns,
         )
         self.learned: list[Generation] = []
         self.figures: list[dict[str, float]] = []
