@@ -28,7 +28,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from eval.scoring.statistics import half_width
+from adora_vl.evals.scoring.statistics import half_width
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPE = ("--config", "configs/train/smoke_cpu.yaml")

@@ -43,13 +43,13 @@ from adora_vl.builtin.processor import (
     build_tokenizer,
 )
 from adora_vl.data.dataset import Manifest, Row, write_manifest, write_split
+from adora_vl.data.output import complete_or_absent
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.models.shape import SHAPES
 from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.files import GIB
 from benchmarks.measure import PeakMemory
-from data_prep.output import complete_or_absent
-from data_prep.synthetic.generate import generate
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "configs/train/slice_7b_cpu.yaml"

@@ -8,15 +8,17 @@ from functools import cache
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.asking import ask, check_options, check_output, questions
+    from adora_vl.evals.benchmark import named
+    from adora_vl.evals.compare import ScoreFile, between_problems, read_run
+    from adora_vl.evals.inference.engines import build_engine
+    from adora_vl.evals.inference.predictions import PREDICTIONS
+    from adora_vl.evals.inference.runner import bounded, ranks
+    from adora_vl.evals.records import Benchmark
+    from adora_vl.evals.scoring.files import write_score
     from adora_vl.utils.cli import Parser, exit_code_of, optional, path
     from adora_vl.utils.errors import UserError
-    from eval.benchmark import named
-    from eval.command import ask, check_options, check_output, parse, questions, write_score
-    from eval.compare import ScoreFile, between_problems, read_run
-    from eval.inference.engines import build_engine
-    from eval.inference.predictions import PREDICTIONS
-    from eval.inference.runner import bounded, ranks
-    from eval.records import Benchmark
+    from eval.command import parse
 
 # The columns of the tables of autumn 2026, by the place of their data on the hub.
 SUITES = {

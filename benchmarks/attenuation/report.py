@@ -12,9 +12,9 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
+from adora_vl.evals.scoring.statistics import half_width
 from adora_vl.utils.files import replace_file
 from benchmarks.attenuation.task import REWARDS
-from eval.scoring.statistics import half_width
 
 ARMS = {
     "grpo": "GRPO",

@@ -22,6 +22,7 @@ from adora_vl.config.reading import read
 from adora_vl.config.schema import parse
 from adora_vl.config.where import DryRunOptions, Where
 from adora_vl.doctor import __main__ as doctor
+from adora_vl.evals.benchmark import NAMES
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
@@ -35,7 +36,6 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from eval.benchmark import NAMES
 from tests.support.sft_adapter import sft_adapter
 from tests.unit.checkpoint.test_checkpoint import make
 from tests.unit.config.test_recipes import CONFIGS, PAIRS

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
 from adora_vl.report.compare import main as gain
 from eval.compare import main
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
 
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:

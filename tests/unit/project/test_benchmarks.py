@@ -23,6 +23,9 @@ from adora_vl.advantage import Adora, AdvantagePipeline, Groups
 from adora_vl.config.advantage import check_method
 from adora_vl.config.checks import check_extensions
 from adora_vl.data.dataset import load_split
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
+from adora_vl.evals.scoring.statistics import half_width
 from adora_vl.models.shape import config_for_planning, describe
 from adora_vl.rewards.grade import grade
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
@@ -62,9 +65,6 @@ from benchmarks.slice import (
     write_data,
 )
 from benchmarks.step import answer_lengths, mrope
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
-from eval.scoring.statistics import half_width
 
 PLANS = sorted(task.SETTINGS.parent.glob("*.yaml"))
 
