@@ -347,14 +347,18 @@ class Drawing:
 
     @cached_property
     def lines(self) -> list[list[str]]:
-        """As `rows`; where no point has a place, the order that the facts give: ends outside, others between."""
-        if self.places:
-            return self.rows
-        lines = [[first, *sorted(points), last] for (first, last), points in sorted(self.on_segment.items())]
-        covered = [set(line) for line in lines]
-        for line in self.form.lines:
-            if not any(set(line) <= points for points in covered):
-                lines.append(list(line))
+        """All lines: `rows`, and those with a point that has no place, in the order that the facts give.
+
+        That is: the ends outside, the points that lie on the line between them.
+        """
+        lines = list(self.rows)
+        for (first, last), points in sorted(self.on_segment.items()):
+            line = [first, *sorted(points), last]
+            if not set(line) <= self.places.keys():
+                lines.append(line)
+        for segment in self.form.lines:
+            if not any(set(segment) <= set(line) for line in lines):
+                lines.append(list(segment))
         return lines
 
     def are_on_one_row(self, names: Iterable[str]) -> bool:
@@ -745,6 +749,9 @@ class Drawing:
         """Two drawn shapes that are meant to be similar, corner by corner. Raises `UnreadError`."""
         if self.copied is not None:
             return list(self.copied[0]), list(self.copied[1])
+        marked = self._marked_pair()
+        if marked is not None:
+            return marked
         parts = [part for part in self.components if len(part) >= 3 and part <= self.places.keys()]
         if len(parts) == 2:
             first, second = (self.outline(part) for part in parts)
@@ -761,6 +768,26 @@ class Drawing:
         if best is None or best[0] >= 1.5:
             raise UnreadError("the picture does not show which shapes are similar")
         return best[1], best[2]
+
+    def _marked_pair(self) -> tuple[list[str], list[str]] | None:
+        """Two polygons whose corners facts make equal one by one, where the picture has not the places of both."""
+        partners: dict[str, str] = {}
+        for fact in self.facts:
+            if fact.head == "Equals" and len(fact.arguments) == 2:
+                first, second = (_inner_names(angle, "MeasureOf") for angle in fact.arguments)
+                if len(first) == 3 and len(second) == 3:
+                    partners[first[1]] = second[1]
+        if len(partners) < 3 or self.neighbours.keys() <= self.places.keys():
+            return None
+        path = [min(partners)]
+        while True:
+            onward = [name for name in sorted(self.neighbours[path[-1]]) if name in partners and name not in path]
+            if not onward:
+                break
+            path.append(onward[0])
+        if len(path) < len(partners) or path[0] not in self.neighbours[path[-1]]:
+            return None
+        return path, [partners[name] for name in path]
 
     def _matched(self, first: list[str], second: list[str]) -> tuple[float, list[str]]:
         """How unlike two polygons are at best, and the order of the second one's corners then."""

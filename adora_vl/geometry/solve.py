@@ -23,6 +23,9 @@ STARTS, STARTS_WITHOUT_PLACES = 8, 12
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
 # The noise of the starts, in shares of the figure's size.
 _NOISE = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
+# First the points are held near the picture, ever less, so that small contradictions do not carry them away.
+_PULLS = (1e-1, 1e-3)
+_PULLED_STEPS = 8
 _LETTER_STEPS, _STEPS, _TRIALS = 25, 80, 7
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
@@ -150,19 +153,29 @@ class Problem:
 
     # Levenberg and Marquardt
 
-    def improved(self, v: Vector, budget: Budget, *, steps: int, first: int = 0) -> tuple[Vector, float]:
-        """Go downhill from `v` in the unknowns from `first` on. The unknowns, and the largest residual there."""
+    def improved(
+        self, v: Vector, budget: Budget, *, steps: int, first: int = 0, pull: float = 0.0
+    ) -> tuple[Vector, float]:
+        """Go downhill from `v` in the unknowns from `first` on. The unknowns, and the largest residual there.
+
+        `pull` holds the points near where they began: the squares of their ways count so much beside the residuals.
+        """
         system = self.system
         damping = 1e-3
+        begin = v
+        weights = np.zeros(system.count)
+        weights[: system.first_unknown] = pull
+        weights = weights[first:]
         residuals, jacobian = system.residuals(v)
         for step in range(steps):
             largest = float(np.abs(residuals).max()) if len(residuals) else 0.0
             if largest < 1e-13 or not math.isfinite(largest) or not budget.take():
                 break
             slopes = np.nan_to_num(jacobian[:, first:])
-            normal = slopes.T @ slopes
-            downhill = slopes.T @ residuals
-            before = float(residuals @ residuals)
+            away = (v - begin)[first:]
+            normal = slopes.T @ slopes + np.diag(weights)
+            downhill = slopes.T @ residuals + weights * away
+            before = float(residuals @ residuals + weights @ away**2)
             if np.abs(downhill).max() < 1e-15:
                 break
             diagonal = np.maximum(normal.diagonal(), 1e-12)
@@ -177,7 +190,7 @@ class Problem:
                 trial = v.copy()
                 trial[first:] -= change
                 after_residuals, after_jacobian = system.residuals(trial)
-                after = float(after_residuals @ after_residuals)
+                after = float(after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2)
                 if math.isfinite(after) and after < before:
                     v, residuals, jacobian = trial, after_residuals, after_jacobian
                     damping = max(damping / 8, 1e-12)
@@ -186,6 +199,8 @@ class Problem:
                 damping *= 6
             if not moved or (before - after < 1e-9 * before and before > 1e-8 and step > 15):
                 break
+            if pull and before - after < 1e-3 * before:
+                break
         return v, float(np.abs(residuals).max()) if len(residuals) else 0.0
 
     def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
@@ -193,6 +208,8 @@ class Problem:
         v = self.start(number)
         if self.system.unknowns:
             v, _ = self.improved(v, budget, steps=_LETTER_STEPS, first=self.system.first_unknown)
+        for pull in _PULLS:
+            v, _ = self.improved(v, budget, steps=_PULLED_STEPS, pull=pull)
         v, residual = self.improved(v, budget, steps=_STEPS)
         if not math.isfinite(residual) or residual > loose:
             return None
@@ -242,7 +259,8 @@ class Problem:
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
         on_circles = {name for circle in drawing.circles for name in circle.points}
         self.used = sorted({name for line in self.segments for name in line} | on_circles)
-        self.orders = [row for row in drawing.lines if len(row) > 2]
+        # Of the points of a line without a place the order is not known where there are two between its ends.
+        self.orders = [row for row in drawing.lines if len(row) == 3 or (len(row) > 3 and set(row) <= places.keys())]
         self.turns: list[tuple[str, str, str, float]] = []
         for corner in sorted(drawing.neighbours):
             for first, last in combinations(sorted(drawing.neighbours[corner]), 2):
@@ -300,6 +318,7 @@ class Problem:
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             if name.startswith("radius ") and v[i] <= 0:
                 count += _COLLAPSED
+        count += self.system.mirrored_corners(v)
         if self._has_to_be_positive and value <= 1e-9 * self.size:
             count += _COLLAPSED
         return count
@@ -312,6 +331,8 @@ class Problem:
 
     def _is_flat(self, places: Sequence[complex]) -> bool:
         """Whether all points lie on one line, which the picture's do not."""
+        if any(set(self.used) <= set(row) for row in self.drawing.lines):
+            return False
         if self.places and _flatness([self.places[name] for name in self.used if name in self.places]) < 1e-2:
             return False
         return _flatness(places) < 1e-3

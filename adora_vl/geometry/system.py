@@ -236,6 +236,12 @@ class System:
         slope[2 * start : 2 * start + 2] -= sign * (slope_point + slope_way)
         return sign * reach, slope
 
+    def mirrored_corners(self, v: Vector) -> int:
+        """How many of the angles lie on the other side than in the picture."""
+        values, _ = self.atoms(v, slopes=False)
+        angles = values[len(self.distances) : len(self.distances) + len(self.turns)]
+        return int(((angles < -1e-6) & (self._turn_signs != 0)).sum())
+
     def residuals(self, v: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
         """The residuals at `v` and their derivatives: (rows,), (rows, unknowns); without `slopes` these are empty.
 
