@@ -14,6 +14,8 @@ Status = Literal["answered", "open", "ambiguous", "conflict", "collapsed", "unre
 _ROUNDED = 0.01  # largest residual of a figure whose facts were rounded
 _SAME_ROUNDED = 2e-3  # share by which answers of such figures may differ
 _SAME_DOUBLE = 3e-4  # share by which answers at a double root may differ
+_SAME = 1e-5  # share by which other equal answers may differ
+_FAULT = 0.1  # a fault of kind counts as so much distance from the picture
 _NEARER = 1.5  # a figure that is so much nearer to the picture is the one that is meant
 _NEAR = 0.02  # and this counts as no distance at all
 
@@ -42,24 +44,38 @@ def outcome(problem: Problem, budget: Budget, *, starts: int | None = None, roun
     if rounded:
         least_residual = min(solution.residual for solution in solutions)
         solutions = [solution for solution in solutions if solution.residual < 1.3 * least_residual + 1e-9]
-    least = min(solution.faults for solution in solutions)
-    alike = [solution for solution in solutions if solution.faults == least]
-    if not problem.places and least < 10:
-        return _without_places(problem, alike, budget)
-    best = min(alike, key=lambda solution: (round(solution.far, 6), solution.start))
-    if is_collapsed(best):
+    sound = [solution for solution in solutions if not is_collapsed(solution)]
+    if not sound:
+        best = min(solutions, key=_unlikeness)
         return Outcome(status="collapsed", value=best.value, solution=best)
+    pool = [solution for solution in sound if solution.faults == 0] or sound
+    if not problem.places:
+        return _without_places(problem, pool, budget)
+    best = min(pool, key=_unlikeness)
     if is_free(best):
-        return _at_free(problem, best, alike, budget)
-    share = _SAME_ROUNDED if rounded else 1e-5
-    rivals = [solution for solution in alike if not is_same(solution.value, best.value, share)]
-    positive = [solution for solution in rivals if not (best.value > 0 > solution.value)]
-    near = [solution for solution in positive if solution.far < _NEARER * best.far + _NEAR and not is_free(solution)]
-    agreeing = len(alike) - len(rivals)
-    others = tuple(sorted({round(solution.value, 6) for solution in near}))
-    if near or (agreeing < 2 and best.faults > 0):
+        return _at_free(problem, best, pool, budget)
+    share = _SAME_ROUNDED if rounded else _SAME
+    rivals = [solution for solution in pool if _is_rival(solution, best, share)]
+    agreeing = sum(1 for solution in sound if is_same(solution.value, best.value, share))
+    others = tuple(sorted({round(solution.value, 6) for solution in rivals}))
+    if rivals or (agreeing < 2 and best.faults > 0):
         return Outcome(status="ambiguous", value=best.value, solution=best, others=others)
     return Outcome(status="answered", value=best.value, solution=best)
+
+
+def _unlikeness(solution: Solution) -> tuple[float, int]:
+    """How unlike the picture a figure is; of equals the earlier start comes first."""
+    return round(solution.far + _FAULT * solution.faults, 6), solution.start
+
+
+def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
+    """Whether a figure with another answer is about as much like the picture as the best one.
+
+    Of a positive and a negative answer the positive one is meant, and what is free says nothing.
+    """
+    if is_same(solution.value, best.value, share) or is_free(solution) or best.value > 0 > solution.value:
+        return False
+    return _unlikeness(solution)[0] < _NEARER * _unlikeness(best)[0] + _NEAR
 
 
 def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget) -> Outcome:

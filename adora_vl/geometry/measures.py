@@ -449,14 +449,31 @@ class Measures:
             self.assumed.append(f"the region is the circle without {name}")
             return minus(self.of_circle("AreaOf", discs[0]), polygon)
         if len(discs) == 1 and len(outline) == 3 and discs[0].centre in outline:
-            ends = [point for point in outline if point != discs[0].centre]
-            if set(ends) <= set(discs[0].points):
-                self.assumed.append(f"the region is the segment of the circle over {''.join(ends)}")
-                return minus(self.slice(discs[0], self.corner(ends[0], discs[0].centre, ends[1])), polygon)
+            return self.circle_segment(discs[0], outline)
         if all(self._is_within(circle, outline) for circle in discs):
             self.assumed.append(f"the region is {name} without what is round inside it")
             return minus(polygon, plus(*(self.of_circle("AreaOf", circle) for circle in discs)))
         raise UnreadError(f"the form does not say which region {term} is")
+
+    def circle_segment(self, circle: Circle, triangle: Sequence[str]) -> Quantity:
+        """The region between a chord and its arc: the sector without the triangle at the centre."""
+        ends = [point for point in triangle if point != circle.centre]
+        self.assumed.append(f"the region is the segment of the circle over {''.join(ends)}")
+        angle = self.corner(ends[0], circle.centre, ends[1])
+        radius: Quantity = self.radius(circle)
+        if not set(ends) & set(circle.points):
+            given = [end for end in ends if self._has_length(circle.centre, end)]
+            radius = self.distance(circle.centre, (given or ends)[0])
+        sector = times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
+        half_chords = times(radius, radius, Combined(function="sin", parts=(angle,)), Constant(0.5))
+        return minus(sector, half_chords)
+
+    def _has_length(self, start: str, end: str) -> bool:
+        """Whether a fact gives the length of a segment."""
+        return any(
+            fact.head == "Equals" and fact.arguments[0].arguments and {start, end} == set(fact.arguments[0].arguments[0].names)
+            for fact in self.drawing.facts
+        )
 
     def _polygon_for_region(self) -> list[str]:
         """The polygon that bounds a region: the one that a fact names, else the outline."""

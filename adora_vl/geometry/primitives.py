@@ -34,7 +34,7 @@ from adora_vl.geometry.quantities import (
 from adora_vl.geometry.shapes import CORNERS, Circle, Drawing, UnreadError, cosine, unwrapped
 
 # "What appears to be tangent", where the question says that; and where nobody says it.
-SAID_TANGENT, SEEN_TANGENT = 14.0, 9.0  # degrees from a right angle to the radius
+SAID_TANGENT, SEEN_TANGENT = 22.0, 9.0  # degrees from a right angle to the radius
 _SEEN_RIGHT, _SEEN_PARALLEL = 2.5, 2.0  # degrees
 _SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
 _AT_CENTRE, _AT_MIDDLE = 0.07, 0.05  # shares of a polygon's size

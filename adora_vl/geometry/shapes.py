@@ -608,7 +608,7 @@ class Drawing:
         count = CORNERS.get(shape.head)
         if count is None:
             if shape.head in ("Shape", "Polygon", "Figure") and (not self.circles or shape.head == "Polygon"):
-                return self._needed(self.outline(), term)
+                return self._needed(self.outline() or self._cycle(None), term)
             raise UnreadError(f"the form does not say which shape {term} is")
         best = self._likest(shape.head, count)
         if best is not None:
@@ -621,7 +621,32 @@ class Drawing:
                 if all(second in self.neighbours[first] for first, second in combinations(names, 2))
             ]
             same_size = list(triangles[0]) if len(triangles) == 1 else None
-        return self._needed(same_size, term)
+        return self._needed(same_size or self._cycle(count), term)
+
+    def _cycle(self, count: int | None) -> list[str] | None:
+        """The only way round over drawn lines through all points that lie inside no line; None where it is not."""
+        inside = set().union(*self.on_segment.values()) if self.on_segment else set()
+        corners = sorted(name for name in self.neighbours if name not in inside)
+        if len(corners) < 3 or len(corners) > 8 or (count is not None and len(corners) != count):
+            return None
+        linked = {name: self._linked(name, corners) for name in corners}
+        if any(len(names) != 2 for names in linked.values()):
+            return None
+        cycle = [corners[0]]
+        while len(cycle) < len(corners):
+            onward = [name for name in linked[cycle[-1]] if name not in cycle]
+            if not onward:
+                return None
+            cycle.append(onward[0])
+        return cycle
+
+    def _linked(self, name: str, corners: Sequence[str]) -> list[str]:
+        """The corners that a drawn line joins with one, also over points inside the line."""
+        return [
+            corner
+            for corner in corners
+            if corner != name and (corner in self.neighbours[name] or self.are_on_one_row((name, corner)))
+        ]
 
     def _needed(self, names: list[str] | None, term: Term) -> list[str]:
         if not names:

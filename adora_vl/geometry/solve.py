@@ -23,6 +23,9 @@ STARTS, STARTS_WITHOUT_PLACES = 8, 12
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
 # The noise of the starts, in shares of the figure's size.
 _NOISE = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
+# How much larger than the picture the figure begins; without a given length nobody knows.
+_STRETCHES = (1.0, 1.0, 1.5, 1.0, 1.0, 1.0)
+_WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
 # First the points are held near the picture, ever less, so that small contradictions do not carry them away.
 _PULLS = (1e-1, 1e-3)
 _PULLED_STEPS = 8
@@ -31,6 +34,7 @@ _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _COLLAPSED = 10  # faults of a figure in which points fall together
 _SHORTEST = 0.015  # share of the figure's size; a shorter segment has fallen together
+_LEAST = 1e-6  # share of the figure's size; an answer below it is none
 _FLAT = 0.2  # sine of a drawn corner that is too flat to be compared
 _SAME = 1e-5  # share by which equal answers may differ
 
@@ -70,6 +74,7 @@ class Problem:
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.drawing = reading.drawing
+        self.is_scaled = False  # whether a given length says how large the figure is
         self.size, self.pixels = self._size()
         self.system = System(self.drawing.points, reading.relations, reading.goal, self.size)
         self.places = {name: self.drawing.places[name] for name in self.drawing.points if name in self.drawing.places}
@@ -99,6 +104,7 @@ class Problem:
             start, end = relation.left.start, relation.left.end
             if start in places and end in places and abs(places[start] - places[end]) > 1e-6 * span:
                 scales.append(length / abs(places[start] - places[end]))
+        self.is_scaled = bool(lengths)
         if scales:
             return float(np.median(scales)) * span, span
         if lengths:
@@ -113,7 +119,7 @@ class Problem:
         system = self.system
         v = np.zeros(system.count)
         noise = _NOISE[number % len(_NOISE)]
-        stretch = 1.5 if number % len(_NOISE) == 2 else 1.0
+        stretch = (_STRETCHES if self.is_scaled else _WIDE_STRETCHES)[number % len(_NOISE)]
         on_circle = {circle.centre: circle.points for circle in self.drawing.circles}
         for point in system.points:
             if point in self.places:
@@ -319,7 +325,7 @@ class Problem:
             if name.startswith("radius ") and v[i] <= 0:
                 count += _COLLAPSED
         count += self.system.mirrored_corners(v)
-        if self._has_to_be_positive and value <= 1e-9 * self.size:
+        if self._has_to_be_positive and value <= _LEAST * self.size:
             count += _COLLAPSED
         return count
 

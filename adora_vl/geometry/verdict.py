@@ -174,7 +174,8 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
             why=why,
         )
     rounded = outcome(problem, budget, rounded=True)
-    if rounded.status == "answered" and not clash.repairs and rounded.value is not None:
+    answered_without = any(repair.outcome.status == "answered" for repair in clash.repairs)
+    if rounded.status == "answered" and not answered_without and rounded.value is not None:
         return Verdict(
             status=status,
             value=rounded.value,
