@@ -35,7 +35,7 @@ from eval.inference.provenance import FILE_NAME, read
 from eval.inference.requests import AnswerEngine, AnswerEngineSettings
 from eval.inference.runner import infer
 from eval.records import Prediction
-from eval.scoring.score import grade_row
+from eval.scoring.score import graded_rows
 
 RATES_FILE = (
     "pass_rates.jsonl"  # in the output: id, right answers and answers of every problem of the split
@@ -73,9 +73,11 @@ def tallies(
     options = Namespace(rounding=rounding, answer_tags=answer_tags)
     right: Counter[str] = Counter()
     answers: Counter[str] = Counter()
-    for row in rows:
-        answers[row["pid"]] += 1
-        right[row["pid"]] += grade_row(BENCHMARK, row, options).correct
+    _, graded = graded_rows(BENCHMARK, rows, options)
+    for item in graded:
+        answers[item.pid] += 1
+        if item.correct:
+            right[item.pid] += 1
     return {pid: Tally(right[pid], answers[pid]) for pid in answers}
 
 

@@ -18,7 +18,7 @@ with imports():
     from eval.inference.predictions import TEXT, key, matching, read_predictions, wrong_fields
     from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
     from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import by_problem, extraction_item, grade_row, rule_set, verdict
+    from eval.scoring.score import by_problem, extraction_item, graded_rows, rule_set, verdict
     from eval.scoring.statistics import bootstrap
     from eval.scoring.table import percent
 
@@ -125,7 +125,8 @@ def _others(
         raise UserError(
             f"{name}: {path} does not have the items of this run ({first}); run it on the same data"
         )
-    return _shares([grade_row(BENCHMARK, other[key(row)], options) for row in rows])
+    _, graded = graded_rows(BENCHMARK, [other[key(row)] for row in rows], options)
+    return _shares(graded)
 
 
 def _shares(graded: Sequence[Graded]) -> list[float]:

@@ -76,6 +76,7 @@ class Reply:
     finish_reason: str
     n_prompt_tokens: int
     calls: tuple[Mapping[str, Any], ...] | None = None
+    thinking_opened: bool = False  # whether its prompt is known to end in `<think>`
 
 
 class EndpointError(SpokenError):

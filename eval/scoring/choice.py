@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from adora_vl.data.prompts import without_letters
 from adora_vl.rewards import grade
 from adora_vl.rewards.completion import answer_block, last_boxed
+from adora_vl.rewards.thinking import final_part
 from eval.records import Extraction
 from eval.scoring.number import MAX_CHARS, concluding_number, plain, refuses, sentences
 
@@ -235,8 +236,10 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     """The letter of the choice that a response means; else its last number or sentence, or nothing
     for a refusal.
 
-    Never raises, whatever the response is. `choices` has 1 to 26 texts.
+    A block of thinking is set aside (`final_part`). Never raises, whatever the response is.
+    `choices` has 1 to 26 texts.
     """
+    response = final_part(response)
     response = (answer_block(response) or response)[-MAX_CHARS:].strip()
     if not response:
         return Extraction("", "empty")

@@ -102,6 +102,12 @@ def _answers(score: Score) -> list[str]:
             "extraction: "
             + ", ".join(f"{how} {count}" for how, count in score["extraction_mix"].items())
         )
+    thinking = score.get("thinking") or {"set_aside": 0, "without_answer": 0}
+    if thinking["set_aside"]:
+        line = f"thinking set aside: in {amount(thinking['set_aside'], 'answer')}"
+        if thinking["without_answer"]:
+            line += f", of which {thinking['without_answer']} have no answer behind it and count as wrong"
+        lines.append(line)
     held = [(kind, known) for kind, known in score["tokens"].items() if known]
     tokens = [
         f"{kind} {of['mean']:.1f} (median {of['median']:g}, max {of['max']})" for kind, of in held
