@@ -17,6 +17,7 @@ with imports():
     from eval.inference.predictions import PREDICTIONS
     from eval.inference.runner import bounded, ranks
     from eval.records import Benchmark
+    from eval.scoring.score import share_of_the_data
 
 # The columns of the tables of autumn 2026, by the place of their data on the hub.
 SUITES = {
@@ -146,6 +147,7 @@ def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str
             for one in found
         ]
         rows.append(("difference of accuracy", shown))
+    partial = any(share_of_the_data(run.score) for run in (*runs, *others))
     first = max(len(name) for name, _ in rows)
     wide = max(len(cell) for _, cells in rows for cell in cells)
     return [
@@ -153,16 +155,19 @@ def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str
         for name, cells in rows
     ] + [
         "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
+        + ("; (n of N): over a part of the problems" if partial else "")
         + ("; differences by paired bootstrap over the problems" if others else "")
     ]
 
 
 def _figure(run: ScoreFile) -> str:
     cell = run.cells.get(_FIGURE.get(run.score["benchmark"], "all")) or {"accuracy": float("nan")}
-    low, high = cell.get("wilson_95", (None, None))
-    return f"{100 * cell['accuracy']:.1f}" + (
-        "" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
-    )
+    text = f"{100 * cell['accuracy']:.1f}"
+    if "wilson_95" in cell:
+        low, high = cell["wilson_95"]
+        text += f" [{100 * low:.1f}, {100 * high:.1f}]"
+    part = share_of_the_data(run.score)
+    return f"{text} ({part})" if part else text
 
 
 if __name__ == "__main__":

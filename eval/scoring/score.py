@@ -212,6 +212,38 @@ def missing_answers(score: Mapping[str, Any]) -> str | None:
     )
 
 
+def partial_notes(score: Mapping[str, Any]) -> list[str]:
+    """What a reader has to know of a score over a part of the problems; a line for each reason.
+
+    A part was answered, a part was asked (`--limit`), or nobody knows how many problems there are.
+    """
+    coverage = score.get("coverage") or {}
+    if coverage and coverage.get("asked") is None:
+        unknown = "it is not known of how many problems these are; no run lies beside the answers"
+        return [f"note: {unknown}"]
+    lines: list[str] = []
+    missing = missing_answers(score)
+    if missing:
+        lines.append(f"warning: {missing}")
+    asked = coverage.get("asked") or 0
+    in_data = coverage.get("in_data") or 0
+    if asked < in_data:
+        lines.append(f"note: {asked} of the {in_data} answers to all the data (--limit)")
+    return lines
+
+
+def share_of_the_data(score: Mapping[str, Any]) -> str | None:
+    """`60 of 512` of a score over 60 of the 512 answers to all the data; None of a whole one, or
+    where it is not known.
+    """
+    coverage = score.get("coverage") or {}
+    answers = coverage.get("answers")
+    in_data = max(coverage.get("asked") or 0, coverage.get("in_data") or 0)
+    if not answers or answers >= in_data:
+        return None
+    return f"{answers} of {in_data}"
+
+
 def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
     """A benchmark's entry of an answer, where the answer is first extracted and then compared."""
     grade = graded.grade

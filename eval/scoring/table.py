@@ -6,7 +6,7 @@ from typing import Any
 from adora_vl.utils.cli import amount
 from eval.inference.views import VIEWS
 from eval.records import Cell, OwnFigures, Score, Scored
-from eval.scoring.score import missing_answers, own_cells
+from eval.scoring.score import own_cells, partial_notes
 
 _MANY = 16  # values of a group in the table; the score file has all
 
@@ -121,16 +121,7 @@ def _answers(score: Score) -> list[str]:
 
 
 def _warnings(score: Score, own: OwnFigures) -> list[str]:
-    lines = []
-    part = missing_answers(score)
-    coverage = score.get("coverage") or {}
-    if part:
-        lines.append(f"warning: {part}")
-    if (coverage.get("asked") or 0) < (coverage.get("in_data") or 0):
-        lines.append(
-            f"note: {coverage['asked']} of the {coverage['in_data']} answers to all the data "
-            "(--limit)"
-        )
+    lines = partial_notes(score)
     too_long = "prompt too long for the model's context"
     for count, why in ((score["image_failed"], "unreadable images"), (score["too_long"], too_long)):
         if count:
