@@ -38,6 +38,7 @@ class Task:
 
     benchmark: Benchmark
     problems: list[Problem]
+    in_data: int | None = None  # problems in the data; None: no more than `problems`
 
 
 @dataclass(frozen=True)
@@ -152,10 +153,14 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
         raise DataMissingError(str(error)) from error
     refuse((not problems, f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}"))
     if not views:
-        return [Task(benchmark, problems[:limit])]
+        return [Task(benchmark, problems[:limit], len(problems))]
     told = [problem for problem in problems if problem.facts][:limit] or problems
     return [
-        Task(replace(benchmark, name=f"{benchmark.name}_{view}"), shown_as(told, view))
+        Task(
+            replace(benchmark, name=f"{benchmark.name}_{view}"),
+            shown_as(told, view),
+            in_data=len(problems),
+        )
         for view in VIEWS
     ]
 
@@ -217,7 +222,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             everyone = gather_object(rows)
             if accelerator.is_main_process:
                 values = figures_in_training(task.benchmark, everyone, answer_tags=tags)
-                self._log(task.benchmark.name, step, values, len(everyone))
+                self._log(task, step, values, len(everyone))
         accelerator.wait_for_everyone()
 
     def _answer(self, task: Task) -> list[dict[str, Any]]:
@@ -237,7 +242,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
 
-    def _log(self, name: str, step: int, values: dict[str, float], total: int) -> None:
+    def _log(self, task: Task, step: int, values: dict[str, float], total: int) -> None:
+        name = task.benchmark.name
         # an entry of its own, as Transformers' evaluations have; TRL's log would average the
         # training's figures so far
         due = self.trainer.control.should_log
@@ -247,7 +253,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         )
         low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
         interval = f"(95 %: {low:.1f} to {high:.1f})"
-        print(
-            f"step {step}: {name} {middle:.1f} % {interval} of {amount(total, 'problem')}",
-            flush=True,
-        )
+        in_data = task.in_data or total
+        part = f"{total} of " if total < in_data else ""
+        of = f"{part}{amount(in_data, 'problem')}"
+        print(f"step {step}: {name} {middle:.1f} % {interval} of {of}", flush=True)

@@ -32,7 +32,7 @@ from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings
 from adora_vl.evals.inference.runner import infer
 from adora_vl.evals.prepared import load
 from adora_vl.evals.records import Prediction
-from adora_vl.evals.scoring.score import grade_row
+from adora_vl.evals.scoring.score import graded_rows
 from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import amount
 from adora_vl.utils.content import content_hash
@@ -75,9 +75,11 @@ def tallies(
     options = Namespace(rounding=rounding, answer_tags=answer_tags)
     right: Counter[str] = Counter()
     answers: Counter[str] = Counter()
-    for row in rows:
-        answers[row["pid"]] += 1
-        right[row["pid"]] += grade_row(benchmark, row, options).correct
+    _, graded = graded_rows(benchmark, rows, options)
+    for item in graded:
+        answers[item.pid] += 1
+        if item.correct:
+            right[item.pid] += 1
     return {pid: Tally(right[pid], answers[pid]) for pid in answers}
 
 

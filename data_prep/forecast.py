@@ -22,7 +22,7 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.evals.benchmark import named
 from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
-from adora_vl.evals.scoring.score import grade_row
+from adora_vl.evals.scoring.score import graded_rows
 from adora_vl.evals.scoring.statistics import paired_t, wilson
 from adora_vl.utils.errors import UserError, in_one_line, refuse
 from data_prep.filter import asked_for_tags
@@ -206,7 +206,8 @@ def sampled(predictions: Path) -> Groups:
             f"attenuation: {str(predictions)!r} has {size} answers to a problem, or not their "
             "lengths; sample several with `python -m data_prep filter --samples 8`"
         )
-    rewards = [float(grade_row(benchmark, row, options).correct) for row in flat]
+    _, graded = graded_rows(benchmark, flat, options)
+    rewards = [float(item.correct) for item in graded]
     truncated = [row.get("finish_reason") == "length" for row in flat]
     return _groups([rewards, [row["n_tokens"] for row in flat], truncated], size, 0.5)
 

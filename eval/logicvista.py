@@ -23,6 +23,8 @@ with imports():
     )
     from adora_vl.evals.scoring.score import verdict
     from adora_vl.rewards.completion import answer_block, last_boxed
+    from adora_vl.rewards.thinking import final_part
+    from eval.command import main
 
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
 check = partial(wrong_fields, kinds=COLUMNS)
@@ -47,9 +49,10 @@ def letters_of(value: Any) -> list[str]:
 
 
 def by_rules(response: str) -> Extraction:
-    """The letters in a response: in a box, or stated together such as `B and D`; else the one by
-    our rules.
+    """The letters in a response behind its thinking: in a box, or stated together such as `B and
+    D`; else the one by our rules.
     """
+    response = final_part(response)
     response = answer_block(response) or response
     several = list(_SEVERAL.finditer(response.strip()))
     for text, how in (

@@ -39,8 +39,10 @@ with imports():
     from adora_vl.evals.scoring.score import cell, metadata_groups, verdict
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.rewards.grade import grade as graded_answer
+    from adora_vl.rewards.thinking import final_part
     from adora_vl.utils.cli import amount
     from adora_vl.utils.openai_client import EndpointError
+    from eval.command import main
 
 TEXT_ONLY = "Text Only"
 VERSIONS = (
@@ -214,10 +216,10 @@ def _one_or_zero(reply: str) -> str:
 
 
 def by_rules(row: Prediction) -> Extraction:
-    """The answer in a response: the letter of an option; or a box, a stated answer, a bare value or
-    a number.
+    """The answer in a response behind its thinking: the letter of an option; or a box, a stated
+    answer, a bare value or a number.
     """
-    response = row["response"]
+    response = final_part(row["response"])
     if row["question_type"] == "multi-choice":
         return Extraction(*extract_choice(response, choices_of(row) or [""] * _MOST_CHOICES))
     box = last_boxed(response)

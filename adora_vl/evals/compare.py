@@ -18,7 +18,12 @@ from adora_vl.evals.benchmark import NAMES, named
 from adora_vl.evals.inference.predictions import SCORE
 from adora_vl.evals.inference.views import VIEWS
 from adora_vl.evals.records import Published, Score
-from adora_vl.evals.scoring.score import mean_with_interval, missing_answers, own_cells
+from adora_vl.evals.scoring.score import (
+    mean_with_interval,
+    own_cells,
+    partial_notes,
+    share_of_the_data,
+)
 from adora_vl.evals.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
 from adora_vl.evals.scoring.table import percent
 from adora_vl.utils.cli import amount
@@ -150,7 +155,7 @@ def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str
     Read from a score's `rules`, `coverage` and `fingerprint`: `fields` as given, `resolved` as
     used, and `versions`.
     """
-    lines = [f"warning: {run.name}: {line}" for run in runs if (line := missing_answers(run.score))]
+    lines = [line for run in runs for line in _partial(run)]
     without = [run.name for run in runs if not _part(run.score, "fields")]
     if without:
         unknown = "it is not known whether the prompt, the sampling and the data were the same"
@@ -176,6 +181,12 @@ def cautions(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str
         f"note: the runs differ in the version of {key}: {values}"
         for key, values in versions.items()
     ]
+
+
+def _partial(run: ScoreFile) -> list[str]:
+    """The notes of a score over a part of the problems, with the run's name."""
+    notes = [line.partition(": ") for line in partial_notes(run.score)]
+    return [f"{kind}: {run.name}: {text}" for kind, _, text in notes]
 
 
 def views_of(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
@@ -395,7 +406,9 @@ def _cell(cell: Mapping[str, Any] | None) -> str:
     if "wilson_95" not in cell:
         return f"{100 * cell['accuracy']:5.1f}"
     low, high = cell["wilson_95"]
-    return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {cell['total']}"
+    # A whole score knows how many problems there are; a cell of one does not.
+    of = share_of_the_data(cell) or str(cell["total"])
+    return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {of}"
 
 
 def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
@@ -444,7 +457,7 @@ def _notes(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
             runs, _OF_TOOLS if all(differ_in_tools(runs[0], other) for other in runs[1:]) else ()
         )
     else:
-        notes = [f"warning: {line}" for line in [missing_answers(runs[0].score)] if line]
+        notes = partial_notes(runs[0].score)
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):
         notes.append(
             "warning: the runs do not have the same problems; the tests use the common ones, the "

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, Namespace
@@ -76,6 +76,9 @@ class Graded:
     grade: RowGrade
     n_tokens: int | None = None
     sample: int = 0
+    # What became of its block of thinking: there was none, it stood before the answer, or no answer
+    # stands behind it.
+    thinking: Literal["none", "set_aside", "without_answer"] = "none"
 
     @property
     def correct(self) -> bool:

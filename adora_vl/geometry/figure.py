@@ -56,7 +56,11 @@ class Verdict:
 
 
 def figure_of(
-    problem: Problem, solution: Solution, form: Form, assumed: tuple[str, ...] = (), left_out: tuple[str, ...] = ()
+    problem: Problem,
+    solution: Solution,
+    form: Form,
+    assumed: tuple[str, ...] = (),
+    left_out: tuple[str, ...] = (),
 ) -> Figure:
     """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits of its size."""
     v = solution.v
@@ -114,7 +118,9 @@ def figure_from(text: str) -> Figure:
         raise ValueError(f"a figure lacks something ({type(error).__name__}: {error})") from error
     largest = residual_of(figure)
     if largest > _FULFILLED:
-        raise ValueError(f"a figure does not fulfil its facts: they are off by {largest:.2g} of its size")
+        raise ValueError(
+            f"a figure does not fulfil its facts: they are off by {largest:.2g} of its size"
+        )
     return figure
 
 

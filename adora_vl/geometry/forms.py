@@ -120,7 +120,9 @@ class Form:
     @cached_property
     def rows(self) -> list[list[str]]:
         """The straight lines, each with all points on it, in their order where their places are known."""
-        on_line: dict[frozenset[str], set[str]] = {frozenset(line): set(line) for line in self.lines}
+        on_line: dict[frozenset[str], set[str]] = {
+            frozenset(line): set(line) for line in self.lines
+        }
         for term in self.found("PointLiesOnLine"):
             if len(term.arguments) != 2 or len(term.arguments[1].names) != 2:
                 continue

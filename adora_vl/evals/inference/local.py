@@ -15,6 +15,7 @@ import torch
 
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
+from adora_vl.rewards.thinking import opens_thinking
 from adora_vl.rollout.rollouts import Rollout, RolloutAnswer, RolloutAsk
 from adora_vl.rollout.turns import Turns, gone_on, play
 from adora_vl.utils.errors import UserError
@@ -99,18 +100,25 @@ class Conversations:
             begun, ask, answered, lambda *one: room(*one) > 0, self._any_rank if turns else bool
         )
         return [
-            self._reply(played[number], len(ids)) if fault is None else Unanswerable(fault)
+            self._reply(played[number], ids) if fault is None else Unanswerable(fault)
             for number, (ids, fault) in enumerate(zip(prompts, faults, strict=True))
         ]
 
-    def _reply(self, rollout: Rollout, prompt: int) -> Reply:
+    def _reply(self, rollout: Rollout, prompt: Sequence[int]) -> Reply:
         """The last turn is what is graded, as in a training."""
         by_calls = rollout.ended == "stop" or bool(rollout.calls and rollout.ended)
         names = ("name", "arguments", "text", "failed")
         calls = [{name: getattr(call, name) for name in names} for call in rollout.calls]
-        reason = rollout.ended if by_calls else "length"
-        text = self.chat.decode(rollout.turn)
-        return Reply(text, len(rollout.said), reason, prompt, tuple(calls) if self.turns else None)
+        turn = rollout.turn
+        before = rollout.tokens[: len(rollout.tokens) - len(turn)]
+        return Reply(
+            self.chat.decode(turn),
+            n_tokens=len(rollout.said),
+            finish_reason=rollout.ended if by_calls else "length",
+            n_prompt_tokens=len(prompt),
+            calls=tuple(calls) if self.turns else None,
+            thinking_opened=opens_thinking([*prompt, *before], self.chat.decode),
+        )
 
 
 class _Local(Conversations):

@@ -175,6 +175,7 @@ _OPTIONAL = {  # fields that a row may lack
     "finish_reason": or_null(TEXT),
     "error": or_null(TEXT),
     "calls": or_null((lambda value: isinstance(value, list), "a list")),
+    "thinking_opened": (lambda value: isinstance(value, bool), "true or false"),
     "image_size": or_null(
         (
             lambda value: (

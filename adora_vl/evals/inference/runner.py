@@ -304,6 +304,8 @@ def answer(
         counts = {"n_tokens": generation.n_tokens, "n_prompt_tokens": generation.n_prompt_tokens}
         row.update(response=generation.text, finish_reason=generation.finish_reason, **counts)
         row.update({} if generation.calls is None else {"calls": list(generation.calls)})
+        if generation.thinking_opened:
+            row["thinking_opened"] = True
     return rows
 
 

@@ -11,6 +11,7 @@ from adora_vl.evals.records import Extraction
 from adora_vl.evals.scoring.number import MAX_CHARS, concluding_number, plain, refuses, sentences
 from adora_vl.rewards import grade
 from adora_vl.rewards.completion import answer_block, last_boxed
+from adora_vl.rewards.thinking import final_part
 
 # Words that say that the next letter is the answer. `option B` alone does not: it may be called
 # wrong.
@@ -235,8 +236,10 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     """The letter of the choice that a response means; else its last number or sentence, or nothing
     for a refusal.
 
-    Never raises, whatever the response is. `choices` has 1 to 26 texts.
+    A block of thinking is set aside (`final_part`). Never raises, whatever the response is.
+    `choices` has 1 to 26 texts.
     """
+    response = final_part(response)
     response = (answer_block(response) or response)[-MAX_CHARS:].strip()
     if not response:
         return Extraction("", "empty")

@@ -22,6 +22,7 @@ from adora_vl.evals.records import JUDGE_FAILED, Extraction, Prediction
 from adora_vl.evals.scoring.choice import extract_choice
 from adora_vl.evals.scoring.number import MAX_CHARS, extract_list, extract_number
 from adora_vl.rewards.completion import answer_block, last_boxed
+from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import amount, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import written_to
@@ -73,10 +74,11 @@ def extraction_rules(options: Namespace) -> dict[str, Any]:
 
 
 def by_rules(question: Question) -> Extraction:
-    """The answer in a response, or in its `<answer>` block, by our rules, and the rule that found
-    it.
+    """The answer in a response behind its thinking, or in its `<answer>` block, by our rules, and
+    the rule that found it.
     """
-    question = question._replace(response=answer_block(question.response) or question.response)
+    part = final_part(question.response)
+    question = question._replace(response=answer_block(part) or part)
     quick = quick_extract(question)
     if quick is not None:
         return quick
@@ -257,17 +259,19 @@ def messages_for(question: Question) -> list[dict[str, str]]:
         f"<question>\n{question.text}",
         *(lettered(question.choices) if question.kind == "choice" else []),
     ]
-    lines.append(f"</question>\n<reply>\n{question.response[-MAX_CHARS:]}\n</reply>")
+    reply = final_part(question.response)[-MAX_CHARS:]
+    lines.append(f"</question>\n<reply>\n{reply}\n</reply>")
     told = _INSTRUCTION.format(form=form)
     return [{"role": "system", "content": told}, {"role": "user", "content": "\n".join(lines)}]
 
 
 def reported(text: Any) -> str:
-    """The report in a judge's reply, empty for no answer.
+    """The report in the final part of a judge's reply, empty for no answer.
 
     Raises `EndpointError` where there is no report.
     """
-    if not isinstance(text, str) or "<answer>" not in text or "</answer>" not in text:
+    text = final_part(text) if isinstance(text, str) else ""
+    if "<answer>" not in text or "</answer>" not in text:
         raise EndpointError("the reply has no <answer>...</answer>")
     report = text.rsplit("<answer>", 1)[1].split("</answer>", 1)[0].strip()
     if len(report) > _LONGEST_ANSWER:

@@ -5,6 +5,7 @@ from bisect import bisect_left
 
 from adora_vl.evals.records import Extraction
 from adora_vl.rewards.completion import last_boxed
+from adora_vl.rewards.thinking import final_part
 
 MAX_CHARS = 50_000  # of the end of a response
 # A model that runs on after its answer writes the next exercise by itself, with the words of the
@@ -140,9 +141,9 @@ _WORD = re.compile(rf"\b({'|'.join(_WORDS)})\b", re.IGNORECASE)
 
 def extract_number(response: str, question: str = "") -> Extraction:
     """The number that a response gives as its answer, as `float` reads it, else empty; the
-    question's own come last.
+    question's own come last. A block of thinking is set aside (`final_part`).
     """
-    response = response[-MAX_CHARS:].strip()
+    response = final_part(response)[-MAX_CHARS:].strip()
     if not response:
         return Extraction("", "empty")
     text = plain(own_part(response)).strip()
@@ -257,8 +258,8 @@ def _evaluated(text: str) -> str:
 
 
 def extract_list(response: str) -> Extraction:
-    """The last bracketed list of a response, spaced as Python prints one."""
-    response = response[-MAX_CHARS:]
+    """The last bracketed list of a response behind its thinking, spaced as Python prints one."""
+    response = final_part(response)[-MAX_CHARS:]
     found = _lists(last_boxed(response) or "") or _lists(own_part(response))
     if not found:
         return Extraction("", "no_list")

@@ -6,6 +6,7 @@ import statistics
 from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from adora_vl.evals.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG
@@ -23,6 +24,7 @@ from adora_vl.evals.records import (
 )
 from adora_vl.evals.scoring.statistics import bootstrap, pass_at, wilson
 from adora_vl.rewards.completion import REFLECTIVE, reflective_words
+from adora_vl.rewards.thinking import closes_unopened_block, final_part
 
 
 def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
@@ -85,9 +87,8 @@ def score(
     benchmark.
     """
     options = Namespace(**{**vars(options), "answer_tags": answer_tags})
-    if benchmark.prepare is not None:
-        rows = benchmark.prepare(rows, options)
-    graded = [grade_row(benchmark, row, options) for row in rows]
+    answered = rows
+    rows, graded = graded_rows(benchmark, answered, options)
     own = OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
     mix = Counter(item.grade.extraction.how for item in graded if item.grade.extraction is not None)
     extracted = {"extraction_mix": dict(mix.most_common()), "extraction_failed": mix[JUDGE_FAILED]}
@@ -101,7 +102,7 @@ def score(
             }
             for key, named in own.figures.items()
         },
-        **answers(rows, graded),
+        **answers(answered, graded),
         **own.notes,
         "rules": benchmark.rules(options) | ({"file": benchmark.file} if benchmark.file else {}),
         **(extracted if mix else {}),
@@ -110,9 +111,55 @@ def score(
     return Scored(result, own)
 
 
+def graded_rows(
+    benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace
+) -> tuple[Sequence[Prediction], list[Graded]]:
+    """The rows as a benchmark reads them, and their grades.
+
+    A benchmark, its rules and its judge get the final part of each response (`final_part`): a block
+    of thinking is no answer. Where no answer stands behind it, the response is wrong by all rules,
+    also by those that take the nearest choice for an answer that is not there.
+    """
+    opened = template_opens_thinking(rows)
+    read: Sequence[Prediction] = [_without_thinking(row, opened) for row in rows]
+    if benchmark.prepare is not None:
+        read = benchmark.prepare(read, options)
+    graded: list[Graded] = []
+    for row, shown in zip(rows, read, strict=True):
+        item = grade_row(benchmark, shown, options)
+        if shown["response"] != row["response"]:
+            item = replace(item, thinking="set_aside" if shown["response"] else "without_answer")
+        if item.thinking == "without_answer" and item.grade.verdict != FAILED:
+            grade = item.grade._replace(
+                verdict=WRONG, extracted=None, reason="thinking_without_answer"
+            )
+            item = replace(item, grade=grade)
+        graded.append(item)
+    return read, graded
+
+
+def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
+    """Whether the prompts of these answers seem to have ended in `<think>`.
+
+    A server does not say it, and other programs' predictions do not. It is so where most of the
+    answers that came to an end close a block that they have not opened; those that were cut off
+    before that have no tag at all.
+    """
+    unfinished = (*_CUT, *NOT_ASKED)
+    ended = [row["response"] for row in rows if row.get("finish_reason") not in unfinished]
+    closing = [response for response in ended if closes_unopened_block(response)]
+    return 2 * len(closing) > len(ended)
+
+
+def _without_thinking(row: Prediction, template_opens: bool) -> Prediction:
+    """The row with the final part of its response in place of the whole one."""
+    opened = template_opens or row.get("thinking_opened", False)
+    return {**row, "response": final_part(row["response"], opened)}
+
+
 def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Graded:
-    """One row as its benchmark grades it, or failed: where its problem was never asked, or the
-    judge could not say.
+    """One row, with the final part of its response, as its benchmark grades it; or failed: where
+    its problem was never asked, or the judge could not say.
     """
     grade = benchmark.grade(row, options)
     grade = grade._replace(groups={**grade.groups, **common_groups(row)})
@@ -163,6 +210,38 @@ def missing_answers(score: Mapping[str, Any]) -> str | None:
         f"the score of a part: {answers} of {asked} answers are there; run `infer` again for the "
         "others"
     )
+
+
+def partial_notes(score: Mapping[str, Any]) -> list[str]:
+    """What a reader has to know of a score over a part of the problems; a line for each reason.
+
+    A part was answered, a part was asked (`--limit`), or nobody knows how many problems there are.
+    """
+    coverage = score.get("coverage") or {}
+    if coverage and coverage.get("asked") is None:
+        unknown = "it is not known of how many problems these are; no run lies beside the answers"
+        return [f"note: {unknown}"]
+    lines: list[str] = []
+    missing = missing_answers(score)
+    if missing:
+        lines.append(f"warning: {missing}")
+    asked = coverage.get("asked") or 0
+    in_data = coverage.get("in_data") or 0
+    if asked < in_data:
+        lines.append(f"note: {asked} of the {in_data} answers to all the data (--limit)")
+    return lines
+
+
+def share_of_the_data(score: Mapping[str, Any]) -> str | None:
+    """`60 of 512` of a score over 60 of the 512 answers to all the data; None of a whole one, or
+    where it is not known.
+    """
+    coverage = score.get("coverage") or {}
+    answers = coverage.get("answers")
+    in_data = max(coverage.get("asked") or 0, coverage.get("in_data") or 0)
+    if not answers or answers >= in_data:
+        return None
+    return f"{answers} of {in_data}"
 
 
 def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
@@ -229,6 +308,10 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
             item.grade.groups.get("finish_reason") == [IMAGE_FAILED] for item in graded
         ),
         "too_long": sum(item.grade.groups.get("finish_reason") == [TOO_LONG] for item in graded),
+        "thinking": {
+            "set_aside": sum(item.thinking != "none" for item in graded),
+            "without_answer": sum(item.thinking == "without_answer" for item in graded),
+        },
     }
     return counts | _samples(graded)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from adora_vl.evals.inference.views import VIEWS
 from adora_vl.evals.records import Cell, OwnFigures, Score, Scored
-from adora_vl.evals.scoring.score import missing_answers, own_cells
+from adora_vl.evals.scoring.score import own_cells, partial_notes
 from adora_vl.utils.cli import amount
 
 _MANY = 16  # values of a group in the table; the score file has all
@@ -102,6 +102,12 @@ def _answers(score: Score) -> list[str]:
             "extraction: "
             + ", ".join(f"{how} {count}" for how, count in score["extraction_mix"].items())
         )
+    thinking = score.get("thinking") or {"set_aside": 0, "without_answer": 0}
+    if thinking["set_aside"]:
+        line = f"thinking set aside: in {amount(thinking['set_aside'], 'answer')}"
+        if thinking["without_answer"]:
+            line += f", of which {thinking['without_answer']} have no answer behind it and count as wrong"
+        lines.append(line)
     held = [(kind, known) for kind, known in score["tokens"].items() if known]
     tokens = [
         f"{kind} {of['mean']:.1f} (median {of['median']:g}, max {of['max']})" for kind, of in held
@@ -115,16 +121,7 @@ def _answers(score: Score) -> list[str]:
 
 
 def _warnings(score: Score, own: OwnFigures) -> list[str]:
-    lines = []
-    part = missing_answers(score)
-    coverage = score.get("coverage") or {}
-    if part:
-        lines.append(f"warning: {part}")
-    if (coverage.get("asked") or 0) < (coverage.get("in_data") or 0):
-        lines.append(
-            f"note: {coverage['asked']} of the {coverage['in_data']} answers to all the data "
-            "(--limit)"
-        )
+    lines = partial_notes(score)
     too_long = "prompt too long for the model's context"
     for count, why in ((score["image_failed"], "unreadable images"), (score["too_long"], too_long)):
         if count:

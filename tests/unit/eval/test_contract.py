@@ -349,7 +349,10 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         pool=Namespace(turns=None, on_any_rank=bool, guard=Namespace(watching=nullcontext)),
     )
     plan = evaluation.EvaluationPlan(
-        [evaluation.Task(named("geometry3k"), asked)], every=2, at_start=False, prompt=None
+        [evaluation.Task(named("geometry3k"), asked, in_data=9)],
+        every=2,
+        at_start=False,
+        prompt=None,
     )
     callback = evaluation.EvaluateOnTheWay(trainer, plan, None)
     for step in range(1, 5):
@@ -358,5 +361,6 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     assert built == [{"template": {"a": 1}, "processor": "p"}] * 2, "the prompt of the training"
     assert trainer.control.should_log, "the log of the step itself would be left out"
     assert (
-        "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out) and "of 4 problems" in said
+        "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out)
+        and "of 4 of 9 problems" in said
     )
