@@ -376,6 +376,23 @@ WRONG: list[
         "model_name_or_path: 'HERE/gone' is neither a model folder here",
     ),
     (
+        "--use_peft true --lora_target_modules q_proj lm_head",
+        "lora_target_modules: 'lm_head' would never be trained, because log-probabilities are",
+    ),
+    (
+        "--use_peft true --lora_target_modules .*(q_proj|lm_head)",
+        "lora_target_modules: 'lm_head' would never be trained, because log-probabilities are",
+    ),
+    (
+        "--use_peft true --lora_target_modules q_proj v_proj --sync_ref_model true --beta 0.1",
+        "sync_ref_model: true moves a reference model, and with an adapter",
+    ),
+    ("--router_aux_loss_coef 0.1", "router_aux_loss_coef: 0.1 weighs the load of experts"),
+    (
+        "VLLM --loss_type vespo",
+        "loss_type: vespo does not go with vllm_importance_sampling_mode: sequence_mask",
+    ),
+    (
         "--use_peft true --lora_target_modules nosuch q_proj",
         "lora_target_modules: 'nosuch' is no module",
     ),
