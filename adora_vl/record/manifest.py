@@ -101,12 +101,9 @@ _GRPO_LOSSES = (
 
 
 def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The methods in `adora_method` with all their options.
-
-    A record of an earlier version has names alone.
-    """
-    value = config.get("adora_method") or "adora"
-    return {name.strip(): {} for name in value.split("+")} if isinstance(value, str) else value
+    """The methods in `adora_method` of a recorded config, each with its options."""
+    methods: dict[str, dict[str, Any]] = config.get("adora_method") or {"adora": {}}
+    return methods
 
 
 def recipe_of(config: Mapping[str, Any]) -> str:

@@ -48,7 +48,7 @@ from adora_vl.training.generation import Extension, Generation, other_images
 from adora_vl.training.guards import GenerationGuard
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
-from adora_vl.training.pool_state import EARLIER_FILES, PoolState
+from adora_vl.training.pool_state import PoolState
 from adora_vl.training.replay import Replay
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import RolloutError, UserError
@@ -619,14 +619,6 @@ class Pool:
 
         Raises `UserError` where another number of processes wrote it.
         """
-        unread = [file.name for name in EARLIER_FILES for file in checkpoint.glob(name)]
-        if unread and self.accelerator.is_main_process:
-            tqdm.write(
-                f"resume_from_checkpoint: {str(checkpoint)!r} is of an earlier version: rollouts "
-                f"that it has set aside ({', '.join(sorted(unread))}) are not read, and their "
-                "problems come again in a later epoch",
-                file=sys.stderr,
-            )
         found = PoolState.load(
             checkpoint, self.accelerator.process_index, self.accelerator.num_processes
         )

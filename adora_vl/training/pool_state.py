@@ -31,7 +31,6 @@ from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
 FILES = "pool"  # in a checkpoint
-EARLIER_FILES = ("partial-*.pt", "replay-*.pt", "rollouts-ahead.json")  # of versions before
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class PoolState:
         if first is None:
             return cls()
         before = len(list(checkpoint.glob(f"{FILES}-*.pt")))
-        asked = [group for one in first.get("coming", ()) for group in one["groups"]]
+        asked = [group for one in first["coming"] for group in one["groups"]]
         paused = first["groups"] or any(
             one["spans"] for group in asked for one in group["rollouts"]
         )
@@ -155,13 +154,13 @@ class PoolState:
             # epoch
         ):
             found = {**found, "drawn": (), "coming": ()}
-        images = {digest: _image_in(encoded) for digest, encoded in found.get("images", {}).items()}
+        images = {digest: _image_in(encoded) for digest, encoded in found["images"].items()}
         groups = tuple(_unpacked(one, images) for one in found["groups"])
         drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
         kept = tuple(
             KeptGroup(**{**one, "group": _unpacked(one["group"], {})}) for one in found["kept"]
         )
-        coming = tuple(ComingGeneration.unpacked(one, images) for one in found.get("coming", ()))
+        coming = tuple(ComingGeneration.unpacked(one, images) for one in found["coming"])
         return cls(
             drawn,
             groups,
@@ -169,7 +168,7 @@ class PoolState:
             found["lengths"],
             kept,
             coming,
-            found.get("signal", ()),
+            found["signal"],
         )
 
 
@@ -207,10 +206,8 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
             Span(tuple(tokens.tolist()), _logps(logps), step)
             for tokens, logps, step in one["spans"]
         )
-        pictures = tuple(
-            Picture(digest, images[digest], span) for digest, span in one.get("pictures", ())
-        )
-        calls = tuple(Call(**call) for call in one.get("calls", ()))
+        pictures = tuple(Picture(digest, images[digest], span) for digest, span in one["pictures"])
+        calls = tuple(Call(**call) for call in one["calls"])
         rollouts.append(Rollout(**{**one, "spans": spans, "pictures": pictures, "calls": calls}))
     return RolloutGroup(DrawnProblem(**packed["problem"]), Row(), packed["began"], tuple(rollouts))
 

@@ -95,7 +95,7 @@ def here(tmp_path_factory):
         "def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n"
     )
     (folder / "syntax.py").write_text("def f(:")
-    (folder / "old.yaml").write_text("adora_mode: off")
+    (folder / "wrong.yaml").write_text("adora_mode: off")
     (folder / "file").touch()
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")
@@ -155,11 +155,11 @@ WRONG: list[
     ),
     (
         "--adora_factor 0.3",
-        "command line: adora_factor is now adora_method.adora.factor; write --adora_method.adora.f",
+        "command line: unknown key 'adora_factor'; did you mean 'adora_method.adora.factor'?",
     ),
     (
-        "--config HERE/old.yaml",
-        "HERE/old.yaml: the key 'adora_mode' was removed; write adora_method: {adora: {mode:",
+        "--config HERE/wrong.yaml",
+        "HERE/wrong.yaml: unknown key 'adora_mode'; did you mean 'adora_method.adora.mode'?",
     ),
     (
         "--adora_method.adora.factor 3",

@@ -306,7 +306,6 @@ NEUTRAL = {
 
 RECIPES: list[tuple[dict[str, Any], str]] = [
     ({}, "ADORA attenuation, factor 0.1"),
-    ({"adora_method": "adora"}, "ADORA"),  # recorded by an earlier version
     ({"adora_method": {"grpo": {}}}, "GRPO"),
     ({"adora_method": {"dapo": {}, **ADORA}}, "DAPO + ADORA attenuation, factor 0.1"),
     ({"adora_method": {"dapo": {}, "adora": {"mode": "off"}}, "loss_type": "dapo"}, "DAPO"),
