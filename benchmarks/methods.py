@@ -113,7 +113,6 @@ METHODS = {
     "d3s": method("d3s"),
     "ssb": method("ssb"),
     "rrb": method("rrb"),
-    "replay": grpo("--adora_rollouts.replay", "64"),
     "vppo": grpo("--adora_extensions", "{visual_tokens: {share: 0.4, scale_min: 0.9}}"),
     # as published without a KL term: to the clean image the answers to distorted ones can be very
     # unlikely

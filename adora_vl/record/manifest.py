@@ -146,7 +146,6 @@ def _adora(config: Mapping[str, Any]) -> str:
 def _additions(config: Mapping[str, Any]) -> list[str]:
     """What can be combined with any method."""
     asked = config.get("adora_extensions") or {}
-    replayed = (config.get("adora_rollouts") or {}).get("replay")
     noisy = asked.get("noisy_rollouts", {}).get("share")
     visual = asked.get("visual_tokens", {})
     tokens = visual.get("share", 1)
@@ -157,7 +156,6 @@ def _additions(config: Mapping[str, Any]) -> list[str]:
         f"noisy rollouts {noisy}": noisy,
         f"visual tokens {tokens}": tokens != 1,
         f"visual scale from {scale}": scale != 1,
-        f"replay of {replayed} groups": replayed,
         f"tools {', '.join(map(own_name, config.get('tools') or ()))}": config.get("tools"),
         f"environment {own_name(config.get('environment_factory') or '')}": config.get(
             "environment_factory"

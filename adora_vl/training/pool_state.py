@@ -34,18 +34,6 @@ FILES = "pool"  # in a checkpoint
 
 
 @dataclass(frozen=True)
-class KeptGroup:
-    """A group that was learned from, and may come again."""
-
-    group: RolloutGroup  # without its row
-    columns: dict[
-        str, torch.Tensor
-    ]  # of its rollouts in the batch it is from, as wide as the longest: of that policy
-    size: float  # the sum of |advantages|
-    step: int  # optimizer steps that had been made when it was learned from
-
-
-@dataclass(frozen=True)
 class ComingGeneration:
     """One that servers were asked for before it is needed."""
 
@@ -90,7 +78,6 @@ class PoolState:
     lengths: tuple[
         tuple[int, ...], ...
     ] = ()  # tokens of the answers of the last generations, of all ranks
-    kept: tuple[KeptGroup, ...] = ()  # for replay, the oldest first
     coming: tuple[ComingGeneration, ...] = ()  # from the next one on
     signal: tuple[
         float, ...
@@ -99,7 +86,6 @@ class PoolState:
     def save(self, folder: Path, rank: int) -> None:
         """Into a checkpoint; problems by their numbers, since the data set has them."""
         drawn = [vars(problem) for problem in self.drawn]
-        kept = [{**vars(one), "group": _packed(one.group)} for one in self.kept]
         groups = [*self.groups, *(group for one in self.coming for group in one.groups)]
         shown = [
             picture
@@ -115,7 +101,6 @@ class PoolState:
         content: dict[str, Any] = {
             "drawn": drawn,
             "groups": [*map(_packed, self.groups)],
-            "kept": kept,
         }
         content |= {
             "complete": self.complete,
@@ -147,7 +132,7 @@ class PoolState:
                 f"(adora_rollouts.budget) of {before} processes, now {ranks}; start as many as "
                 "before"
             )
-        found = load_of_rank(checkpoint, FILES, rank) or {**first, "kept": ()}
+        found = load_of_rank(checkpoint, FILES, rank) or first
         if (
             before != ranks
             # what was drawn and asked for belongs to those processes; it comes again in a later
@@ -157,16 +142,12 @@ class PoolState:
         images = {digest: _image_in(encoded) for digest, encoded in found["images"].items()}
         groups = tuple(_unpacked(one, images) for one in found["groups"])
         drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
-        kept = tuple(
-            KeptGroup(**{**one, "group": _unpacked(one["group"], {})}) for one in found["kept"]
-        )
         coming = tuple(ComingGeneration.unpacked(one, images) for one in found["coming"])
         return cls(
             drawn,
             groups,
             found["complete"],
             found["lengths"],
-            kept,
             coming,
             found["signal"],
         )

@@ -176,10 +176,6 @@ WRONG: list[
         "adora_method: 'nowhere.py:f': there is no file 'nowhere.py' in '",
     ),
     ("--adora_method dapo+ngrpo", "adora_method: dapo+ngrpo: ngrpo starts from the rewards"),
-    (
-        "--adora_method.adora.assign rate --adora_rollouts.replay 8",
-        "adora_rollouts.replay: 8 with assign:",
-    ),
     (" ".join(["--tools zom", *VLLM]), "tools: 'zom' is none of zoom, mark, line, measure"),
     ("--tools zoom", "tools does not go with use_vllm: false"),
     (

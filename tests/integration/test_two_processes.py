@@ -188,7 +188,7 @@ WITHIN = {
     "per_device_train_batch_size": 4,
     "steps_per_generation": 4,
 }
-REPLAYED = {
+PAUSED = {
     "config": "configs/train/smoke_cpu.yaml",
     "use_vllm": "false",
     "logging_steps": 1,
@@ -197,7 +197,7 @@ REPLAYED = {
     "max_completion_length": 28,
     "adora_synthetic_rows": 32,
     "learning_rate": 1e-3,
-    "adora_rollouts.replay": 4,
+    "adora_rollouts.budget": 12,
     **WITHIN,
 }
 
@@ -205,7 +205,7 @@ REPLAYED = {
 def trained(folder: Path) -> dict:
     words = [
         word
-        for key, value in {**REPLAYED, "output_dir": folder}.items()
+        for key, value in {**PAUSED, "output_dir": folder}.items()
         for word in (f"--{key}", str(value))
     ]
     launch("cpu_zero3", "-m", "adora_vl.train", *words)
@@ -218,8 +218,9 @@ def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
         "generation-00000.pt",
         "generation-00001.pt",
     }
-    kept = [PoolState.load(tmp_path / "run" / "checkpoint-2", rank, 2).kept for rank in (0, 1)]
-    assert kept[0] and kept[1], "the groups that may come again, of each rank"
+    checkpoint = tmp_path / "run" / "checkpoint-2"
+    waiting = [PoolState.load(checkpoint, rank, 2).groups for rank in (0, 1)]
+    assert waiting[0] and waiting[1], "the groups of each rank that go on"
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
     again = trained(tmp_path / "run")
     assert list(whole["steps"]) == [1, 2, 3] and len(whole["rollouts"]) == 3

@@ -249,12 +249,12 @@ def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path
 
 def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces_it(tmp_path):
     (tmp_path / "c.yaml").write_text(
-        "adora_rollouts: {refill: 1, replay: 8}\nchat_template_kwargs: {a: 1}\n"
+        "adora_rollouts: {refill: 1, budget: 8}\nchat_template_kwargs: {a: 1}\n"
     )
     file = ["--config", str(tmp_path / "c.yaml"), *CPU]
     config = parse([*file, "--adora-rollouts.refill=3", "--chat_template_kwargs.b", "true"])[1]
     assert (config.adora_rollouts, config.chat_template_kwargs) == (
-        RolloutOptions(3, replay=8),
+        RolloutOptions(3, budget=8),
         {"a": 1, "b": True},
     )
     assert parse([*file, "--adora_rollouts", "{ahead: 1}"])[1].adora_rollouts == RolloutOptions(
