@@ -465,7 +465,7 @@ class Pool:
         for (number, member), ids, own, other in zip(
             began, prompts.ids, images, others, strict=True
         ):
-            longest = self.longest(groups[number], member)
+            longest = self.config.max_completion_length
             said = len(began[number, member].said)
             shown = ids, list(other or own or ()), other is not None
             asked[number, member] = _Asked(
@@ -515,12 +515,6 @@ class Pool:
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         return self.judge.ends.ended(tokens, self.judge.ends.decode(tokens))
-
-    def longest(self, group: RolloutGroup, member: int) -> int:
-        """The tokens at which an answer is cut off: the same for all, unless
-        `benchmarks.long_tailed` sets it.
-        """
-        return int(self.config.max_completion_length)
 
     def _prompts(self, groups: Sequence[RolloutGroup]) -> PromptBatch | None:
         """Of these groups, if they are what was asked last."""

@@ -14,7 +14,7 @@ import pytest
 from adora_vl import evaluation
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
-from benchmarks.attenuation.report import sign_flips
+from benchmarks.scanned import sign_flips
 from data_prep.cli import main as data_prep
 from eval import command
 from eval.command import figures_in_training as figures
