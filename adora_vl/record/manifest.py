@@ -81,16 +81,8 @@ def _accelerate(cmdline: Path) -> list[str] | None:
 NAMES = {
     "grpo": "GRPO",
     "dr_grpo": "Dr. GRPO",
-    "lite_ppo": "Lite PPO",
     "dapo": "DAPO",
     "daro": "DARO",
-    "mc_grpo": "MC-GRPO",
-    "ngrpo": "NGRPO",
-    "a_grae": "A-GRAE",
-    "canon": "CANON",
-    "d3s": "D3S",
-    "ssb": "SSB",
-    "rrb": "RRB",
 }
 _GRPO_LOSSES = (
     "grpo",

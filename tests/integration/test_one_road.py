@@ -36,6 +36,7 @@ from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.benchmark import NAMES
+from tests.support.examples import entry
 from tests.support.sft_adapter import sft_adapter
 from tests.unit.checkpoint.test_checkpoint import make
 from tests.unit.config.test_recipes import CONFIGS, PAIRS
@@ -175,7 +176,10 @@ WRONG: list[
         "--adora_method nowhere.py:f",
         "adora_method: 'nowhere.py:f': there is no file 'nowhere.py' in '",
     ),
-    ("--adora_method dapo+ngrpo", "adora_method: dapo+ngrpo: ngrpo starts from the rewards"),
+    (
+        f"--adora_method dapo+{entry('ngrpo.py:Ngrpo')}",
+        f"adora_method: dapo+{entry('ngrpo.py:Ngrpo')}: Ngrpo starts from the rewards",
+    ),
     (" ".join(["--tools zom", *VLLM]), "tools: 'zom' is none of zoom, mark, line, measure"),
     ("--tools zoom", "tools does not go with use_vllm: false"),
     (

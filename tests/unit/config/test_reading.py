@@ -82,12 +82,18 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
         {"dapo": {"drop_constant": True, "overlong_cache": 5}},
     ),
     (
-        "adora_method: dapo+ngrpo",
-        ["--adora_method.ngrpo.virtual", "2", "--adora_method.dapo.keep_settings", "beta"],
+        "adora_method: dapo+daro",
+        ["--adora_method.daro.floor", "0.2", "--adora_method.dapo.keep_settings", "beta"],
         "adora_method",
         {
             "dapo": {"drop_constant": True, "overlong_cache": None, "keep_settings": ["beta"]},
-            "ngrpo": {"virtual": 2, "max_reward": 1.0},
+            "daro": {
+                "learning_rate": 0.05,
+                "bin_loss": "magnitude",
+                "by_bin_tokens": True,
+                "drop_outside": True,
+                "floor": 0.2,
+            },
         },
     ),
     ("{}", ["--max_completion_length", "4096"], "truncated_at", 4094),

@@ -336,10 +336,10 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {
-            "adora_method": {"rrb": {}},
+            "adora_method": {"docs/rrb.py:Rrb": {}},
             "adora_extensions": {"visual_tokens": {"share": 0.4, "scale_min": 0.9}},
         },
-        "RRB, visual tokens 0.4, visual scale from 0.9",
+        "Rrb, visual tokens 0.4, visual scale from 0.9",
     ),
 ]
 
