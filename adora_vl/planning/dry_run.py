@@ -402,7 +402,7 @@ def limit_lines(plan: Plan) -> list[str]:
 def disk_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     config = plan.run.config
-    one = memory.checkpoint_of(config, setup.shape, setup.sharding, setup.batch.image_tokens)
+    one = memory.checkpoint_of(config, setup.shape, setup.sharding)
     kept = config.save_total_limit
     _, total = steps_of(plan)
     if config.save_strategy != "steps":

@@ -251,15 +251,6 @@ class Judge:
             moved["num_images"] = prompts.num_images
         return moved
 
-    def again(self, groups: Sequence[RolloutGroup]) -> Batch:
-        """The columns of groups of an earlier generation that are remade for the present one."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rows = [group.row for group in groups for _ in group.rollouts]
-        prompts = self.images.prompts(rows, "train", further=True)
-        ended = [self.ends.has_end(one, self.ends.decode(one.turn)) for one in rollouts]
-        now = Generation(rows, "train", 0, "0/0", 1, len(groups[0].rollouts))
-        return self.columns(now, groups, prompts, ended, aged=False)
-
     def weigh(self, generation: Generation, extensions: Sequence[Any]) -> None:
         """Weigh the groups that are learned from, once: no later part replaces one."""
         batch = generation.batch

@@ -467,12 +467,9 @@ def test_a_model_is_asked_in_the_words_of_its_training(
     )
     assert prompts("tiny") == (SYSTEM_PROMPT, DEFAULT_PROMPT) and capsys.readouterr().err == ""
     assert prompts("tiny", "--prompt", "none") == (SYSTEM_PROMPT, None)
-    earlier = {
-        "adora_system_prompt": SYSTEM_PROMPT,
-        "adora_prompt": None,
-    }  # a run that showed no choices
+    without_choices = {"adora_system_prompt": SYSTEM_PROMPT, "adora_prompt": None}
     (tmp_path / "run" / "manifest.json").write_text(
-        json.dumps({"made_by": "adora_vl.train", "config": earlier})
+        json.dumps({"made_by": "adora_vl.train", "config": without_choices})
     )
     assert prompts(tmp_path / "run") == (SYSTEM_PROMPT, None)
     assert capsys.readouterr().err == "prompt: that of the model's training, none\n"

@@ -25,7 +25,7 @@ from adora_vl.evals.scoring.statistics import bootstrap, mcnemar, pass_at, wilso
 from adora_vl.evals.scoring.table import table
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
-from benchmarks.attenuation.report import sign_flips
+from benchmarks.scanned import sign_flips
 from data_prep.cli import main as data_prep
 from eval import command
 from eval.geometry3k import BENCHMARK

@@ -668,17 +668,6 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     assert not longer.pool.state.groups and capsys.readouterr().err == ""
 
 
-def test_rollouts_that_an_earlier_version_has_set_aside_are_named(tmp_path, capsys):
-    (tmp_path / "partial-00000.pt").touch()
-    Run(3).pool.load(tmp_path)
-    assert (
-        capsys.readouterr().err.count(
-            "(partial-00000.pt) are not read, and their problems come again"
-        )
-        == 1
-    )
-
-
 def test_another_number_of_processes_cannot_go_on(tmp_path):
     run = Run(12).go_on(until=5)
     run.pool.save(tmp_path)
