@@ -391,8 +391,6 @@ class AdoraGRPOTrainer(TrainerParts):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
-            if self.ratio_guard.exploded is not None:
-                self.pool.forget_kept()
         return self.batcher.scaled(loss, micro)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -416,9 +414,7 @@ class AdoraGRPOTrainer(TrainerParts):
         """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks
         for them before.
         """
-        asks = self.args.adora_rollouts.replay or any(
-            extension.needs_old_logps for extension in self.extensions
-        )
+        asks = any(extension.needs_old_logps for extension in self.extensions)
         return (
             self.args.own("skip_old_pass")
             and self.shape.has_one_step
@@ -568,7 +564,7 @@ class AdoraGRPOTrainer(TrainerParts):
         """
         asked = self.args.adora_rollouts
         share = self.args.own("cache_images")
-        numbered = asked.budget is not None or asked.ahead > 0 or asked.replay > 0
+        numbered = asked.budget is not None or asked.ahead > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(
                 dataset, description, batch_size, sampler_fn, is_training, dataloader_key

@@ -65,7 +65,7 @@ class Batch(TypedDict, total=False):
     )
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
-    rollout_number: Tensor  # (B,), adora_vl.record.recorder; -1 for one of an earlier generation
+    rollout_number: Tensor  # (B,), adora_vl.record.recorder
     # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
     signal: Tensor
     # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal

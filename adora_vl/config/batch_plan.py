@@ -157,7 +157,7 @@ def regroups(config: AdoraGRPOConfig) -> bool:
     shares = (
         config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
     )
-    return shares or config.adora_rollouts.refill > 0 or config.adora_rollouts.replay > 0
+    return shares or config.adora_rollouts.refill > 0
 
 
 def regroup_obstacle(config: AdoraGRPOConfig) -> str:

@@ -28,7 +28,7 @@ def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any
 
 @dataclass(frozen=True)
 class RolloutOptions:
-    """How a generation is filled. Replay is SSR of VL-Rethinker (arXiv 2504.08837)."""
+    """How a generation is filled."""
 
     refill: Annotated[int, Field(ge=0)] = key(
         0,
@@ -54,25 +54,6 @@ class RolloutOptions:
     staleness: Annotated[int, Field(ge=1)] = key(
         4, "With a budget, answers begun so many generations ago are sampled to their end."
     )
-    replay: Annotated[int, Field(ge=0)] = key(
-        0,
-        "Sample replay: keep up to so many groups with signal per process, and learn from some of "
-        "them again in the places of groups whose advantages are all zero; 0 is off.",
-    )
-    replay_alpha: Annotated[float, Field(ge=0)] = key(
-        1.0, "A kept group is drawn with a chance like the sum of its |advantages| to this power."
-    )
-
-    def costs(self, keys: Any) -> list[str]:
-        """What replay costs, for the first lines of the run."""
-        kept = (
-            f"sample replay: up to {self.replay} groups per process, in memory and every checkpoint"
-        )
-        clip = (
-            "sample replay: without TRL's delta, a token of a wrong answer that is likely by now "
-            "is not clipped"
-        )
-        return [kept, *([clip] if keys.delta is None else [])] if self.replay else []
 
 
 @dataclass(frozen=True)

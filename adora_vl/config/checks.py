@@ -174,27 +174,18 @@ def check_servers(config: Any) -> None:
 
 def check_filling(config: Any) -> None:
     """Check what replaces groups without signal against the other keys. Raises `UserError`."""
+    if not config.adora_rollouts.refill:
+        return
+    key = f"adora_rollouts.refill: {config.adora_rollouts.refill}"
     rows = _rows(config)
+    if rows % config.num_generations:
+        raise UserError(
+            f"{key} needs whole groups on every process, but one samples {rows} rollouts at a "
+            f"time and num_generations is {config.num_generations}; make "
+            "per_device_train_batch_size a multiple of it"
+        )
     obstacle = regroup_obstacle(config)
-    moves = config.sync_ref_model
-    for name in ("refill", "replay"):
-        if not (count := getattr(config.adora_rollouts, name)):
-            continue
-        key = f"adora_rollouts.{name}: {count}"
-        replays = name == "replay"
-        refuse(
-            (
-                rows % config.num_generations,
-                f"{key} needs whole groups on every process, but one samples {rows} rollouts at a "
-                f"time and num_generations is {config.num_generations}; make "
-                "per_device_train_batch_size a multiple of it",
-            ),
-        )
-        _refuse_beside(
-            key,
-            (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"),
-            (replays and moves, "sync_ref_model: true, whose reference is another one by then"),
-        )
+    _refuse_beside(key, (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"))
 
 
 def _rows(config: Any) -> int:
@@ -571,10 +562,6 @@ def check_tools(
         "tools" if tools else "environment_factory",
         (not config.use_vllm, "use_vllm: false"),
         (
-            rollouts.replay,
-            f"adora_rollouts.replay: {rollouts.replay}, which knows the problem's pictures alone",
-        ),
-        (
             others.noisy_rollouts.on,
             "adora_extensions.noisy_rollouts, which distort the problem's pictures alone",
         ),
@@ -596,7 +583,7 @@ def check_tools(
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:
     """What the run does beyond plain GRPO, one line each, for its first lines."""
-    blocks = (config.adora_rollouts, *vars(config.adora_extensions).values())
+    blocks = vars(config.adora_extensions).values()
     return [
         *method_needs(config),
         *sampling_needs(config),

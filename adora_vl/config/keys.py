@@ -130,7 +130,7 @@ class AdoraKeys:
     )
     adora_rollouts: RolloutOptions = key(
         RolloutOptions,
-        "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha.",
+        "How a generation is filled: refill, budget, ahead, staleness.",
     )
     adora_extensions: ExtensionOptions = key(
         ExtensionOptions, "Methods that nobody has reproduced here: noisy_rollouts, visual_tokens."

@@ -186,9 +186,7 @@ class VisualDependency(Extension):
         `place`: where the run is, which seeds what is black.
         """
         mask_BC = loss_mask(batch)
-        # those of an earlier group are of another policy
-        differs = self.has_dropout or self.config.adora_rollouts.replay
-        seen_BC = None if differs else batch.get("old_per_token_logps")
+        seen_BC = None if self.has_dropout else batch.get("old_per_token_logps")
         seen_BC = self.policy_logps(batch) if seen_BC is None else seen_BC
         with half_black(self.images.banks, self.images.image_processor, batch, place) as pixels:
             blind_BC = self.policy_logps(batch, pixels)

@@ -149,11 +149,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """Fill in a column of the step's rollouts, (ranks, rollouts of each), NaN where nothing is
         known of one.
         """
-        # below: of an earlier step
         ranks = self.accelerator.num_processes
-        ours_N = numbers_N >= 0
         late_RB = torch.full((ranks, self._counted), torch.nan)
-        late_RB[numbers_N[ours_N] % ranks, numbers_N[ours_N] // ranks] = values_N[ours_N].float()
+        late_RB[numbers_N % ranks, numbers_N // ranks] = values_N.float()
         if self.accelerator.is_main_process:
             self.record.set_late(
                 name, [late_RB[:, span].flatten().tolist() for span in self._spans]

@@ -107,20 +107,3 @@ def admitted(live: Sequence[bool], further: Sequence[bool], places: int) -> list
     for dead, found in exchanges(live, left):
         chosen[dead] = len(live) + found
     return [*chosen, *(len(live) + number for number in added)]
-
-
-def replayed(sizes: Sequence[float], alpha: float, count: int, place: str) -> list[int]:
-    """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`.
-
-    `place` seeds it.
-    """
-    if not sizes or not count:
-        return []
-    relative = torch.tensor(sizes, dtype=torch.float64) / max(
-        sizes
-    )  # powers of large sums would overflow
-    chances = (relative**alpha).clamp(min=1e-12)
-    found: list[int] = torch.multinomial(
-        chances, min(count, len(sizes)), generator=generator_at(f"replay/{place}")
-    ).tolist()
-    return found

@@ -45,13 +45,8 @@ PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"adora_extensions": NOISY},
         ("adora/noisy_share",),
     ),
-    "replay + budget + ahead": (
-        "{replay: 4, budget: 6, ahead: 1}",
-        {},
-        ("adora/replayed_groups", "adora/unfinished"),
-    ),
-    "no cache + replay + budget + ahead": (
-        "{replay: 4, budget: 6, ahead: 1}",
+    "no cache + refill + budget + ahead": (
+        "{refill: 1, budget: 6, ahead: 1}",
         {"adora_stock_step": "[cache_images]"},
         ("adora/unfinished",),
     ),

@@ -101,7 +101,7 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
 def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(
     tmp_path, where
 ):
-    """With answers that go on in the next generation, and problems that come again.
+    """With answers that go on in the next generation.
 
     A server gets the adapter alone, so there it has no head. The three starts ask one and the same
     server.
@@ -112,8 +112,6 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
         words = ["--model_name_or_path", str(adapter), "--beta", "0.1", "--learning_rate", "1e-3"]
         if where != "server":
             words += ["--adora_rollouts.budget", "9"]
-        if where == "whole":
-            words += ["--adora_rollouts.replay", "4"]
         if server:
             words += [
                 "--vllm_mode",

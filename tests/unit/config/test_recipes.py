@@ -44,7 +44,6 @@ PAIRS = {
     "adora_qwen3_vl_2b_1gpu": "gpu1",
     "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
     "adora_qwen3_vl_8b_geo3k": "zero3",
-    "slice_7b_cpu": "cpu",
     "tiny_zoom": "cpu",
 }
 # The others have the 2,101 rows of Geometry3K.
@@ -53,7 +52,6 @@ ROWS = {
     "demo_cpu": 2000,
     "smoke_text_cpu": 4096,
     "annotated": 4096,
-    "slice_7b_cpu": 8,
     "adora_llm_kk": 4500,
     "tiny_zoom": 2000,
 }

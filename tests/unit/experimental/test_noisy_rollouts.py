@@ -292,7 +292,6 @@ def test_what_does_not_fit_is_named(subtests):
         ),
         ([*ENGINE, f"{NOISE}.strength", "1000"], "at most 999 diffusion steps"),
         ([*ENGINE, f"{NOISE}.kind", "rotate", f"{NOISE}.strength", "200"], "at most 180 degrees"),
-        ([*ENGINE, "--adora_method", "canon"], "canon's measure: entropy"),
         ([f"{NOISE}.share", "1"], "noisy_rollouts.share: .*below 1"),
         ([*ENGINE, f"{NOISE}.kind", "blur"], "noisy_rollouts.kind: .*'blur'"),
     ]

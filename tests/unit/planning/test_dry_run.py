@@ -59,11 +59,9 @@ DRAWN = (
 )  # they train on drawn problems, which the fixture makes
 
 
-# slice_7b_cpu trains a model that `python -m benchmarks.slice build` makes; its own test reads that
-# config
 def test_every_shipped_config(tmp_path, capsys, data, subtests):
     """As a user runs it, on a machine without a GPU, a hub or (but for the demo) the dataset."""
-    for name in (name for name in PAIRS if name != "slice_7b_cpu"):
+    for name in PAIRS:
         with subtests.test(name):
             (tmp_path / name).mkdir()
             _check_config(name, tmp_path / name, capsys, data)
