@@ -40,7 +40,6 @@ from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_a
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import restore_buffers
-from adora_vl.models.shape import refuse_tied_adapters
 from adora_vl.parts import TrainerParts
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
@@ -140,7 +139,6 @@ class AdoraGRPOTrainer(TrainerParts):
             restore_buffers(one)
         if is_peft_model(self.model):
             name_base(self.model, run.adapters[run.adapter is not None :])
-            refuse_tied_adapters(self.model)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)

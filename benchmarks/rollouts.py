@@ -27,7 +27,7 @@ from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.rollout.engine_settings import machine_options  # noqa: E402
 from adora_vl.rollout.prompt_tokens import never_sampled_ids  # noqa: E402
 from adora_vl.rollout.weight_sync import reset_caches  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
 
 # name -> one request per prompt, seeds, text
 WAYS = {

@@ -31,11 +31,11 @@ from typing import Any
 import yaml
 from PIL import Image
 
+from adora_vl.evals.scoring.statistics import half_width
+from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas, Point
+from adora_vl.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
 from adora_vl.utils.launch import prepare_engine_environment
 from benchmarks.attenuation.start import fingerprint
-from data_prep.synthetic.drawing import OVERSAMPLING, Canvas, Point
-from data_prep.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
-from eval.scoring.statistics import half_width
 
 REPOSITORY = Path(__file__).parents[1]
 PLAN, RUNS = (Path(__file__).with_suffix(suffix) for suffix in (".yaml", ".jsonl"))
@@ -146,7 +146,7 @@ def draw_rows(
 def build_data(folder: Path, plan: Plan, case: str) -> None:
     """Training and held-out problems of a case, the same for all its runs; what is there stays."""
     from adora_vl.data.dataset import write_manifest, write_split
-    from data_prep.output import complete_or_absent
+    from adora_vl.data.output import complete_or_absent
 
     if folder.is_dir():
         return

@@ -6,13 +6,20 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from adora_vl.conversion.columns import ANSWER_IS, PRESETS, columns_of_words
+from adora_vl.conversion.convert import Conversion, convert
+from adora_vl.conversion.pipeline import MAX_WORKERS, usable_cores
+from adora_vl.conversion.quarantine import MAX_SHARE
 from adora_vl.data.dataset import SPLITS
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
-from adora_vl.utils.errors import UserError, refuse
-from data_prep.columns import ANSWER_IS, PRESETS, columns_of_words
-from data_prep.convert import Conversion, convert
-from data_prep.generated import (
+from adora_vl.evals.inference.provenance import (
+    OF_THE_RUN,
+    add_asking,
+    settle_prompts,
+    unusual_prompts,
+)
+from adora_vl.synthetic.generate import LEVELS, MAX_CHOICES
+from adora_vl.synthetic.generated import (
     DEFAULT_SIZE,
     DEFAULT_TEST_ROWS,
     prepare_drawn,
@@ -20,13 +27,11 @@ from data_prep.generated import (
     puzzles,
     synthetic,
 )
+from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
+from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
+from adora_vl.utils.errors import UserError, refuse
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
-from data_prep.knights import PEOPLE, QUESTIONS
-from data_prep.pipeline import MAX_WORKERS, usable_cores
-from data_prep.quarantine import MAX_SHARE
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
-from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
-from eval.inference.provenance import OF_THE_RUN, add_asking, settle_prompts, unusual_prompts
 
 MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
@@ -254,9 +259,9 @@ def _rates(word: str) -> Any:
 
 def _filter(arguments: argparse.Namespace) -> None:
     # the engines of `eval` are imported by this command alone
+    from adora_vl.evals.inference.engines import default_engine, settings_of
     from data_prep import filter as filtering
     from data_prep import forecast
-    from eval.inference.engines import default_engine, settings_of
 
     if arguments.attenuation is not None:
         print("\n".join(forecast.of(arguments.attenuation).lines()))

@@ -15,11 +15,10 @@ from typing import Any
 from adora_vl.utils.cli import imports
 
 with imports():
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
-    from eval.scoring.score import by_problem, counted, extraction_item, verdict
+    from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+    from adora_vl.evals.inference.predictions import TEXT, wrong_fields
+    from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
+    from adora_vl.evals.scoring.score import by_problem, counted, extraction_item, verdict
 
 SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
 COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT)
@@ -142,4 +141,6 @@ BENCHMARK = Benchmark(
     item=extraction_item,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -5,10 +5,9 @@ from argparse import Namespace
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.prepared import load
+    from adora_vl.evals.records import Benchmark, Prediction, RowGrade
     from adora_vl.rewards.knights import knights_verdict, roles_in
-    from eval.command import main
-    from eval.geometry3k import load
-    from eval.records import Benchmark, Prediction, RowGrade
 
 
 def grade(row: Prediction, options: Namespace) -> RowGrade:
@@ -36,4 +35,6 @@ BENCHMARK = Benchmark(
     "knights", "test", load, grade, lambda options: {"rules": "everyone's kind"}, check=_check
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -11,19 +11,20 @@ from typing import Any
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.rewards.completion import answer_block, last_boxed
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, TEXTS, wrong_fields
-    from eval.records import Benchmark, Extraction, Prediction, RowGrade
-    from eval.scoring.choice import extract_choice
-    from eval.scoring.judge import (
+    from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+    from adora_vl.evals.inference.predictions import TEXT, TEXTS, wrong_fields
+    from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
+    from adora_vl.evals.scoring.choice import extract_choice
+    from adora_vl.evals.scoring.judge import (
         Question,
         add_extraction_options,
         extraction_rules,
         with_extractions,
     )
-    from eval.scoring.score import verdict
+    from adora_vl.evals.scoring.score import verdict
+    from adora_vl.rewards.completion import answer_block, last_boxed
+    from adora_vl.rewards.thinking import final_part
+    from eval.command import main
 
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
 check = partial(wrong_fields, kinds=COLUMNS)
@@ -48,9 +49,10 @@ def letters_of(value: Any) -> list[str]:
 
 
 def by_rules(response: str) -> Extraction:
-    """The letters in a response: in a box, or stated together such as `B and D`; else the one by
-    our rules.
+    """The letters in a response behind its thinking: in a box, or stated together such as `B and
+    D`; else the one by our rules.
     """
+    response = final_part(response)
     response = answer_block(response) or response
     several = list(_SEVERAL.finditer(response.strip()))
     for text, how in (
@@ -102,4 +104,6 @@ BENCHMARK = Benchmark(
     ),
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

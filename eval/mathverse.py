@@ -12,15 +12,10 @@ from typing import Any
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.rewards.completion import last_boxed
-    from adora_vl.rewards.grade import grade as graded_answer
-    from adora_vl.utils.cli import amount
-    from adora_vl.utils.openai_client import EndpointError
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, one_of, or_null, wrong_fields
-    from eval.inference.views import without_images
-    from eval.records import (
+    from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, or_null, wrong_fields
+    from adora_vl.evals.inference.views import without_images
+    from adora_vl.evals.records import (
         JUDGE_FAILED,
         Benchmark,
         Extraction,
@@ -30,8 +25,8 @@ with imports():
         Problem,
         RowGrade,
     )
-    from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.judge import (
+    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+    from adora_vl.evals.scoring.judge import (
         Question,
         add_extraction_options,
         extraction_rules,
@@ -40,8 +35,14 @@ with imports():
         reports,
         with_extractions,
     )
-    from eval.scoring.number import extract_number, plain
-    from eval.scoring.score import cell, metadata_groups, verdict
+    from adora_vl.evals.scoring.number import extract_number, plain
+    from adora_vl.evals.scoring.score import cell, metadata_groups, verdict
+    from adora_vl.rewards.completion import last_boxed
+    from adora_vl.rewards.grade import grade as graded_answer
+    from adora_vl.rewards.thinking import final_part
+    from adora_vl.utils.cli import amount
+    from adora_vl.utils.openai_client import EndpointError
+    from eval.command import main
 
 TEXT_ONLY = "Text Only"
 VERSIONS = (
@@ -215,10 +216,10 @@ def _one_or_zero(reply: str) -> str:
 
 
 def by_rules(row: Prediction) -> Extraction:
-    """The answer in a response: the letter of an option; or a box, a stated answer, a bare value or
-    a number.
+    """The answer in a response behind its thinking: the letter of an option; or a box, a stated
+    answer, a bare value or a number.
     """
-    response = row["response"]
+    response = final_part(row["response"])
     if row["question_type"] == "multi-choice":
         return Extraction(*extract_choice(response, choices_of(row) or [""] * _MOST_CHOICES))
     box = last_boxed(response)
@@ -342,4 +343,6 @@ BENCHMARK = Benchmark(
     summary=_summary,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -14,15 +14,9 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import PLACEHOLDER, lettered
-    from adora_vl.rewards import grade as graded_as_in_training
-    from adora_vl.rewards.completion import last_boxed
-    from adora_vl.utils.cli import amount
-    from adora_vl.utils.errors import UserError
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
-    from eval.mathvision_value import latex_value
-    from eval.records import (
+    from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
+    from adora_vl.evals.records import (
         CORRECT,
         Benchmark,
         Extraction,
@@ -32,15 +26,21 @@ with imports():
         Published,
         RowGrade,
     )
-    from eval.scoring.judge import (
+    from adora_vl.evals.scoring.judge import (
         Question,
         add_extraction_options,
         by_rules,
         extraction_rules,
         with_extractions,
     )
-    from eval.scoring.number import extract_number
-    from eval.scoring.score import extraction_item, verdict
+    from adora_vl.evals.scoring.number import extract_number
+    from adora_vl.evals.scoring.score import extraction_item, verdict
+    from adora_vl.rewards import grade as graded_as_in_training
+    from adora_vl.rewards.completion import last_boxed
+    from adora_vl.utils.cli import amount
+    from adora_vl.utils.errors import UserError
+
+    from .mathvision_value import latex_value
 
 _INSTRUCTION = (
     'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a '
@@ -342,4 +342,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -10,10 +10,9 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import lettered
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, one_of, wrong_fields
-    from eval.records import (
+    from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, wrong_fields
+    from adora_vl.evals.records import (
         Benchmark,
         Extraction,
         Graded,
@@ -22,14 +21,14 @@ with imports():
         Published,
         RowGrade,
     )
-    from eval.scoring.judge import (
+    from adora_vl.evals.scoring.judge import (
         Kind,
         Question,
         add_extraction_options,
         extraction_rules,
         with_extractions,
     )
-    from eval.scoring.score import by_problem, counted, metadata_groups, verdict
+    from adora_vl.evals.scoring.score import by_problem, counted, metadata_groups, verdict
 
 _NUMBER = "requiring a floating-point number with {} and provide the final value, e.g., {}"
 _ASKED_FOR = {
@@ -326,4 +325,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

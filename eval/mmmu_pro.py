@@ -10,13 +10,12 @@ from string import ascii_uppercase
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, wrong_fields
+    from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
+    from adora_vl.evals.scoring.choice import extract_choice
+    from adora_vl.evals.scoring.score import extraction_item, rule_set, verdict
     from adora_vl.utils.cli import amount
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
-    from eval.scoring.choice import extract_choice
-    from eval.scoring.score import extraction_item, rule_set, verdict
 
 RULE_SETS = ("official", "letter")
 COLUMNS = {"options": ANY, "answer": TEXT, "subject": TEXT}
@@ -151,4 +150,6 @@ BENCHMARK = Benchmark(
     item=extraction_item,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

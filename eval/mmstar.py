@@ -11,16 +11,50 @@ from typing import Any
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+    from adora_vl.evals.inference.predictions import (
+        TEXT,
+        key,
+        matching,
+        read_predictions,
+        wrong_fields,
+    )
+    from adora_vl.evals.records import (
+        Benchmark,
+        Graded,
+        OwnFigures,
+        Prediction,
+        Problem,
+        Published,
+        RowGrade,
+    )
+    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+    from adora_vl.evals.scoring.score import (
+        by_problem,
+        extraction_item,
+        rule_set,
+        verdict,
+    )
+    from adora_vl.evals.scoring.statistics import bootstrap
+    from adora_vl.evals.scoring.table import percent
     from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, key, matching, read_predictions, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
-    from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import by_problem, extraction_item, grade_row, rule_set, verdict
-    from eval.scoring.statistics import bootstrap
-    from eval.scoring.table import percent
+from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+from adora_vl.evals.inference.predictions import TEXT, key, matching, read_predictions, wrong_fields
+from adora_vl.evals.records import (
+    Benchmark,
+    Graded,
+    OwnFigures,
+    Prediction,
+    Problem,
+    Published,
+    RowGrade,
+)
+from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+from adora_vl.evals.scoring.score import by_problem, extraction_item, graded_rows, rule_set, verdict
+from adora_vl.evals.scoring.statistics import bootstrap
+from adora_vl.evals.scoring.table import percent
+from eval.command import main
 
 RULE_SETS = ("official", "letter")
 COLUMNS = {
@@ -125,7 +159,8 @@ def _others(
         raise UserError(
             f"{name}: {path} does not have the items of this run ({first}); run it on the same data"
         )
-    return _shares([grade_row(BENCHMARK, other[key(row)], options) for row in rows])
+    _, graded = graded_rows(BENCHMARK, [other[key(row)] for row in rows], options)
+    return _shares(graded)
 
 
 def _shares(graded: Sequence[Graded]) -> list[float]:
@@ -209,4 +244,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -8,15 +8,24 @@ from functools import cache
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.asking import ask, check_options, check_output, questions
+    from adora_vl.evals.benchmark import named
+    from adora_vl.evals.compare import ScoreFile, between_problems, read_run
+    from adora_vl.evals.inference.engines import build_engine
+    from adora_vl.evals.inference.predictions import PREDICTIONS
+    from adora_vl.evals.inference.runner import bounded, ranks
+    from adora_vl.evals.records import Benchmark
+    from adora_vl.evals.scoring.files import write_score
     from adora_vl.utils.cli import Parser, exit_code_of, optional, path
     from adora_vl.utils.errors import UserError
-    from eval.benchmark import named
-    from eval.command import ask, check_options, check_output, parse, questions, write_score
-    from eval.compare import ScoreFile, between_problems, read_run
-    from eval.inference.engines import build_engine
-    from eval.inference.predictions import PREDICTIONS
-    from eval.inference.runner import bounded, ranks
-    from eval.records import Benchmark
+from adora_vl.evals.benchmark import named
+from adora_vl.evals.compare import ScoreFile, between_problems, read_run
+from adora_vl.evals.inference.engines import build_engine
+from adora_vl.evals.inference.predictions import PREDICTIONS
+from adora_vl.evals.inference.runner import bounded, ranks
+from adora_vl.evals.records import Benchmark
+from adora_vl.evals.scoring.score import share_of_the_data
+from eval.command import ask, check_options, check_output, parse, questions, write_score
 
 # The columns of the tables of autumn 2026, by the place of their data on the hub.
 SUITES = {
@@ -146,6 +155,7 @@ def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str
             for one in found
         ]
         rows.append(("difference of accuracy", shown))
+    partial = any(share_of_the_data(run.score) for run in (*runs, *others))
     first = max(len(name) for name, _ in rows)
     wide = max(len(cell) for _, cells in rows for cell in cells)
     return [
@@ -153,16 +163,19 @@ def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str
         for name, cells in rows
     ] + [
         "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
+        + ("; (n of N): over a part of the problems" if partial else "")
         + ("; differences by paired bootstrap over the problems" if others else "")
     ]
 
 
 def _figure(run: ScoreFile) -> str:
     cell = run.cells.get(_FIGURE.get(run.score["benchmark"], "all")) or {"accuracy": float("nan")}
-    low, high = cell.get("wilson_95", (None, None))
-    return f"{100 * cell['accuracy']:.1f}" + (
-        "" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
-    )
+    text = f"{100 * cell['accuracy']:.1f}"
+    if "wilson_95" in cell:
+        low, high = cell["wilson_95"]
+        text += f" [{100 * low:.1f}, {100 * high:.1f}]"
+    part = share_of_the_data(run.score)
+    return f"{text} ({part})" if part else text
 
 
 if __name__ == "__main__":

@@ -12,14 +12,19 @@ from typing import Any
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+    from adora_vl.evals.inference.predictions import TEXT, matching, wrong_fields
+    from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
+    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+    from adora_vl.evals.scoring.score import (
+        by_problem,
+        counted,
+        mean_with_interval,
+        rule_set,
+        verdict,
+    )
+    from adora_vl.evals.scoring.table import percent
     from adora_vl.utils.cli import amount
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, matching, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
-    from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import by_problem, counted, mean_with_interval, rule_set, verdict
-    from eval.scoring.table import percent
 
 RULE_SETS = ("official", "letter")
 _PROMPT = """\
@@ -176,4 +181,6 @@ BENCHMARK = Benchmark(
     summary=_summary,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -16,13 +16,13 @@ from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.builtin.tiny_vl import begin_tiny
 from adora_vl.builtin.tiny_zoom import ZoomStart, begin_zoom
 from adora_vl.config import AdoraScriptArguments
+from adora_vl.conversion.convert import ensure_converted
 from adora_vl.data.dataset import read_manifest
 from adora_vl.models import load
 from adora_vl.models.load import STORED, local_model
+from adora_vl.synthetic.generated import ensure_drawn, puzzles, synthetic
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder
-from data_prep.convert import ensure_converted
-from data_prep.generated import ensure_drawn, puzzles, synthetic
 
 SYNTHETIC_DATA = "synthetic"
 KNIGHTS_DATA = "knights"

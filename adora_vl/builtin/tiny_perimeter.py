@@ -17,8 +17,8 @@ from adora_vl.builtin.tiny_vl import Encoded, answer_loss, encode
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.models.load import PRETRAINED, load_processor
-from data_prep.synthetic.generate import generate
-from data_prep.synthetic.perimeter import guess, sides_of, working
+from adora_vl.synthetic.generate import generate
+from adora_vl.synthetic.perimeter import guess, sides_of, working
 
 _DATA_SEED = 2000  # other problems than any training run draws by default
 

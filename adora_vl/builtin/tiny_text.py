@@ -18,7 +18,7 @@ from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import Lesson, Untaught, fresh_model
 from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
 from adora_vl.data.prompts import conversation
-from data_prep.knights import generate
+from adora_vl.synthetic.knights import generate
 
 _DATA_SEED = 1000  # other puzzles than any training run draws by default
 

@@ -20,7 +20,7 @@ from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.families import FAMILIES
 from adora_vl.models.load import PRETRAINED
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 
 WIDTH = 96
 LAYERS = 3

@@ -20,9 +20,9 @@ from adora_vl.builtin.tiny_vl import build_model, token_loss
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import conversation_with_images, with_tools
 from adora_vl.models.load import PRETRAINED
+from adora_vl.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
-from data_prep.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
 
 SIZE = 448
 SEEN = 56

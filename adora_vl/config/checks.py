@@ -46,7 +46,20 @@ def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> Non
 
 def _check_unsupported(config: AdoraGRPOConfig) -> None:
     """Refuse the keys of TRL that a run would ignore, or would fail on late."""
+    corrects = config.use_vllm and config.vllm_importance_sampling_correction
+    mode = config.vllm_importance_sampling_mode
+    liger = dict(config.liger_kernel_config or {})
     refuse(
+        (
+            config.loss_type == "vespo" and corrects and mode.startswith("sequence"),
+            f"loss_type: vespo does not go with vllm_importance_sampling_mode: {mode}; set it to "
+            "token_truncate",
+        ),
+        (
+            config.use_liger_kernel and liger.get("fused_linear_cross_entropy"),
+            "liger_kernel_config: fused_linear_cross_entropy: true replaces the pass that "
+            "log-probabilities are computed by; leave it out",
+        ),
         (
             config.trust_remote_code
             or dict(config.model_init_kwargs or {}).get("trust_remote_code"),

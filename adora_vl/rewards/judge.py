@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adora_vl.rewards.completion import completion_text
+from adora_vl.rewards.completion import completion_text, response_texts
+from adora_vl.rewards.thinking import final_part, is_blank
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
 
@@ -77,24 +78,24 @@ class JudgeReward:
         self,
         prompts: Sequence[Any] | None = None,
         completions: Sequence[Any] = (),
+        thinking_opened: Sequence[bool] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | EndpointError]:
         """One score per completion, or the error of its call.
 
-        Of the `columns` it reads `problem` and `answer`. Logs `judge/failed` and `judge/cached`,
-        shares. Raises `UserError` where the endpoint refuses the key.
+        The judge reads the final part of each reply. A reply that is nothing but thinking scores 0
+        without a call. Of the `columns` it reads `problem` and `answer`. Logs `judge/failed` and
+        `judge/cached`, shares. Raises `UserError` where the endpoint refuses the key.
         """
-        said = columns.get("problem") or [
+        problems = columns.get("problem") or [
             completion_text(prompt) for prompt in prompts or [""] * len(completions)
         ]
         references = columns.get("answer") or [None] * len(completions)
-        rows = zip(said, references, completions, strict=True)
-        asked = [
-            self.messages(str(one), reference, completion_text(reply))
-            for one, reference, reply in rows
-        ]
-        known = [self._known(messages) is not None for messages in asked]
+        replies = response_texts(completions, thinking_opened)
+        rows = zip(problems, references, replies, strict=True)
+        asked = [self._question(str(problem), answer, reply) for problem, answer, reply in rows]
+        known = [messages is not None and self._known(messages) is not None for messages in asked]
         found = self.client.each(self._score, asked)
         if self._refused is not None:
             raise UserError(
@@ -114,6 +115,13 @@ class JudgeReward:
             log_metric("judge/failed", len(errors) / len(asked))
             log_metric("judge/cached", sum(known) / len(asked))
         return found
+
+    def _question(self, problem: str, answer: object, reply: str) -> Messages | None:
+        """What the judge is asked about one reply; None where the reply has only thinking in it."""
+        part = final_part(reply)
+        if is_blank(part) and not is_blank(reply):
+            return None
+        return self.messages(problem, answer, part)
 
     def messages(self, problem: str, answer: object, reply: str) -> Messages:
         """What the judge is asked about one completion."""
@@ -138,7 +146,9 @@ class JudgeReward:
                 f"{KEY_VARIABLE}"
             ) from None
 
-    def _score(self, messages: Messages) -> float | EndpointError:
+    def _score(self, messages: Messages | None) -> float | EndpointError:
+        if messages is None:
+            return 0.0
         if self._refused is not None:
             return self._refused
         known = self._known(messages)
@@ -164,10 +174,11 @@ class JudgeReward:
 
 
 def score_in(text: str) -> str:
-    """The score in a judge's reply, as text.
+    """The score in the final part of a judge's reply, as text.
 
     Raises `EndpointError` where there is none from 0 to 1.
     """
+    text = final_part(text)
     if "<score>" not in text or "</score>" not in text:
         raise EndpointError("the reply has no <score>...</score>")
     word = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()

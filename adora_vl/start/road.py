@@ -32,7 +32,7 @@ from adora_vl.models.adapter import adapters_of, check_keys, hash_of, processor_
 from adora_vl.models.families import sees_images
 from adora_vl.models.four_bit import check_four_bit
 from adora_vl.models.load import check_weights, limit_pixels, load_config, load_processor
-from adora_vl.models.shape import config_for_planning
+from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
 from adora_vl.record.trackers import check_trackers
 from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
@@ -224,6 +224,10 @@ def parts(run: Checked) -> None:
         fits.check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
     if loaded is None or not hasattr(loaded, "peft_config"):
         fits.check_parts(run.model, run.model_config, run.peft_config, run.config.adora_freeze)
+    else:
+        refuse_embedding_adapters(loaded)
+    adapted = run.peft_config is not None or hasattr(loaded, "peft_config")
+    fits.check_trainable(run.config, run.model_config, adapted=adapted)
 
 
 def processor(run: Checked) -> None:

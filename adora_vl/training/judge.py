@@ -17,7 +17,8 @@ from trl.trainer.utils import pad
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rewards.completion import completion_text
-from adora_vl.rollout.rollouts import RolloutGroup, graded
+from adora_vl.rewards.thinking import closes_block, opens_thinking
+from adora_vl.rollout.rollouts import Rollout, RolloutGroup, graded
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.extensions import Extension
 from adora_vl.training.generation import Generation
@@ -98,11 +99,17 @@ class Judge:
         texts = [completion_text(answer) for answer in answers]
         ended = [*map(self.ends.has_end, rollouts, texts)]
         given = [*map(graded, rows, rollouts)]
+        opened = self.thinking_opened(prompts, rollouts, texts)
         batch = generation.batch = self.columns(generation, groups, prompts, ended, aged=aged)
         self.score(batch, mode)
         with self.phase("grading"):
             grades = self.rewards(
-                given, prompts.messages, answers, completions, self.context.state()
+                given,
+                prompts.messages,
+                answers,
+                completions,
+                thinking_opened=opened,
+                state=self.context.state(),
             )
         size = generation.group_size
         scores = self.grader(grades, prompts.ids, completions, texts, ended, size, step)
@@ -115,6 +122,25 @@ class Judge:
         generation.advantages = self.advantages.judged(scores, batch, size, step, training=training)
         with self.phase("other"):
             self.watcher.graded(generation, prompts, answers)
+
+    def thinking_opened(
+        self, prompts: PromptBatch, rollouts: Sequence[Rollout], texts: Sequence[str]
+    ) -> list[bool]:
+        """Whether the last turn of each rollout began inside a block of thinking, (B,).
+
+        Templates of thinking models end the prompt with `<think>`. Where the tokenizer has parsed a
+        closed block out of the message, `texts` is the answer alone, and begins outside.
+        """
+        found: list[bool] = []
+        for prompt, rollout, text in zip(prompts.ids, rollouts, texts, strict=True):
+            turn = rollout.turn
+            before = rollout.tokens[: len(rollout.tokens) - len(turn)]
+            is_open = opens_thinking([*prompt, *before], self.ends.decode)
+            if is_open:
+                was_parsed = not closes_block(text) and closes_block(self.ends.decode(turn))
+                is_open = not was_parsed
+            found.append(is_open)
+        return found
 
     def columns(
         self,

@@ -214,18 +214,18 @@ class Pool:
         )
 
     def _begun(
-        self, generation: Generation, drawn: list[RolloutGroup], waiting: int
+        self, generation: Generation, drawn: list[RolloutGroup], waiting: int, least: int = 0
     ) -> list[RolloutGroup]:
         """The groups that begin now; the problems that do not stay drawn.
 
-        `waiting`: groups that have begun.
+        `waiting`: groups that have begun. `least`: so many begin in any case.
         """
         if not self.waits:
             return drawn
         known = {group.problem: group.row for group in drawn}
         problems = [*self.state.drawn, *known]
         count = policies.how_many_begin(
-            waiting, self.state.complete, self.places, self._left(generation)
+            waiting, self.state.complete, self.places, self._left(generation), least
         )
         empty = (Rollout(),) * generation.group_size
         begun = [
@@ -282,6 +282,7 @@ class Pool:
         the fewest.
         """
         learned, groups, fewest = self._judged(generation, groups, self.places)
+        assert learned, "a generation has groups that are complete on every rank"
         lengths = _lengths(generation)
         replaced = 0
         size = generation.group_size

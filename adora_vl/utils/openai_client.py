@@ -76,6 +76,7 @@ class Reply:
     finish_reason: str
     n_prompt_tokens: int
     calls: tuple[Mapping[str, Any], ...] | None = None
+    thinking_opened: bool = False  # whether its prompt is known to end in `<think>`
 
 
 class EndpointError(SpokenError):
@@ -156,9 +157,21 @@ class ChatClient:
         """What `read` makes of the answer, which `cached` gives from now on.
 
         `read` may raise `EndpointError` for an answer of the wrong form, which is then asked for
-        again.
+        again, unless it was cut off at the limit on its tokens.
         """
-        answer: str = self._patiently(lambda: read(self._call(messages, {}).text))
+
+        def asked() -> str:
+            reply = self._call(messages, {})
+            try:
+                return read(reply.text)
+            except EndpointError as error:
+                if reply.finish_reason != "length":
+                    raise
+                # The next attempt would end at the same limit.
+                cut = f"{error}; it was cut off at the limit on its tokens"
+                raise EndpointError(cut, again=False) from error
+
+        answer: str = self._patiently(asked)
         if self._answers is not None and self._file is not None:
             with written_to("judge_cache", self._file):
                 self._answers.put(self._key(messages), answer)
@@ -210,16 +223,9 @@ class ChatClient:
         try:
             found = json.loads(received)
             choice = found["choices"][0]
-            text = choice["message"]["content"]
             usage = found.get("usage") or {}
-            if not isinstance(
-                text, str
-            ):  # a refusal, a call of a tool, or reasoning that was cut off; no answer
-                raise EndpointError(
-                    f"the reply has no text (its finish_reason is {choice.get('finish_reason')!r})"
-                )
             return Reply(
-                text,
+                _text_of(choice),
                 _count(usage.get("completion_tokens")),
                 "length" if choice.get("finish_reason") == "length" else "stop",
                 _count(usage.get("prompt_tokens")),
@@ -323,6 +329,25 @@ def is_here(address: str) -> bool:
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
     return found.is_loopback or found.is_unspecified
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
+    """The text of a choice in a reply.
+
+    A server with a reasoning parser sends null where the model came to no text behind its thinking:
+    that is an empty answer. Raises `EndpointError` where null stands for something else, a refusal
+    or a call of a tool, and `LookupError` where there is no content.
+    """
+    message = choice["message"]
+    text = message["content"]
+    if isinstance(text, str):
+        return text
+    reason = choice.get("finish_reason")
+    is_thinking = any(message.get(key) for key in ("reasoning_content", "reasoning"))
+    asks_something_else = any(message.get(key) for key in ("refusal", "tool_calls"))
+    if text is None and not asks_something_else and (reason == "length" or is_thinking):
+        return ""
+    raise EndpointError(f"the reply has no text (its finish_reason is {reason!r})")
 
 
 def _count(value: Any) -> int:

@@ -22,6 +22,7 @@ from adora_vl.config.reading import read
 from adora_vl.config.schema import parse
 from adora_vl.config.where import DryRunOptions, Where
 from adora_vl.doctor import __main__ as doctor
+from adora_vl.evals.benchmark import NAMES
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
@@ -35,7 +36,6 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from eval.benchmark import NAMES
 from tests.support.examples import entry
 from tests.support.sft_adapter import sft_adapter
 from tests.unit.checkpoint.test_checkpoint import make
@@ -373,6 +373,23 @@ WRONG: list[
     (
         "--model_name_or_path HERE/baseless",
         "model_name_or_path: 'HERE/gone' is neither a model folder here",
+    ),
+    (
+        "--use_peft true --lora_target_modules q_proj lm_head",
+        "lora_target_modules: 'lm_head' would never be trained, because log-probabilities are",
+    ),
+    (
+        "--use_peft true --lora_target_modules .*(q_proj|lm_head)",
+        "lora_target_modules: 'lm_head' would never be trained, because log-probabilities are",
+    ),
+    (
+        "--use_peft true --lora_target_modules q_proj v_proj --sync_ref_model true --beta 0.1",
+        "sync_ref_model: true moves a reference model, and with an adapter",
+    ),
+    ("--router_aux_loss_coef 0.1", "router_aux_loss_coef: 0.1 weighs the load of experts"),
+    (
+        "VLLM --loss_type vespo",
+        "loss_type: vespo does not go with vllm_importance_sampling_mode: sequence_mask",
     ),
     (
         "--use_peft true --lora_target_modules nosuch q_proj",

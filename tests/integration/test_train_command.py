@@ -21,8 +21,8 @@ from adora_vl.data.prompts import conversation_with_images
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
+from adora_vl.synthetic.generate import generate
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
 from tests.integration.support import REPOSITORY, history, launch, run
 
 pytestmark = pytest.mark.slow

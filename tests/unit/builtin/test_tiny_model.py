@@ -17,8 +17,8 @@ from adora_vl.builtin.tiny_zoom import ZoomStart
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.models.load import PRETRAINED, STORED
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
-from data_prep.synthetic.families import FAMILIES
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.families import FAMILIES
+from adora_vl.synthetic.generate import generate
 
 SHORT = {  # plans of the starts that take no time
     "tiny": WarmStart(steps=3, short_prompt_steps=1, batch_size=4, rows=16),

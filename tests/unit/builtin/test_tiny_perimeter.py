@@ -21,8 +21,8 @@ from adora_vl.models.load import (
     local_model,
 )
 from adora_vl.rewards import grade
-from data_prep.synthetic.drawing import PLAIN
-from data_prep.synthetic.perimeter import PLACES, USUAL_DIGITS, perimeter_digit, sides_of, working
+from adora_vl.synthetic.drawing import PLAIN
+from adora_vl.synthetic.perimeter import PLACES, USUAL_DIGITS, perimeter_digit, sides_of, working
 
 ROOT = Path(__file__).parents[3]
 STORED_START = STORED[TINY_PERIMETER_MODEL]

@@ -11,10 +11,10 @@ from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.rollouts import Rollout, Span
 from adora_vl.rollout.turns import Turns
+from adora_vl.synthetic.corners import CORNERS, drawn
+from adora_vl.synthetic.generate import generate
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
-from data_prep.synthetic.corners import CORNERS, drawn
-from data_prep.synthetic.generate import generate
 
 
 @pytest.fixture(scope="module")

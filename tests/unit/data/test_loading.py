@@ -16,24 +16,24 @@ from datasets import Dataset
 from adora_vl.builtin.assets import data_folders
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.schema import parse
+from adora_vl.conversion import convert as convert_module
+from adora_vl.conversion.convert import ensure_converted
+from adora_vl.conversion.tables import open_local
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.data.dataset import load_split, read_manifest, row_count, write_split
 from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.engines import settings_of
 from adora_vl.evaluation import take_evaluations
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run, run_manifest
+from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
-from data_prep import convert as convert_module
-from data_prep.convert import ensure_converted
-from data_prep.synthetic.generate import generate
-from data_prep.tables import open_local
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
-from eval.inference.chat import ChatProcessor
-from eval.inference.engines import settings_of
 from tests.unit.data_prep.own_data_support import convert, jsonl, with_images
 
 CPU = [
@@ -352,8 +352,8 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
             raise ConnectionError
         return commits[-1]
 
-    monkeypatch.setattr("data_prep.convert.open_hub", opened)
-    monkeypatch.setattr("data_prep.convert.commit_of", commit_of)
+    monkeypatch.setattr("adora_vl.conversion.convert.open_hub", opened)
+    monkeypatch.setattr("adora_vl.conversion.convert.commit_of", commit_of)
 
     def folder() -> Path:
         return ensure_converted(

@@ -14,11 +14,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.data.dataset import load_split, read_manifest
+from adora_vl.evals.scoring.score import score as score_of
 from adora_vl.rewards.knights import knights_verdict
+from adora_vl.synthetic.knights import NAMES, fitting, generate, holds
 from data_prep.cli import main
-from data_prep.knights import NAMES, fitting, generate, holds
 from eval.knights import BENCHMARK
-from eval.scoring.score import score as score_of
 
 
 def _reading(problem: str) -> tuple[list[str], list[tuple[str, str]]]:

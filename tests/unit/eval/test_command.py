@@ -18,17 +18,17 @@ from adora_vl.builtin import WarmStart
 from adora_vl.builtin.tiny_vl import build_tiny_model
 from adora_vl.data.dataset import write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.evals import asking
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.predictions import PredictionLog, read_predictions
+from adora_vl.evals.records import Benchmark
 from adora_vl.models.load import PRETRAINED
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
-from eval import command
 from eval.command import main, parse
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
-from eval.inference.chat import ChatProcessor
-from eval.inference.predictions import PredictionLog, read_predictions
 from eval.mmstar import BENCHMARK as MMSTAR
-from eval.records import Benchmark
 
 NEEDED = ["--model", "M", "--data", "D", "--output", "O"]
 
@@ -218,7 +218,7 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     def refuse(settings: object) -> None:
         raise UserError("model: 'a/b' cannot be loaded")
 
-    monkeypatch.setattr(command, "build_engine", refuse)
+    monkeypatch.setattr(asking, "build_engine", refuse)
     empty = tmp_path / "out"
     used = tmp_path / "used"
     used.mkdir()

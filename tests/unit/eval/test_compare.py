@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.compare import read_run
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
 from adora_vl.report.compare import main as gain
 from eval.compare import main
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
+from eval.suite import row
 
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:
@@ -72,6 +74,27 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     )
     for text in (shown(capsys, part), shown(capsys, part, one), gained(capsys, part, one)):
         assert "the score of a part: 7 of 40 answers are there" in text
+    assert "of 7 of 40" in shown(capsys, part)
+
+
+def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
+    """Of the first problems (`--limit`), and where nobody knows how many there are."""
+    limited = {"answers": 4, "asked": 4, "in_data": 512}
+    part = score_file(tmp_path / "part.json", "0110", coverage=limited)
+    whole = {"answers": 4, "asked": 4, "in_data": 4}
+    one = score_file(tmp_path / "one.json", "0110", coverage=whole)
+    note = "4 of the 512 answers to all the data (--limit)"
+    for text in (shown(capsys, part), shown(capsys, one, part), gained(capsys, one, part)):
+        assert note in text
+    (line,) = [row for row in shown(capsys, one, part).splitlines() if row.startswith(part)][:1]
+    assert "of 4 of 512" in line
+    assert "512" not in shown(capsys, one)
+    assert row([read_run(part)])[1].endswith("(4 of 512)")
+    assert row([read_run(part)])[-1].endswith("(n of N): over a part of the problems")
+    assert "(n of N)" not in row([read_run(one)])[-1]
+    unknown = {"answers": 4, "asked": None, "in_data": None}
+    alone = score_file(tmp_path / "alone.json", "0110", coverage=unknown)
+    assert "it is not known of how many problems these are" in shown(capsys, alone)
 
 
 def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Every benchmark of the list keeps the promises of `eval.benchmark.Benchmark`, and a new one needs
+"""Every benchmark of the list keeps the promises of `adora_vl.evals.benchmark.Benchmark`, and a new one needs
 nothing else.
 """
 
@@ -18,19 +18,19 @@ from transformers import Trainer
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
+from adora_vl.evals.benchmark import NAMES, for_data, loaded, named
+from adora_vl.evals.inference.requests import AnswerRequest
+from adora_vl.evals.inference.views import shown_as
+from adora_vl.evals.records import Benchmark, OwnFigures, Problem
+from adora_vl.evals.scoring.files import figures_in_training as figures
+from adora_vl.evals.scoring.files import score_defaults
+from adora_vl.evals.scoring.score import cell, score
 from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
-from eval import benchmark as list_of_benchmarks
-from eval.benchmark import NAMES, for_data, loaded, named
-from eval.command import figures_in_training as figures
-from eval.command import parse, score_defaults
+from eval.command import parse
 from eval.compare import main as compare
-from eval.inference.requests import AnswerRequest
-from eval.inference.views import shown_as
-from eval.records import Benchmark, OwnFigures, Problem
-from eval.scoring.score import cell, score
 from tests.conftest import REPOSITORY
 from tests.support import benchmark_data as support
 
@@ -150,7 +150,7 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
 
 
 def test_the_list_stands_once(capsys):
-    files = Path(list_of_benchmarks.__file__).parent.glob("*.py")
+    files = (REPOSITORY / "eval").glob("*.py")
     assert (
         {path.stem for path in files if "BENCHMARK = Benchmark(" in path.read_text()}
         == set(NAMES)
@@ -217,7 +217,7 @@ def of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
 def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_training(
     of_the_page, monkeypatch, capsys
 ):
-    monkeypatch.setattr("eval.command.build_engine", lambda settings: Rounds())
+    monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: Rounds())
     words = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
     assert evaluate.main(["lengths.py:LENGTHS", *words]) == 0
     shown = capsys.readouterr().out
@@ -349,7 +349,10 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         pool=Namespace(turns=None, on_any_rank=bool, guard=Namespace(watching=nullcontext)),
     )
     plan = evaluation.EvaluationPlan(
-        [evaluation.Task(named("geometry3k"), asked)], every=2, at_start=False, prompt=None
+        [evaluation.Task(named("geometry3k"), asked, in_data=9)],
+        every=2,
+        at_start=False,
+        prompt=None,
     )
     callback = evaluation.EvaluateOnTheWay(trainer, plan, None)
     for step in range(1, 5):
@@ -358,5 +361,6 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     assert built == [{"template": {"a": 1}, "processor": "p"}] * 2, "the prompt of the training"
     assert trainer.control.should_log, "the log of the step itself would be left out"
     assert (
-        "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out) and "of 4 problems" in said
+        "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out)
+        and "of 4 of 9 problems" in said
     )

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from adora_vl.data.prompts import conversation_with_images
+from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evaluation import _load as task
-from eval.command import figures_in_training as figures
 from eval.command import main, parse
 from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
 from eval.mathvision_value import latex_value

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.inference.predictions import read_predictions
+from adora_vl.evals.scoring.judge import by_rules
+from adora_vl.evals.scoring.score import score as score_of
 from eval.command import main
-from eval.inference.predictions import read_predictions
 from eval.mathvista import (
     BENCHMARK,
     build_query,
@@ -20,8 +22,6 @@ from eval.mathvista import (
     judge_extraction,
     question_of,
 )
-from eval.scoring.judge import by_rules
-from eval.scoring.score import score as score_of
 from tests.conftest import SHARED, Case
 from tests.support import benchmark_data
 

@@ -15,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from adora_vl.evals.scoring.statistics import half_width
 from benchmarks import scanned
 from benchmarks.attenuation import task
 from benchmarks.attenuation.__main__ import lines_of, train
@@ -22,7 +23,6 @@ from benchmarks.attenuation.start import build_arithmetic, build_start, fingerpr
 from benchmarks.attenuation.task import draw
 from benchmarks.kill_and_resume import PHASES, compare, place_of
 from benchmarks.step import answer_lengths
-from eval.scoring.statistics import half_width
 
 
 def test_a_chain_is_what_its_form_asks_for():

@@ -1,0 +1,127 @@
+"""The list of the benchmarks.
+
+A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `NAMES`; or a file
+of the user's own.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+from adora_vl.evals.records import Benchmark, Problem
+from adora_vl.utils.cli import Parser
+from adora_vl.utils.errors import UserError, did_you_mean, refuse
+from adora_vl.utils.own_files import from_file, is_own
+
+NAMES = (
+    "geometry3k",
+    "mathvista",
+    "mathvision",
+    "mmstar",
+    "wemath",
+    "mathverse",
+    "mmmu_pro",
+    "logicvista",
+    "dynamath",
+    "knights",
+)
+# A checkout and an installed wheel both have the folder beside the package.
+_FOLDER = Path(__file__).resolve().parents[2] / "eval"
+_PACKAGE = "adora_vl_benchmarks"  # the name in `sys.modules`; no file has it
+_OF_SOURCES = {
+    "knights": "knights"
+}  # the source in the manifest of a prepared data set, where not Geometry3K's grader
+
+
+def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benchmark:
+    """The benchmark of that name.
+
+    `others`: words beside `NAMES`. Raises `UserError`, which begins with `key`.
+    """
+    if name in NAMES:
+        found = shipped(name)
+    elif is_own(name):
+        own = from_file(
+            key, name, noun="benchmark", fits=lambda value: isinstance(value, Benchmark)
+        )
+        found = replace(own.value, file=own.hash)
+    else:
+        known = (*NAMES, *others)
+        close = did_you_mean(name, known)
+        raise UserError(f"{key}: {name!r} is not one of {', '.join(known)}, or FILE.py:NAME{close}")
+    return found
+
+
+def shipped(name: str) -> Benchmark:
+    """One of our benchmarks, from its file `eval/NAME.py` beside this package.
+
+    The file is found by where it lies, and imported under a name of our own. Under the name `eval`
+    Python could find an `eval.py` or a folder `eval/` of the user's first, and would run it.
+    Raises `UserError` where the file is missing.
+    """
+    if not (_FOLDER / f"{name}.py").is_file():
+        raise UserError(
+            f"benchmark: there is no {name}.py in {str(_FOLDER)!r}; install adora-vl again"
+        )
+    if _PACKAGE not in sys.modules:
+        package = ModuleType(_PACKAGE)
+        # With a path it is a package, so that a benchmark can import a file beside it.
+        package.__path__ = [str(_FOLDER)]
+        sys.modules[_PACKAGE] = package
+    benchmark: Benchmark = import_module(f"{_PACKAGE}.{name}").BENCHMARK
+    return benchmark
+
+
+def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str]:
+    """The problems of a benchmark, a user's own too, and a hash of their data.
+
+    Raises `UserError` where two have the same id, by which answers are found, or where a text
+    cannot be asked.
+    """
+    from adora_vl.evals.inference.dataset import (
+        unaskable,
+    )  # in here: pyarrow takes long, and Ctrl-C then ends with a line
+
+    problems, data_hash = benchmark.load(options)
+    seen: set[str] = set()
+    for problem in problems:
+        refuse(
+            (
+                problem.pid in seen,
+                f"data: the id {problem.pid!r} occurs twice; ids have to be unique",
+            )
+        )
+        if fault := unaskable(problem.prompt, has_image=problem.n_images > 0):
+            raise UserError(f"data: the problem {problem.pid!r} {fault}")
+        seen.add(problem.pid)
+    return problems, data_hash
+
+
+def data_options(benchmark: Benchmark, data: str, prompt: str | None) -> Namespace:
+    """The options with which a benchmark loads `data`, its own ones at their defaults.
+
+    `prompt`: the template of what is asked, for a benchmark that has one.
+    """
+    parser = Parser()
+    if benchmark.add_data_options:
+        benchmark.add_data_options(parser)
+    options = parser.parse_args([])
+    options.data = data
+    options.split = benchmark.split
+    if "prompt" in benchmark.fingerprint:
+        options.prompt = prompt
+    return options
+
+
+def for_data(folder: Path) -> str:
+    """The name of the benchmark that scores the held-out split of a data set, by the source in its
+    manifest.
+    """
+    from adora_vl.data.dataset import read_manifest
+
+    manifest = read_manifest(folder)
+    return _OF_SOURCES.get(manifest["source"], "geometry3k") if manifest else "geometry3k"
