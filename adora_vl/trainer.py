@@ -411,15 +411,11 @@ class AdoraGRPOTrainer(TrainerParts):
 
     @property
     def _skips_old_pass(self) -> bool:
-        """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks
-        for them before.
-        """
-        asks = any(extension.needs_old_logps for extension in self.extensions)
+        """Whether the old log-probabilities equal those of the policy's own pass."""
         return (
             self.args.own("skip_old_pass")
             and self.shape.has_one_step
             and not has_dropout(self.model)
-            and not asks
         )
 
     # ------------------------------------------------------------------------------ 3. a checkpoint

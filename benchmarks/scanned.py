@@ -22,6 +22,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from itertools import product
 from pathlib import Path
@@ -160,12 +161,14 @@ def build_data(folder: Path, plan: Plan, case: str) -> None:
 
 def build_start(folder: Path, plan: Plan, start: int) -> None:
     """The tiny model, taught on other problems with the training pictures; what is there stays."""
+    from adora_vl.builtin.small_model import build_start as build
     from adora_vl.builtin.small_model import is_built
-    from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model
+    from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
 
     own = PerimeterStart(**plan["start"], seed=start)
     if not is_built(folder, asdict(own)):
-        build_perimeter_model(folder, own, draw_rows(own.rows, "train", start, plan["pixels"]))
+        rows = draw_rows(own.rows, "train", start, plan["pixels"])
+        build(folder, own, partial(begin_perimeter, rows=rows))
 
 
 def places(plan: Plan, pilot: bool) -> list[Place]:

@@ -40,18 +40,8 @@ def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> Non
     if not trl_evaluates:
         _check_evaluation(config)
     check_method(config)
-    check_extensions(config)
     check_schedule(config)
     _check_rollouts(config)
-
-
-def check_extensions(config: Any, model_config: PretrainedConfig | None = None) -> None:
-    """Raise `UserError` where the keys do not fit an extension, or with `model_config` the model."""
-    for name, kind in vars(config.adora_extensions).items():
-        try:
-            kind.check(config) if model_config is None else kind.check_model(model_config)
-        except ValueError as error:
-            raise UserError(f"adora_extensions.{name}.{error}") from error
 
 
 def _check_unsupported(config: AdoraGRPOConfig) -> None:
@@ -546,7 +536,6 @@ def check_tools(
     Raises `UserError`.
     """
     rollouts = config.adora_rollouts
-    others = config.adora_extensions
     if environments:
         budget = rollouts.budget
         ahead = rollouts.ahead
@@ -561,14 +550,6 @@ def check_tools(
     _refuse_beside(
         "tools" if tools else "environment_factory",
         (not config.use_vllm, "use_vllm: false"),
-        (
-            others.noisy_rollouts.on,
-            "adora_extensions.noisy_rollouts, which distort the problem's pictures alone",
-        ),
-        (
-            others.visual_tokens.on,
-            "adora_extensions.visual_tokens, which darken the problem's pictures alone",
-        ),
     )
     most = config.max_completion_length
     least = config.adora_tool_options.turn_tokens
@@ -583,9 +564,4 @@ def check_tools(
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:
     """What the run does beyond plain GRPO, one line each, for its first lines."""
-    blocks = vars(config.adora_extensions).values()
-    return [
-        *method_needs(config),
-        *sampling_needs(config),
-        *(line for each in blocks for line in each.costs(config)),
-    ]
+    return [*method_needs(config), *sampling_needs(config)]

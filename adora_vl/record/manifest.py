@@ -100,7 +100,7 @@ def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 def recipe_of(config: Mapping[str, Any]) -> str:
     """Such as `GRPO`, `ADORA attenuation, factor 0.1` or `DAPO + ADORA attenuation, factor 0.1,
-    noisy rollouts 0.5`.
+    extension NoisyRollouts`.
     """
     named = [
         _adora(config) if name == "adora" else NAMES.get(name, own_name(name))
@@ -137,17 +137,11 @@ def _adora(config: Mapping[str, Any]) -> str:
 
 def _additions(config: Mapping[str, Any]) -> list[str]:
     """What can be combined with any method."""
-    asked = config.get("adora_extensions") or {}
-    noisy = asked.get("noisy_rollouts", {}).get("share")
-    visual = asked.get("visual_tokens", {})
-    tokens = visual.get("share", 1)
-    scale = visual.get("scale_min", 1)
+    extensions = config.get("adora_extensions") or {}
     loss = str(config.get("loss_type") or "grpo")
     found = {
         f"{loss.upper()} loss": loss not in _GRPO_LOSSES,
-        f"noisy rollouts {noisy}": noisy,
-        f"visual tokens {tokens}": tokens != 1,
-        f"visual scale from {scale}": scale != 1,
+        **{f"extension {own_name(entry)}": True for entry in extensions},
         f"tools {', '.join(map(own_name, config.get('tools') or ()))}": config.get("tools"),
         f"environment {own_name(config.get('environment_factory') or '')}": config.get(
             "environment_factory"

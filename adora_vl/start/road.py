@@ -45,6 +45,7 @@ from adora_vl.start.checked import Asked, Checked, count_of
 from adora_vl.start.folder import RunFolder
 from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
+from adora_vl.training.extensions import check_extensions, chosen_extensions
 from adora_vl.utils.errors import UserError, in_one_line, refuse
 from adora_vl.utils.hub import no_hub, notes_on
 from adora_vl.utils.own_files import function_name
@@ -76,6 +77,7 @@ def keys(run: Checked) -> None:
     by_trl = run.asked.trl_evaluates
     checks.check_config(run.config, trl_evaluates=by_trl)
     refuse_unused(run.config, trl_evaluates=by_trl)
+    run.extensions = chosen_extensions(run.config)
     tools = bool(run.config.tools or run.asked.tools)
     environments = run.environment is not None
     if tools or environments:
@@ -186,7 +188,7 @@ def model(run: Checked) -> None:
         )
         remedy = "make a model of it with `python -m adora_vl.export` and name that"
         raise UserError(f"model_name_or_path: {merged}; {remedy}")
-    checks.check_extensions(config, run.model_config)
+    check_extensions(run.extensions, run.model_config)
     checks.check_tensor_parallel(config, run.model_config, run.where.sharding.processes)
     if here and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(run.model_config, config.vllm_enable_sleep_mode)

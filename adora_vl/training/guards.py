@@ -214,7 +214,7 @@ class DriftGuard:
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
         if (
             not drift.tokens
-        ):  # nothing that could be compared, as where all rollouts saw distorted images
+        ):  # nothing that could be compared, as where all rollouts saw other images
             return
         self.log("adora/drift", drift.mean)
         if self.bound is not None and not drift.mean <= self.bound:

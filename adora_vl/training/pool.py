@@ -43,7 +43,8 @@ from adora_vl.rollout.turns import Turns, gone_on, play
 from adora_vl.tools.environments import Environments
 from adora_vl.training import policies
 from adora_vl.training.batch_rows import chosen_groups
-from adora_vl.training.generation import Extension, Generation, other_images
+from adora_vl.training.extensions import Extension, other_images
+from adora_vl.training.generation import Generation
 from adora_vl.training.guards import GenerationGuard
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
@@ -60,7 +61,7 @@ class _Asked:
     member: int
     prompt: list[int]  # its tokens
     images: list[Any]  # that the engine sees with it
-    distorted: bool  # whether they are not the trainer's
+    compared: bool  # whether they are the trainer's, so that log-probabilities can be compared
     budget: int | None  # tokens that may come now; None: up to its end
     longest: int  # tokens of the whole answer
     said: int  # tokens that the policy has sampled before
@@ -416,7 +417,7 @@ class Pool:
                     answers = self.sampler.sample(asks, prompts)
             found = {}
             for (place, rollout), one, answer in zip(going.items(), asks, answers, strict=True):
-                how = turn, self._has_ended, step, asked[place].distorted
+                how = turn, self._has_ended, step, asked[place].compared
                 found[place] = gone_on(rollout, one, answer, asked[place].longest, *how)
             return found
 
@@ -468,7 +469,7 @@ class Pool:
         ):
             longest = self.config.max_completion_length
             said = len(began[number, member].said)
-            shown = ids, list(other or own or ()), other is not None
+            shown = ids, list(other or own or ()), other is None
             asked[number, member] = _Asked(
                 groups[number], member, *shown, limits[number], longest, said
             )

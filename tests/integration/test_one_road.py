@@ -146,6 +146,8 @@ WAYS: dict[str, Callable[[list[str]], Any]] = {
     "P": from_python,
 }
 ALL = "CDKP"
+NOISY = entry("noisy_rollouts.py:NoisyRollouts")
+VISUAL = entry("visual_tokens.py:VisualTokens")
 WRONG: list[
     tuple[str, ...]
 ] = [  # the words, how the line begins, and the ways if these are not all
@@ -214,20 +216,17 @@ WRONG: list[
         "adora_rollouts.ahead: 1 does not go with another engine",
     ),
     (
-        "--adora_extensions.noisy_rollouts.share 0.3",
-        "adora_extensions.noisy_rollouts.share: 0.3 of num_generations",
+        f"--adora_extensions {{{NOISY}:{{share:0.3}}}}",
+        "adora_extensions.NoisyRollouts.share: 0.3 of num_generations",
     ),
     (
-        "--adora_extensions.noisy_rollouts.strength 1000",
-        "adora_extensions.noisy_rollouts.strength: 1000 must",
+        f"--adora_extensions {{{NOISY}:{{strength:1000}}}}",
+        "adora_extensions.NoisyRollouts.strength: 1000 must",
     ),
+    ("--adora_extensions {noisy_rollouts:{}}", "adora_extensions: 'noisy_rollouts' names no ext"),
     (
-        "--adora_extensions.noisy_rollout.share 0.5",
-        "adora_extensions: unknown option 'noisy_rollout', it has noisy_ro",
-    ),
-    (
-        "--adora_extensions.visual_tokens.share 0.4 --model_name_or_path HERE/text",
-        "adora_extensions.visual_tokens.share: 0.4 needs a model that sees images",
+        f"--adora_extensions {{{VISUAL}:{{}}}} --model_name_or_path HERE/text",
+        "adora_extensions.VisualTokens.share: 0.4 needs a model that sees images",
     ),
     (
         "--max_completion_length 32 --adora_truncated 40",

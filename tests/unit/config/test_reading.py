@@ -318,8 +318,8 @@ EARLY = {
     "hub id or 'tiny' (`python -m adora_vl.train --help`)",
     "--betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
     "--dry-run --betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
-    "--adora_extensions.noisy_rollouts.middle 2": "adora_extensions.noisy_rollouts.middle: 2 "
-    "is not a number of at least 0 and at most 1",
+    "--adora_tool_options.images 0": "adora_tool_options.images: 0 "
+    "is not a whole number of at least 1",
     "--num_generations=1": "num_generations: 1 is not a whole number of at least 2",
     "--adora_vllm_dtype flaot32": "adora_vllm_dtype: 'flaot32' is not one of auto, float32, bfloat16, float16; did you "
     "mean 'float32'?",

@@ -236,10 +236,7 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
         "per_device_train_batch_size": 16,
         "vllm_importance_sampling_mode": "token_truncate",
     }
-    pairs = {
-        "adora_rollouts": {"budget": 100, "refill": 2},
-        "adora_extensions": {"noisy_rollouts": {"share": 0.5}},
-    }
+    pairs = {"adora_rollouts": {"budget": 100, "refill": 2}}
     checks.check_budget(config(**ours))
     checks.check_budget(config(**{**ours, **pairs, "vllm_tensor_parallel_size": 2}))
     checks.check_budget(config(**{**ours, "adora_rollouts": {}, "use_vllm": False}))

@@ -11,7 +11,6 @@ PAGES = sorted(
     page
     for folder in (".", "docs", "benchmarks", "adora_vl/models/shapes")
     for page in (ROOT / folder).glob("*.md")
-    if page.name != "CHANGELOG.md"  # it names what was there once
 )
 EARLIER_COMMIT = re.compile(r"(git checkout|at commit) [0-9a-f]{8}\b")
 OURS = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks|setup|tests"

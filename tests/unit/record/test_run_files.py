@@ -295,12 +295,7 @@ def test_figures_that_are_not_finite_are_null():
 
 
 ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
-NEUTRAL = {
-    "adora_extensions": {
-        "noisy_rollouts": {"share": 0.0},
-        "visual_tokens": {"share": 1.0, "scale_min": 1.0},
-    },
-}
+NEUTRAL = {"adora_extensions": {}}
 
 
 RECIPES: list[tuple[dict[str, Any], str]] = [
@@ -331,15 +326,15 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"adora_method": {"grpo": {}}, "loss_type": "sapo"}, "GRPO, SAPO loss"),
     (
-        {"adora_method": {"grpo": {}}, "adora_extensions": {"noisy_rollouts": {"share": 0.5}}},
-        "GRPO, noisy rollouts 0.5",
+        {"adora_method": {"grpo": {}}, "adora_extensions": {"noisy.py:Noisy": {"share": 0.5}}},
+        "GRPO, extension Noisy",
     ),
     (
         {
             "adora_method": {"docs/rrb.py:Rrb": {}},
-            "adora_extensions": {"visual_tokens": {"share": 0.4, "scale_min": 0.9}},
+            "adora_extensions": {"a.py:One": {}, "b.py:Two": {}},
         },
-        "Rrb, visual tokens 0.4, visual scale from 0.9",
+        "Rrb, extension One, extension Two",
     ),
 ]
 
