@@ -3,12 +3,13 @@ not be judged.
 """
 
 import statistics
-from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Protocol
 
 from adora_vl.evals.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG
+from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import (
     CORRECT,
     FAILED,
@@ -75,7 +76,7 @@ _SIZES = (
 def score(
     benchmark: Benchmark,
     rows: Sequence[Prediction],
-    options: Namespace,
+    options: ScoreOptions,
     *,
     answer_tags: bool = False,
 ) -> Scored:
@@ -84,7 +85,7 @@ def score(
     `answer_tags`: the prompts asked for `<answer> </answer>`; `options.answer_tags` tells the
     benchmark.
     """
-    options = Namespace(**{**vars(options), "answer_tags": answer_tags})
+    options = replace(options, answer_tags=answer_tags)
     if benchmark.prepare is not None:
         rows = benchmark.prepare(rows, options)
     graded = [grade_row(benchmark, row, options) for row in rows]
@@ -110,7 +111,7 @@ def score(
     return Scored(result, own)
 
 
-def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Graded:
+def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> Graded:
     """One row as its benchmark grades it, or failed: where its problem was never asked, or the
     judge could not say.
     """
@@ -128,7 +129,15 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Grad
     return Graded(row["pid"], grade, row.get("n_tokens"), row.get("sample", 0))
 
 
-def rule_set(options: Namespace) -> dict[str, Any]:
+class HasRules(Protocol):
+    """Options that name a set of rules."""
+
+    @property
+    def rules(self) -> str: ...
+
+
+def rule_set(options: HasRules) -> dict[str, Any]:
+    """The rules of a benchmark that has several sets of them to choose from."""
     return {"rules": options.rules}
 
 
