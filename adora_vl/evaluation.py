@@ -153,7 +153,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     benchmark = named(name, "adora_eval")
     options = data_options(benchmark, path, prompt)
     try:
-        problems, _ = loaded(benchmark, options)
+        problems = loaded(benchmark, options).problems
     except UserError as error:
         if Path(path).exists():
             raise

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.data.prompts import NAMES_OF_CHOICES
-    from adora_vl.evals.inference.provenance import OF_THE_RUN
-    from adora_vl.evals.prepared import answer_form, load
+    from adora_vl.data.prompts import DEFAULT_PROMPT, NAMES_OF_CHOICES
+    from adora_vl.evals.options import OF_THE_RUN, DataOptions, option
+    from adora_vl.evals.prepared import GraderOptions, answer_form
+    from adora_vl.evals.prepared import load as load_prepared
     from adora_vl.evals.records import (
         Benchmark,
         Graded,
+        LoadedProblems,
         OwnFigures,
         Prediction,
         Published,
@@ -27,7 +29,26 @@ with imports():
 _METADATA_GROUPS = ("goal", "shapes", "family")  # of `meta`; `family`: of a drawn problem
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+@dataclass(frozen=True, kw_only=True)
+class Geometry3KDataOptions(DataOptions):
+    """Which problems are asked, and in which words."""
+
+    prompt: str | None = option(
+        DEFAULT_PROMPT,
+        help="the problem's text from its columns, or none for the problem alone; default: that "
+        "of the model's own training, else with the choices listed",
+        parser_default=OF_THE_RUN,
+        type=optional(text),
+        metavar="TEMPLATE",
+    )
+
+
+def load(options: Geometry3KDataOptions) -> LoadedProblems:
+    """The problems of a prepared dataset folder, in the words of the prompt."""
+    return load_prepared(options, options.prompt)
+
+
+def grade(row: Prediction, options: GraderOptions) -> RowGrade:
     """The verdict on a row.
 
     `options.rounding`: also accept a decimal that is the reference answer rounded.
@@ -40,12 +61,12 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     return RowGrade(found.verdict, found.extracted, found.reason, _groups(row))
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
+def _rules(options: GraderOptions) -> dict[str, Any]:
     return {"rounding": options.rounding, **({"answer_tags": True} if options.answer_tags else {})}
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: GraderOptions
 ) -> OwnFigures:
     """The number of reference answers that the grader cannot read, and the rules in words."""
     unusable = sum(item.grade.reason.startswith("gold_") for item in graded)
@@ -66,23 +87,6 @@ def _groups(row: Prediction) -> dict[str, list[str]]:
     if metadata.get("kind"):
         groups["kind"] = [f"{metadata.get('family')}, {metadata['kind']}"]  # `crossing, vertical`
     return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--rounding", action=BooleanOptionalAction, default=False, help="accept rounded decimals"
-    )
-
-
-def _data_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompt",
-        type=optional(text),
-        default=OF_THE_RUN,
-        metavar="TEMPLATE",
-        help="the problem's text from its columns, or none for the problem alone; default: that "
-        "of the model's own training, else with the choices listed",
-    )
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
@@ -110,13 +114,13 @@ _PUBLISHED = Published(
     _caution,
 )
 BENCHMARK = Benchmark(
-    "geometry3k",
-    "test",
-    load,
-    grade,
-    _rules,
-    _score_options,
-    _data_options,
+    name="geometry3k",
+    split="test",
+    load=load,
+    grade=grade,
+    rules=_rules,
+    score_options=GraderOptions,
+    data_options=Geometry3KDataOptions,
     fingerprint=("prompt",),
     summary=_summary,
     published=_PUBLISHED,

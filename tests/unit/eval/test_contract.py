@@ -21,9 +21,9 @@ from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
 from adora_vl.evals.benchmark import NAMES, for_data, loaded, named
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.inference.views import shown_as
-from adora_vl.evals.records import Benchmark, OwnFigures, Problem
+from adora_vl.evals.options import DataOptions, ScoreOptions
+from adora_vl.evals.records import Benchmark, LoadedProblems, OwnFigures, Problem
 from adora_vl.evals.scoring.files import figures_in_training as figures
-from adora_vl.evals.scoring.files import score_defaults
 from adora_vl.evals.scoring.score import cell, score
 from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError
@@ -75,8 +75,8 @@ def knights(folder: Path) -> Path:
 
 def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
     words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
-    problems, hashed = benchmark.load(parse(words, benchmark))
-    assert hashed == benchmark.load(parse(words, benchmark))[1]
+    problems, hashed, _ = benchmark.load(parse(words, benchmark).ask.data)
+    assert hashed == benchmark.load(parse(words, benchmark).ask.data).data_hash
     return problems
 
 
@@ -103,7 +103,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
     rows = [json.loads(json.dumps(row)) for row in rows]  # what a predictions row keeps
     assert [benchmark.check(row) for row in rows if benchmark.check] in ([], [None] * count)
-    made = score(benchmark, rows, score_defaults(benchmark)).score
+    made = score(benchmark, rows, benchmark.score_options()).score
     assert made["benchmark"] == name and made["total"] == count and made["rules"]
     assert [item["verdict"] == "correct" for item in made["items"]][3] is False and made[
         "image_failed"
@@ -267,12 +267,12 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
 )
 def test_problems_that_ones_own_benchmark_makes_are_checked(of_the_page, second, fault):
     made = [Problem({"pid": pid}, text, 0, list) for pid, text in (("a", "Side 7"), second)]
-    own = replace(named("lengths.py:LENGTHS"), load=lambda options: (made, "hash"))
+    own = replace(named("lengths.py:LENGTHS"), load=lambda options: LoadedProblems(made, "hash"))
     with pytest.raises(UserError, match=fault):
-        loaded(own, Namespace())
+        loaded(own, DataOptions(data="lengths", split="test"))
 
 
-def _summary(rows: Sequence[Any], graded: Sequence[Any], options: Namespace) -> OwnFigures:
+def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) -> OwnFigures:
     return OwnFigures(
         {
             "halves": {
