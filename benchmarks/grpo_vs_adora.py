@@ -311,9 +311,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, help="prepared data with a test split; default: the demo's"
     )
-    parser.add_argument(
-        "--benchmark", default="geometry3k", help="how the held-out split is scored"
-    )
+    parser.add_argument("--benchmark", default="problems", help="how the held-out split is scored")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "grpo_vs_adora")
     parser.add_argument(
         "--max-tokens", type=int, help="of a held-out answer; default: max_completion_length"

@@ -295,7 +295,9 @@ def figures(history: Sequence[Mapping[str, Any]]) -> Run:
     curves["step_time"] = [
         [entry["step"], entry["step_time"]] for entry in history if "step_time" in entry
     ]
-    name = "eval_geometry3k_accuracy"
+    # Earlier runs have the accuracy of the held-out split under the second name.
+    names = ("eval_problems_accuracy", "eval_geometry3k_accuracy")
+    name = next((key for key in names if any(key in e for e in history)), names[0])
     held_out = [
         [e["step"], e[name], e[f"{name}_low"], e[f"{name}_high"]] for e in history if name in e
     ]

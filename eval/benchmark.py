@@ -25,10 +25,10 @@ NAMES = (
     "logicvista",
     "dynamath",
     "knights",
+    "problems",
 )
-_OF_SOURCES = {
-    "knights": "knights"
-}  # the source in the manifest of a prepared data set, where not Geometry3K's grader
+# By the beginning of the source in the manifest of a prepared data set; any other is `problems`.
+_OF_SOURCES = {"knights": "knights", "geometry3k": "geometry3k"}
 
 
 def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benchmark:
@@ -82,4 +82,5 @@ def for_data(folder: Path) -> str:
     from adora_vl.data.dataset import read_manifest
 
     manifest = read_manifest(folder)
-    return _OF_SOURCES.get(manifest["source"], "geometry3k") if manifest else "geometry3k"
+    source = str(manifest["source"]).partition("/")[0] if manifest else ""
+    return _OF_SOURCES.get(source, "problems")

@@ -72,9 +72,20 @@ def _summary(
     )
     by = "rounded decimals accepted" if options.rounding else "exact answers"
     by += ", in <answer> tags too" if options.answer_tags else ""
-    return OwnFigures(
-        notes={"unusable_golds": unusable}, warnings=[warning] if unusable else [], by=by
-    )
+    notes = {"unusable_golds": unusable, "data_set": _data_set(rows)}
+    return OwnFigures(notes=notes, warnings=[warning] if unusable else [], by=by)
+
+
+def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
+    """What the problems are of: their sources and splits, as the rows of a prepared folder say it,
+    and how many there are.
+    """
+    metadata = [row.get("metadata") or {} for row in rows]
+    return {
+        "sources": sorted({str(one.get("source")) for one in metadata}),
+        "splits": sorted({str(one.get("split")) for one in metadata}),
+        "problems": len({row["pid"] for row in rows}),
+    }
 
 
 def _groups(row: Prediction) -> dict[str, list[str]]:
@@ -209,6 +220,22 @@ def _caution(score: Mapping[str, Any]) -> str | None:
     )
 
 
+_TEST_PROBLEMS = 601  # of Geometry3K's test split
+_LEAST = 0.95  # of them, since preparing it may leave out some whose answers nobody can meet
+
+
+def _is_the_test_split(score: Mapping[str, Any]) -> bool:
+    """Whether a score is of the whole test split of Geometry3K, with its own pictures."""
+    data_set = score.get("data_set") or {}
+    view = ((score.get("fingerprint") or {}).get("fields") or {}).get("view", "image")
+    return (
+        data_set.get("sources") == ["geometry3k"]
+        and data_set.get("splits") == ["test"]
+        and data_set.get("problems", 0) >= _LEAST * _TEST_PROBLEMS
+        and view == "image"
+    )
+
+
 _PUBLISHED = Published(
     "EasyR1's reports, Geometry3K test",
     {
@@ -220,6 +247,7 @@ _PUBLISHED = Published(
         "3B GRPO": {"all": 38.0},
     },
     _caution,
+    _is_the_test_split,
 )
 BENCHMARK = Benchmark(
     "geometry3k",

@@ -407,7 +407,7 @@ def _paragraph(a: Side, b: Side, held_out: Figures, rest: Figures, keys: Sequenc
     if not held_out:
         return (
             f"Whether {b.title} is better than {a.title} is not known: not every run was scored "
-            "on held-out problems. Evaluate each with `python -m eval.geometry3k run --model RUN "
+            "on held-out problems. Evaluate each with `python -m eval.problems run --model RUN "
             "--data DATA --output RUN/eval`."
         )
     main = held_out[0].difference

@@ -49,6 +49,18 @@ def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dic
     return row | {"response": response, "finish_reason": "stop", "n_tokens": 10} | fields
 
 
+def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
+    of_the_set = {"source": "geometry3k", "split": "test"}
+    rows = [prediction("1", r"\boxed{5}", metadata=of_the_set)]
+    write_lines(tmp_path / "p.jsonl", rows)
+    options = command.score_defaults(GEOMETRY3K)
+    score = score_file(GEOMETRY3K, tmp_path / "p.jsonl", options).score
+    assert score["data_set"] == {"sources": ["geometry3k"], "splits": ["test"], "problems": 1}
+    write_lines(tmp_path / "p.jsonl", [*rows, prediction("2", "5", metadata={"source": "mine"})])
+    score = score_file(GEOMETRY3K, tmp_path / "p.jsonl", options).score
+    assert score["data_set"]["sources"] == ["geometry3k", "mine"]
+
+
 def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> None:
     cases = [
         # Newcombe, Statistics in Medicine 17 (1998), table I, method 3 (Wilson without continuity
