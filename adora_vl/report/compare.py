@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
+from adora_vl.rewards.judge import without_address
 from adora_vl.utils.cli import Parser, amount, dotted, exit_code_of, text
 from adora_vl.utils.errors import UserError
 from eval.compare import (
@@ -125,7 +126,9 @@ def read_compared(folder: Path) -> ComparedRun:
         raise UserError(
             f"RUN: {str(folder)!r} has no {missing}; name the output_dir of a training run"
         )
-    config = manifest["config"]
+    config = dict(manifest["config"])
+    if isinstance(config.get("adora_reward"), list):
+        config["adora_reward"] = [without_address(entry) for entry in config["adora_reward"]]
     settings: dict[str, Any] = {}
     for key in config.keys() - _NOT_COMPARED:
         settings |= dotted(key, config[key])

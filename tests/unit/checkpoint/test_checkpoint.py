@@ -28,7 +28,7 @@ from adora_vl.checkpoint.universal import (
 )
 from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.keys import AdoraKeys
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
@@ -313,7 +313,7 @@ def test_a_reward_function_that_was_edited_is_another_run():
 def test_a_judge_that_has_moved_is_the_same_run():
     def of(**options: Any) -> dict[str, str]:
         judge = {"base_url": "http://a:8123/v1", "model": "j", **options}
-        keys = AdoraKeys(adora_reward=["accuracy", {"judge": judge}])
+        keys = AdoraScriptArguments(adora_reward=["accuracy", {"judge": judge}])
         return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
 
     before = of()
