@@ -147,7 +147,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
         (
             not path,
             f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, "
-            "geometry3k=DIR",
+            "problems=DIR",
         )
     )
     benchmark = named(name, "adora_eval")

@@ -223,7 +223,7 @@ def add_filter(commands: Any) -> None:
         help="per problem, default: %(default)s",
     )
     what = (
-        "instead of --model: answers that `python -m eval.geometry3k infer --split train "
+        "instead of --model: answers that `python -m eval.problems infer --split train "
         "--samples N` made"
     )
     add("--predictions", type=optional(path), metavar="FILE.jsonl", help=what)

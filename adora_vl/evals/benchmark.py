@@ -27,13 +27,13 @@ NAMES = (
     "logicvista",
     "dynamath",
     "knights",
+    "problems",
 )
 # A checkout and an installed wheel both have the folder beside the package.
 _FOLDER = Path(__file__).resolve().parents[2] / "eval"
 _PACKAGE = "adora_vl_benchmarks"  # the name in `sys.modules`; no file has it
-_OF_SOURCES = {
-    "knights": "knights"
-}  # the source in the manifest of a prepared data set, where not Geometry3K's grader
+# By the beginning of the source in the manifest of a prepared data set; any other is `problems`.
+_OF_SOURCES = {"knights": "knights", "geometry3k": "geometry3k"}
 
 
 def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benchmark:
@@ -116,4 +116,5 @@ def for_data(folder: Path) -> str:
     from adora_vl.data.dataset import read_manifest
 
     manifest = read_manifest(folder)
-    return _OF_SOURCES.get(manifest["source"], "geometry3k") if manifest else "geometry3k"
+    source = str(manifest["source"]).partition("/")[0] if manifest else ""
+    return _OF_SOURCES.get(source, "problems")

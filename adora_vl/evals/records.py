@@ -120,9 +120,10 @@ class Published:
 
     source: str
     rows: Mapping[str, Mapping[str, float]]
-    caution: Callable[[Mapping[str, Any]], str | None] | None = (
-        None  # why a score of ours is not comparable, or None
-    )
+    # Why a score of ours is not comparable with them, in words that are shown beside them, or None.
+    caution: Callable[[Mapping[str, Any]], str | None] | None = None
+    # Whether a score is of the problems that they are of; None: the benchmark's name says it.
+    applies: Callable[[Mapping[str, Any]], bool] | None = None
 
 
 class LoadedProblems(NamedTuple):

@@ -8,6 +8,7 @@ import os
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from adora_vl.checkpoint.universal import (
 )
 from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.keys import AdoraKeys
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
@@ -307,6 +308,19 @@ def test_a_reward_function_that_was_edited_is_another_run():
 
     assert differences(of("1a"), of("1a")) == []
     assert differences(of("1a"), of("2b")) == ["reward my_rewards.py: 1a -> 2b"]
+
+
+def test_a_judge_that_has_moved_is_the_same_run():
+    def of(**options: Any) -> dict[str, str]:
+        judge = {"base_url": "http://a:8123/v1", "model": "j", **options}
+        keys = AdoraScriptArguments(adora_reward=["accuracy", {"judge": judge}])
+        return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
+
+    before = of()
+    assert differences(before, of(base_url="http://b:8124/v1", concurrency=4)) == []
+    for other in ({"model": "k"}, {"instruction": "Judge."}, {"max_tokens": 9}, {"budget": 9}):
+        (line,) = differences(before, of(**other))
+        assert line.startswith("adora_reward: ")
 
 
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):

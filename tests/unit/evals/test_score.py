@@ -18,6 +18,7 @@ from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.inference.runner import Ask, answer
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.prepared import GraderOptions, answer_form
+from adora_vl.evals.prepared_benchmark import PreparedDataOptions
 from adora_vl.evals.records import Graded, RowGrade
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.files import score_file
@@ -29,7 +30,7 @@ from adora_vl.utils.openai_client import Reply
 from benchmarks.scanned import sign_flips
 from data_prep.cli import main as data_prep
 from eval import command
-from eval.geometry3k import BENCHMARK, Geometry3KDataOptions
+from eval.geometry3k import BENCHMARK
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.conftest import Case
@@ -50,6 +51,18 @@ def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dic
         "metadata": {"goal": "Length"},
     }
     return row | {"response": response, "finish_reason": "stop", "n_tokens": 10} | fields
+
+
+def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
+    of_the_set = {"source": "geometry3k", "split": "test"}
+    rows = [prediction("1", r"\boxed{5}", metadata=of_the_set)]
+    write_lines(tmp_path / "p.jsonl", rows)
+    options = command.score_defaults(GEOMETRY3K)
+    score = score_file(GEOMETRY3K, tmp_path / "p.jsonl", options).score
+    assert score["data_set"] == {"sources": ["geometry3k"], "splits": ["test"], "problems": 1}
+    write_lines(tmp_path / "p.jsonl", [*rows, prediction("2", "5", metadata={"source": "mine"})])
+    score = score_file(GEOMETRY3K, tmp_path / "p.jsonl", options).score
+    assert score["data_set"]["sources"] == ["geometry3k", "mine"]
 
 
 def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> None:
@@ -415,7 +428,7 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert command.main(GEOMETRY3K, [*words, "--samples", "2"]) == 0
     score = json.loads((output / "score.json").read_text())
 
-    options = Geometry3KDataOptions(data=str(data), split="test", prompt=None)
+    options = PreparedDataOptions(data=str(data), split="test", prompt=None)
     problems = GEOMETRY3K.load(options).problems
     asks = [Ask(problem, sample) for problem in problems for sample in range(2)]
     rows = answer(Guess(), asks, seed=0, system_prompt=None)
