@@ -183,9 +183,7 @@ class Chase:
                 left = self._linear(relation.left)
                 self.equations.append(left.plus(self._linear(relation.right), -1.0))
             elif isinstance(relation, Parallel | Perpendicular):
-                difference = self._direction(relation.c, relation.d).plus(
-                    self._direction(relation.a, relation.b), -1.0
-                )
+                difference = self._direction(relation.c, relation.d).plus(self._direction(relation.a, relation.b), -1.0)
                 apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
                 apart += 180.0 * round((self._seen(difference) - apart) / 180)
                 self.equations.append(difference.plus(_Sum(constant=-apart)))

@@ -42,7 +42,8 @@ class Verdict:
     only with points that fall together; `unread` where the form or its question cannot be read.
     `value` is also there for other statuses where something is known: with `how` `looks` it needs what is `assumed` by
     the picture, with `without a fact` what is `left_out`, with `rounded` facts that a book has rounded.
-    `answer`: the value in LaTeX; None where it has no short form. `why`: one line for a person.
+    `answer`: the value in LaTeX; None where it has no short form. `unread`: the facts that could not be read, each with its place and the
+    reason. `why`: one line for a person.
     """
 
     status: Status
@@ -52,6 +53,7 @@ class Verdict:
     figure: Figure | None = None
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     why: str = ""
 
 
@@ -81,9 +83,7 @@ def _turn_to_picture(problem: Problem, places: Mapping[str, complex]) -> complex
         return 1 + 0j
     middle = sum(places[name] for name in names) / len(names)
     middle_seen = sum(problem.places[name] for name in names) / len(names)
-    together = sum(
-        (places[name] - middle).conjugate() * (problem.places[name] - middle_seen) for name in names
-    )
+    together = sum((places[name] - middle).conjugate() * (problem.places[name] - middle_seen) for name in names)
     return together / abs(together) if abs(together) > 1e-12 else 1 + 0j
 
 

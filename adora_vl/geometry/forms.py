@@ -225,8 +225,4 @@ def _texts(value: object) -> tuple[str, ...]:
 
 def points_of(term: Term) -> set[str]:
     """The points that a term names by a capital letter."""
-    return {
-        part.head
-        for part in term.walk()
-        if not part.arguments and re.fullmatch("[A-Z]'?", part.head)
-    }
+    return {part.head for part in term.walk() if not part.arguments and re.fullmatch("[A-Z]'?", part.head)}

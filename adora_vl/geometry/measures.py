@@ -471,7 +471,9 @@ class Measures:
     def _has_length(self, start: str, end: str) -> bool:
         """Whether a fact gives the length of a segment."""
         return any(
-            fact.head == "Equals" and fact.arguments[0].arguments and {start, end} == set(fact.arguments[0].arguments[0].names)
+            fact.head == "Equals"
+            and fact.arguments[0].arguments
+            and {start, end} == set(fact.arguments[0].arguments[0].names)
             for fact in self.drawing.facts
         )
 

@@ -32,6 +32,8 @@ from adora_vl.geometry.quantities import (
     points_in_quantity,
 )
 from adora_vl.geometry.shapes import CORNERS, Circle, Drawing, UnreadError, cosine, unwrapped
+from adora_vl.geometry.words import words_of
+from adora_vl.utils.errors import did_you_mean
 
 # "What appears to be tangent", where the question says that; and where nobody says it.
 SAID_TANGENT, SEEN_TANGENT = 22.0, 9.0  # degrees from a right angle to the radius
@@ -80,8 +82,8 @@ class Reading:
         self.assumed.append(words)
 
 
-def read(form: Form, *, without: Iterable[int] = (), looks: int = 0) -> Reading:
-    """Read a form, without the facts of these numbers.
+def read(form: Form, *, without: Iterable[int] = (), without_words: Iterable[str] = (), looks: int = 0) -> Reading:
+    """Read a form, without the facts of these numbers, or whose words are these.
 
     `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on chords, where the
     picture shows them and no fact says so.
@@ -92,7 +94,8 @@ def read(form: Form, *, without: Iterable[int] = (), looks: int = 0) -> Reading:
     for middle, first, last in drawing.straight:
         reading.relations.append(Parallel(a=middle, b=first, c=middle, d=last))
         reading.sources.append(None)
-    skipped = set(without)
+    words = set(without_words)
+    skipped = {*without, *(number for number, term in enumerate(drawing.terms) if words_of(term) in words)}
     for number, term in enumerate(drawing.terms):
         if number not in skipped and term.head != "Find":
             reading.add(term, number)
@@ -145,7 +148,7 @@ def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
         return
     rule = FACTS.get(term.head)
     if rule is None:
-        raise UnreadError(f"{term.head} is no fact that is known")
+        raise UnreadError(f"{term.head} is no fact that is known{did_you_mean(term.head, FACTS)}")
     yield from rule(measures, term)
 
 
@@ -577,9 +580,7 @@ def _midsegment_of(measures: Measures, line: tuple[str, str], names: Sequence[st
     yield Mean(point=line[1], of=(d, a))
 
 
-def _foot(
-    measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool
-) -> Iterator[Relation]:
+def _foot(measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool) -> Iterator[Relation]:
     """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to it."""
     tops = [name for name in line if name in names]
     feet = [name for name in line if name not in names]

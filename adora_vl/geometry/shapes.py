@@ -726,9 +726,7 @@ class Drawing:
                 return side
         if not {point, *names} <= self.places.keys():
             raise UnreadError(f"the form does not say on which side {point} lies")
-        return min(
-            sides, key=lambda side: abs(self.places[point] - (self.places[side[0]] + self.places[side[1]]) / 2)
-        )
+        return min(sides, key=lambda side: abs(self.places[point] - (self.places[side[0]] + self.places[side[1]]) / 2))
 
     def with_base_first(self, names: Sequence[str]) -> list[str]:
         """The corners of a trapezoid, turned so that the first side is parallel to the third."""

@@ -20,6 +20,8 @@ from adora_vl.geometry.system import System, Vector
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
 STARTS, STARTS_WITHOUT_PLACES = 8, 12
+_MOST_STARTS = 40  # of a form without places, until so many figures are found that are as its facts say
+_WANTED = 4
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
 # The noise of the starts, in shares of the figure's size.
 _NOISE = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
@@ -362,9 +364,11 @@ class Problem:
         has_places = all(name in self.places for name in self.drawing.neighbours) and bool(self.places)
         if starts is None:
             starts = STARTS if has_places else STARTS_WITHOUT_PLACES
+        most = starts if self.places else max(starts, _MOST_STARTS)
         solutions: list[Solution] = []
-        for number in range(starts):
-            if budget.left <= 0:
+        for number in range(most):
+            flawless = sum(1 for solution in solutions if solution.faults == 0)
+            if budget.left <= 0 or (number >= starts and (flawless >= _WANTED or not solutions)):
                 break
             solution = self.solution(number, budget, loose)
             if solution is None:
