@@ -24,6 +24,7 @@ from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geo
 from data_prep.knights import PEOPLE, QUESTIONS
 from data_prep.pipeline import MAX_WORKERS, usable_cores
 from data_prep.quarantine import MAX_SHARE
+from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
 from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
 from eval.inference.provenance import OF_THE_RUN, add_asking, settle_prompts, unusual_prompts
@@ -220,6 +221,7 @@ def parser() -> Parser:
     _add_geometry3k(commands)
     _add_convert(commands)
     add_filter(commands)
+    add_solve(commands)
 
     inspect = commands.add_parser("inspect", help="what a prepared folder holds, as text and as an HTML page")
     inspect.add_argument("folder", type=path, metavar="DIR")

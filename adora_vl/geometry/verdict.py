@@ -41,8 +41,18 @@ def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
 def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
     try:
         reading = read(form)
-    except (UnreadError, IndexError, KeyError, ValueError, ZeroDivisionError, OverflowError, RecursionError) as error:
-        return Verdict(status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})")
+    except (
+        UnreadError,
+        IndexError,
+        KeyError,
+        ValueError,
+        ZeroDivisionError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        return Verdict(
+            status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})"
+        )
     unread = tuple(unread_of(form, reading))
     if reading.goal is None:
         return Verdict(status="unread", why=reading.goal_fault, unread=unread)
@@ -85,7 +95,10 @@ def too_large(form: Form) -> str:
     """Why a form is not even tried; empty where it is."""
     if len(form.points) > MAX_POINTS:
         return f"it has {len(form.points)} points, over {MAX_POINTS}"
-    if len(form.facts) + len(form.question) > MAX_FACTS and len({*form.facts, *form.question}) > MAX_FACTS:
+    if (
+        len(form.facts) + len(form.question) > MAX_FACTS
+        and len({*form.facts, *form.question}) > MAX_FACTS
+    ):
         return f"it has {len({*form.facts, *form.question})} facts, over {MAX_FACTS}"
     if len(form.lines) > MAX_SEGMENTS:
         return f"it has {len(form.lines)} segments, over {MAX_SEGMENTS}"
@@ -172,7 +185,10 @@ def _with_looks(form: Form, problem: Problem, found: Outcome, budget: Budget) ->
 def _open(form: Form, problem: Problem, found: Outcome) -> Verdict:
     values = [value for value in (found.value, *found.others) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
-    return Verdict(status="open", why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}")
+    return Verdict(
+        status="open",
+        why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}",
+    )
 
 
 def _ambiguous(form: Form, problem: Problem, found: Outcome) -> Verdict:
@@ -192,7 +208,9 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
     terms = reading.drawing.terms
     if clash.repair is not None:
         repair = clash.repair
-        assert repair.outcome.value is not None and repair.outcome.solution is not None, "an answer has a figure"
+        assert repair.outcome.value is not None and repair.outcome.solution is not None, (
+            "an answer has a figure"
+        )
         left_out = tuple(words_of(terms[number]) for number in repair.left_out)
         return Verdict(
             status=status,
@@ -215,7 +233,9 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
 
 
 def _no_figure(found: Outcome, clash: Conflict | None, reading: Reading) -> str:
-    kind = "no figure" if found.status == "conflict" else "no figure without points that fall together"
+    kind = (
+        "no figure" if found.status == "conflict" else "no figure without points that fall together"
+    )
     if clash is None or not clash.facts:
         return f"{kind} fulfils all facts"
     terms = reading.drawing.terms
