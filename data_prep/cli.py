@@ -28,6 +28,7 @@ from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
 from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError, refuse
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
+from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
 
 MAX_ROWS = 10_000_000
@@ -344,6 +345,7 @@ def parser() -> Parser:
     _add_geometry3k(commands)
     _add_convert(commands)
     add_filter(commands)
+    add_solve(commands)
 
     inspect = commands.add_parser(
         "inspect", help="what a prepared folder holds, as text and as an HTML page"

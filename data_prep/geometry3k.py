@@ -22,9 +22,10 @@ from adora_vl.conversion.tables import open_local, reads
 from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.geometry.forms import Form, form_of
 from adora_vl.utils.cli import amount, read_json
 from adora_vl.utils.errors import UserError, refuse
-from data_prep.logic_forms import Form, facts_in_words, form_of, read_forms
+from data_prep.logic_forms import facts_in_words, read_forms
 from data_prep.redraw import can_be_drawn, drawn
 
 _POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"

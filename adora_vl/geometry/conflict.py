@@ -48,7 +48,9 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     used = {source for source in reading.sources if source is not None}
     values = [number for number in sorted(used) if is_value(terms[number])]
     given = [number for number in values if number < len(reading.drawing.facts)]
-    others = [number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)]
+    others = [
+        number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)
+    ]
     asked = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
     involved = _involved(Problem(reading), budget)
     groups: list[list[tuple[int, ...]]] = [_other_kind(reading, values)]
@@ -60,7 +62,11 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     chosen: Repair | None = None
     is_settled = False
     for group in groups:
-        fitting = [repair for left_out in group if (repair := _repaired(form, left_out, budget)) is not None]
+        fitting = [
+            repair
+            for left_out in group
+            if (repair := _repaired(form, left_out, budget)) is not None
+        ]
         repairs += fitting
         answered = [repair for repair in fitting if repair.outcome.status == "answered"]
         if answered and not is_settled:
@@ -95,7 +101,9 @@ def _kind_of_goal(reading: Reading) -> str:
     if goal is None or goal.arguments or not re.fullmatch("[a-z]", goal.head):
         return reading.unit
     for term in reading.drawing.terms:
-        if is_value(term) and re.search(rf"(?<![a-z\\]){goal.head}(?![a-z])", term.arguments[1].head):
+        if is_value(term) and re.search(
+            rf"(?<![a-z\\]){goal.head}(?![a-z])", term.arguments[1].head
+        ):
             return unit_of(term.arguments[0])
     return reading.unit
 
@@ -124,8 +132,10 @@ def _involved(problem: Problem, budget: Budget) -> list[int]:
             best = residuals
     if best is None or not len(best):
         return []
-    sources = {id(relation): source for relation, source in
-               zip(problem.reading.relations, problem.reading.sources, strict=True)}  # fmt: skip
+    sources = {
+        id(relation): source
+        for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True)
+    }
     misses: dict[int, float] = {}
     for residual, relation in zip(np.abs(best), problem.system.residual_relations, strict=True):
         source = sources.get(id(relation))

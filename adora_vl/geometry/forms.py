@@ -120,7 +120,9 @@ class Form:
     @cached_property
     def rows(self) -> list[list[str]]:
         """The straight lines, each with all points on it, in their order where their places are known."""
-        on_line: dict[frozenset[str], set[str]] = {frozenset(line): set(line) for line in self.lines}
+        on_line: dict[frozenset[str], set[str]] = {
+            frozenset(line): set(line) for line in self.lines
+        }
         for term in self.found("PointLiesOnLine"):
             if len(term.arguments) != 2 or len(term.arguments[1].names) != 2:
                 continue
@@ -207,7 +209,8 @@ def _mapping(value: object) -> dict[str, object]:
 def _pair(value: object) -> Point:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise TypeError(f"a place is {value!r:.40}, not two numbers")
-    x, y = float(value[0]), float(value[1])
+    x = float(value[0])
+    y = float(value[1])
     if not math.isfinite(x) or not math.isfinite(y):
         raise ValueError(f"a place is {value!r:.40}, not two finite numbers")
     return x, y
@@ -225,4 +228,8 @@ def _texts(value: object) -> tuple[str, ...]:
 
 def points_of(term: Term) -> set[str]:
     """The points that a term names by a capital letter."""
-    return {part.head for part in term.walk() if not part.arguments and re.fullmatch("[A-Z]'?", part.head)}
+    return {
+        part.head
+        for part in term.walk()
+        if not part.arguments and re.fullmatch("[A-Z]'?", part.head)
+    }

@@ -19,8 +19,11 @@ from adora_vl.geometry.shapes import cross, cross_each_other, dot, sine
 from adora_vl.geometry.system import System, Vector
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
-STARTS, STARTS_WITHOUT_PLACES = 8, 12
-_MOST_STARTS = 40  # of a form without places, until so many figures are found that are as its facts say
+STARTS = 8
+STARTS_WITHOUT_PLACES = 12
+_MOST_STARTS = (
+    40  # of a form without places, until so many figures are found that are as its facts say
+)
 _WANTED = 4
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
 # The noise of the starts, in shares of the figure's size.
@@ -31,7 +34,9 @@ _WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
 # First the points are held near the picture, ever less, so that small contradictions do not carry them away.
 _PULLS = (1e-1, 1e-3)
 _PULLED_STEPS = 8
-_LETTER_STEPS, _STEPS, _TRIALS = 25, 80, 7
+_LETTER_STEPS = 25
+_STEPS = 80
+_TRIALS = 7
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _COLLAPSED = 10  # faults of a figure in which points fall together
@@ -79,7 +84,11 @@ class Problem:
         self.is_scaled = False  # whether a given length says how large the figure is
         self.size, self.pixels = self._size()
         self.system = System(self.drawing.points, reading.relations, reading.goal, self.size)
-        self.places = {name: self.drawing.places[name] for name in self.drawing.points if name in self.drawing.places}
+        self.places = {
+            name: self.drawing.places[name]
+            for name in self.drawing.points
+            if name in self.drawing.places
+        }
         names = sorted(self.places)
         values = [self.places[name] for name in names]
         self.middle = sum(values) / len(values) if values else 0j
@@ -103,7 +112,8 @@ class Problem:
             if length is None or length <= 0:
                 continue
             lengths.append(length)
-            start, end = relation.left.start, relation.left.end
+            start = relation.left.start
+            end = relation.left.end
             if start in places and end in places and abs(places[start] - places[end]) > 1e-6 * span:
                 scales.append(length / abs(places[start] - places[end]))
         self.is_scaled = bool(lengths)
@@ -149,7 +159,9 @@ class Problem:
                 v[i] = 0.3 * self.size
             if circle is not None and circle.points:
                 centre = self.place(v, circle.centre)
-                v[i] = self.size * float(np.mean([abs(self.place(v, point) - centre) for point in circle.points]))
+                v[i] = self.size * float(
+                    np.mean([abs(self.place(v, point) - centre) for point in circle.points])
+                )
         return v
 
     def _from_picture(self, point: str) -> complex:
@@ -198,9 +210,13 @@ class Problem:
                 trial = v.copy()
                 trial[first:] -= change
                 after_residuals, after_jacobian = system.residuals(trial)
-                after = float(after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2)
+                after = float(
+                    after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2
+                )
                 if math.isfinite(after) and after < before:
-                    v, residuals, jacobian = trial, after_residuals, after_jacobian
+                    v = trial
+                    residuals = after_residuals
+                    jacobian = after_jacobian
                     damping = max(damping / 8, 1e-12)
                     moved = True
                     break
@@ -268,7 +284,11 @@ class Problem:
         on_circles = {name for circle in drawing.circles for name in circle.points}
         self.used = sorted({name for line in self.segments for name in line} | on_circles)
         # Of the points of a line without a place the order is not known where there are two between its ends.
-        self.orders = [row for row in drawing.lines if len(row) == 3 or (len(row) > 3 and set(row) <= places.keys())]
+        self.orders = [
+            row
+            for row in drawing.lines
+            if len(row) == 3 or (len(row) > 3 and set(row) <= places.keys())
+        ]
         self.turns: list[tuple[str, str, str, float]] = []
         for corner in sorted(drawing.neighbours):
             for first, last in combinations(sorted(drawing.neighbours[corner]), 2):
@@ -314,8 +334,13 @@ class Problem:
         if len(self.used) > 2 and self._is_flat(list(at.values())):
             count += _COLLAPSED
         for row in self.orders:
-            along = [dot(self.place(v, name) - self.place(v, row[0]), self.place(v, row[-1]) - self.place(v, row[0]))
-                     for name in row]  # fmt: skip
+            along = [
+                dot(
+                    self.place(v, name) - self.place(v, row[0]),
+                    self.place(v, row[-1]) - self.place(v, row[0]),
+                )
+                for name in row
+            ]
             count += sum(1 for i in range(1, len(along)) if along[i - 1] >= along[i])
         for first, corner, last, bend in self.turns:
             if bend * sine(at[first] - at[corner], at[last] - at[corner]) < 0:
@@ -341,7 +366,10 @@ class Problem:
         """Whether all points lie on one line, which the picture's do not."""
         if any(set(self.used) <= set(row) for row in self.drawing.lines):
             return False
-        if self.places and _flatness([self.places[name] for name in self.used if name in self.places]) < 1e-2:
+        if (
+            self.places
+            and _flatness([self.places[name] for name in self.used if name in self.places]) < 1e-2
+        ):
             return False
         return _flatness(places) < 1e-3
 
@@ -359,9 +387,13 @@ class Problem:
 
     # Which figure
 
-    def solutions(self, budget: Budget, starts: int | None = None, loose: float = TIGHT) -> list[Solution]:
+    def solutions(
+        self, budget: Budget, starts: int | None = None, loose: float = TIGHT
+    ) -> list[Solution]:
         """The figures that the starts lead to, until two without a fault agree; without places, of all starts."""
-        has_places = all(name in self.places for name in self.drawing.neighbours) and bool(self.places)
+        has_places = all(name in self.places for name in self.drawing.neighbours) and bool(
+            self.places
+        )
         if starts is None:
             starts = STARTS if has_places else STARTS_WITHOUT_PLACES
         most = starts if self.places else max(starts, _MOST_STARTS)

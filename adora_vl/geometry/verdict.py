@@ -17,9 +17,13 @@ from adora_vl.geometry.shapes import UnreadError, terms_of
 from adora_vl.geometry.solve import Budget, Problem
 from adora_vl.geometry.words import words_of
 
-MAX_POINTS, MAX_FACTS, MAX_SEGMENTS, MAX_FACT_LENGTH = 60, 120, 200, 400
+MAX_POINTS = 60
+MAX_FACTS = 120
+MAX_SEGMENTS = 200
+MAX_FACT_LENGTH = 400
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
-EVALUATIONS, REPAIR_EVALUATIONS = 6000, 9000
+EVALUATIONS = 6000
+REPAIR_EVALUATIONS = 9000
 _DOUBLE_ROOT = 2e-4  # share by which an answer at a double root may miss its exact form
 
 
@@ -41,8 +45,18 @@ def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
 def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
     try:
         reading = read(form)
-    except (UnreadError, IndexError, KeyError, ValueError, ZeroDivisionError, OverflowError, RecursionError) as error:
-        return Verdict(status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})")
+    except (
+        UnreadError,
+        IndexError,
+        KeyError,
+        ValueError,
+        ZeroDivisionError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        return Verdict(
+            status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})"
+        )
     unread = tuple(unread_of(form, reading))
     if reading.goal is None:
         return Verdict(status="unread", why=reading.goal_fault, unread=unread)
@@ -55,8 +69,11 @@ def unread_of(form: Form, reading: Reading) -> Iterator[str]:
         for number, text in enumerate(texts, start=1):
             if text.strip() and not any(True for _ in terms_of([text])):
                 yield f"{name} {number}, {text!r:.60}: its brackets do not close"
-    places = {term: f"fact {number}" for number, text in reversed(list(enumerate(form.facts, start=1)))
-              for term in terms_of([text])}  # fmt: skip
+    places = {
+        term: f"fact {number}"
+        for number, text in reversed(list(enumerate(form.facts, start=1)))
+        for term in terms_of([text])
+    }
     for term, reason in reading.unread:
         yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
 
@@ -85,7 +102,10 @@ def too_large(form: Form) -> str:
     """Why a form is not even tried; empty where it is."""
     if len(form.points) > MAX_POINTS:
         return f"it has {len(form.points)} points, over {MAX_POINTS}"
-    if len(form.facts) + len(form.question) > MAX_FACTS and len({*form.facts, *form.question}) > MAX_FACTS:
+    if (
+        len(form.facts) + len(form.question) > MAX_FACTS
+        and len({*form.facts, *form.question}) > MAX_FACTS
+    ):
         return f"it has {len({*form.facts, *form.question})} facts, over {MAX_FACTS}"
     if len(form.lines) > MAX_SEGMENTS:
         return f"it has {len(form.lines)} segments, over {MAX_SEGMENTS}"
@@ -172,7 +192,10 @@ def _with_looks(form: Form, problem: Problem, found: Outcome, budget: Budget) ->
 def _open(form: Form, problem: Problem, found: Outcome) -> Verdict:
     values = [value for value in (found.value, *found.others) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
-    return Verdict(status="open", why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}")
+    return Verdict(
+        status="open",
+        why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}",
+    )
 
 
 def _ambiguous(form: Form, problem: Problem, found: Outcome) -> Verdict:
@@ -192,7 +215,9 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
     terms = reading.drawing.terms
     if clash.repair is not None:
         repair = clash.repair
-        assert repair.outcome.value is not None and repair.outcome.solution is not None, "an answer has a figure"
+        assert repair.outcome.value is not None and repair.outcome.solution is not None, (
+            "an answer has a figure"
+        )
         left_out = tuple(words_of(terms[number]) for number in repair.left_out)
         return Verdict(
             status=status,
@@ -215,7 +240,9 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
 
 
 def _no_figure(found: Outcome, clash: Conflict | None, reading: Reading) -> str:
-    kind = "no figure" if found.status == "conflict" else "no figure without points that fall together"
+    kind = (
+        "no figure" if found.status == "conflict" else "no figure without points that fall together"
+    )
     if clash is None or not clash.facts:
         return f"{kind} fulfils all facts"
     terms = reading.drawing.terms
@@ -224,8 +251,14 @@ def _no_figure(found: Outcome, clash: Conflict | None, reading: Reading) -> str:
         return f"{kind}: {names[0]} contradicts the other facts"
     values = []
     for number in clash.facts:
-        value = next((repair.outcome.value for repair in clash.repairs
-                      if repair.left_out == (number,) and repair.outcome.status == "answered"), None)  # fmt: skip
+        value = next(
+            (
+                repair.outcome.value
+                for repair in clash.repairs
+                if repair.left_out == (number,) and repair.outcome.status == "answered"
+            ),
+            None,
+        )
         values.append("-" if value is None else f"{value:.6g}")
     return f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: {', '.join(values)})"
 
