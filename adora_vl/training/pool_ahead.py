@@ -155,7 +155,8 @@ class PoolAhead(Pool):
         if not self.waits:
             return self.least
         # Collective: the ranks may have unequal numbers that go on, and have to begin equally many.
-        fewest = min(gather_object([len(going)]))
+        numbers: list[int] = gather_object([len(going)])
+        fewest = min(numbers)
         return max(0, self.least - fewest)
 
     def _spare(self, later: Generation, began: int) -> list[RolloutGroup]:

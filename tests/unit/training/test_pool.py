@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -155,7 +155,7 @@ class EngineAhead(Engine, ServersAhead):
         Engine.__init__(self)
         self.ahead = ahead
 
-    def give_weights(self) -> None:
+    def give_weights(self, *, anew: bool = False) -> None:
         pass
 
     def begin(self, asks: Any, settings: Any = None) -> Ticket:
@@ -167,9 +167,6 @@ class EngineAhead(Engine, ServersAhead):
 
     def waited(self) -> dict[str, float]:
         return {}
-
-    def awake(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def rows_after(numbers: list[int], distance: int) -> list[Row]:
