@@ -8,12 +8,12 @@ from typing import Any
 
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.evals.benchmark import for_data
 from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of, no_signal
 from adora_vl.record.rollouts import ROLLOUTS
 from adora_vl.utils.cli import amount, spelled
-from eval.benchmark import for_data
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
@@ -22,9 +22,7 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
     """
     held_out = any(Path(data).glob("data/test-*.parquet"))
     benchmark, more = (
-        (for_data(Path(data)), ["--max-tokens", str(max_tokens)])
-        if held_out
-        else ("geometry3k", [])
+        (for_data(Path(data)), ["--max-tokens", str(max_tokens)]) if held_out else ("problems", [])
     )
     words = [
         "--model",

@@ -20,6 +20,7 @@ from adora_vl.rewards.compare import Compared, Verdict, compare, unspaced
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
 from adora_vl.rewards.forms import as_form, canonical_gold, read
 from adora_vl.rewards.grammar import unknowns
+from adora_vl.rewards.thinking import final_part, is_blank
 
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
 _SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
@@ -61,7 +62,7 @@ class Grade:
     """The verdict on one response.
 
     `extracted`: what stands in the last complete box, or with `answer_tags` in an `<answer>` block
-    (cut to 200 characters), None when there is neither. `reason`: the rule that decided, a short
+    (cut to 200 characters), None when there is neither or nothing in it. `reason`: the rule that decided, a short
     stable string such as `same_number`, `enumeration` or `no_box`. `ms`: the milliseconds that
     grading took; two grades that differ in them alone are equal.
     """
@@ -82,8 +83,10 @@ def grade(
     choices: Choices = None,
     rounding: bool = False,
     answer_tags: bool = False,
+    thinking_opened: bool = False,
 ) -> Grade:
-    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer.
+    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. A box inside a
+    block of thinking does not count (`final_part`).
 
     Never raises, in any thread.
 
@@ -97,15 +100,19 @@ def grade(
             (a value, not a letter) rounded to that many places.
         answer_tags: the prompt asks for `<answer> </answer>`, and what stands there counts too
             (`last_answer`).
+        thinking_opened: the prompt ended in `<think>`, so the response begins inside the block.
     """
     began = time.perf_counter()
+    response = final_part(response, thinking_opened)
     given = last_answer(response) if answer_tags else last_boxed(response)
     found = Compared("unparseable", "no_box")
     if given is not None:
         reference = read(gold)
         answer = answer_to(reference, response, given, answer_tags)
         found = _decided(answer, reference, without_letters(choices or ()), rounding)
-        if len(given) > _SHOWN_CHARS:
+        if found.reason == "empty_box" or is_blank(given):
+            given = None  # an empty box is no box, and no reward pays for it
+        elif len(given) > _SHOWN_CHARS:
             given = given[:_SHOWN_CHARS] + "…"
     return Grade(found.verdict, given, found.reason, 1000 * (time.perf_counter() - began))
 
@@ -119,7 +126,7 @@ def grade_batch(
 ) -> list[Grade]:
     """As `grade`, for each response with its reference answer and choices.
 
-    `accepted`: its `rounding`, `answer_tags`. Raises `ValueError` for unequal lengths.
+    `accepted`: its `rounding`, `answer_tags`, `thinking_opened`. Raises `ValueError` for unequal lengths.
     """
     rows = zip(
         responses, golds, choices if choices is not None else [None] * len(responses), strict=True
@@ -240,7 +247,11 @@ def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -
 
 
 def comparison(
-    response: str, gold: str, *, rounding: bool = False, answer_tags: bool = False
+    response: str,
+    gold: str,
+    *,
+    rounding: bool = False,
+    answer_tags: bool = False,
 ) -> Compared | None:
     """How the answer of a response was compared with a reference answer that is a form, part by
     part; else None.
