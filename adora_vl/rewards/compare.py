@@ -32,6 +32,7 @@ _DECIMAL_COMMA = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*"
 _THOUSANDS_TOO = re.compile(r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+")  # `1.234,5`
 _NEARLY = re.compile(r"(?:\\approx(?![A-Za-z])|≈)([^=<>≈]+)")
 _RIGHT_ANGLED = re.compile(r"(?<![A-Za-z])right[- ]?angled(?= ?triangle)")
+_OVERLINED = re.compile(r"\\overline\{([A-Z](?: ?[A-Z])*)\}")
 _CAPITALISED = re.compile(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])")
 _BETWEEN_LETTERS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _IN_DIGITS = re.compile(r"[+-]?[0-9]*\.?[0-9]+")
@@ -143,7 +144,7 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     elif answer.unit and answer.unit.dimension == RADIANS and not _may_be_radians(answer):
         return Compared("wrong", "different_unit")
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
-    if by_text and same_text(answer.text, reference.text):
+    if by_text and _same_text(answer.text, reference.text):
         return Compared("correct", "same_text")
     if reference.real is None and reference.ratio:
         return _same_ratio(answer, reference)
@@ -240,9 +241,14 @@ def _may_be_radians(answer: Answer) -> bool:
     return in_radians(answer.tree) or (answer.real is not None and answer.real.size < 2 * math.pi)
 
 
-def same_text(answer: str, reference: str) -> bool:
-    """Whether two canonical texts differ in no more than `unspaced` takes away."""
-    return answer == reference or unspaced(answer) == unspaced(reference)
+def _same_text(answer: str, reference: str) -> bool:
+    """Whether two canonical texts are the same but for spaces, capital letters of words, and the
+    name that a figure has.
+    """
+    if answer == reference:
+        return True
+    texts = (_RIGHT_ANGLED.sub("right", in_one_spelling(text)) for text in (answer, reference))
+    return len({unspaced(text) for text in texts}) == 1
 
 
 def unspaced(text: str) -> str:
@@ -252,7 +258,7 @@ def unspaced(text: str) -> str:
 
     A word counts the same with a capital letter: `True` is `true`, while the side `AB` is not `ab`.
     """
-    text = _RIGHT_ANGLED.sub("right", in_one_spelling(text))
+    text = _OVERLINED.sub(r"\1", text)
     text = _CAPITALISED.sub(lambda word: word[0].lower(), text)
     return _BETWEEN_LETTERS.sub("", text)
 

@@ -242,7 +242,10 @@ def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -
     For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer.
     """
     answer = plain(given)
-    row = boxes_in_a_row(response, answer_tags) if reference.kind == "unordered" else []
+    row: list[str] = []
+    if reference.kind == "unordered":
+        named = any(part.label for part in reference.parts)
+        row = boxes_in_a_row(response, answer_tags, named)
     return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
 
 
