@@ -148,7 +148,11 @@ _COMMANDS = [
         ("sqrt", rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_LAST}", r"\\sqrt\1{\2}"),
         ("frac", rf"\\frac\s*{_ONE}\s*{_LAST}", r"\\frac{\1}{\2}"),
         ("frac", rf"\\frac\s*{_ONE}\s*\{{", r"\\frac{\1}{"),
-        ("frac", rf"\\frac\s*(\{{[^{{}}]*\}})\s*{_LAST}", r"\\frac\1{\2}"),
+        (
+            "frac",
+            rf"\\frac\s*(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})\s*{_LAST}",
+            r"\\frac\1{\2}",
+        ),
         ("sqrt", r"\\sqrt\s*(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})", r"\\sqrt{\1}"),
     )
 ]
@@ -293,7 +297,7 @@ def _spelled(text: str) -> str:
     if "^" in text:
         if "o" in text:
             text = _SMALL_O.sub(r"^\\circ ", text)
-        text = in_degrees(text)
+    text = in_degrees(text)
     text = _BARE_COMMAND.sub(r"\\\1", text)
     for word, pattern, replacement in _COMMANDS if "\\" in text else ():
         if word in text:

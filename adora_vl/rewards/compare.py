@@ -22,7 +22,7 @@ from adora_vl.rewards.canonical import NAMED_VALUE
 from adora_vl.rewards.figures import in_one_spelling
 from adora_vl.rewards.forms import as_form, bare, working
 from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, read_formula, unknowns
-from adora_vl.rewards.numeric import Ball, factor_between, same_function, same_number
+from adora_vl.rewards.numeric import factor_between, same_function, same_number
 from adora_vl.rewards.solutions import same_solutions
 from adora_vl.rewards.units import RADIANS
 
@@ -31,10 +31,13 @@ _DECIMAL = re.compile(r"[+-]?[0-9]*(?:\.([0-9]+))?")
 _DECIMAL_COMMA = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
 _THOUSANDS_TOO = re.compile(r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+")  # `1.234,5`
 _NEARLY = re.compile(r"(?:\\approx(?![A-Za-z])|≈)([^=<>≈]+)")
+_FEW_LETTERS = re.compile("[a-z]{2,3}")
 _RIGHT_ANGLED = re.compile(r"(?<![A-Za-z])right[- ]?angled(?= ?triangle)")
 _OVERLINED = re.compile(r"\\overline\{([A-Z](?: ?[A-Z])*)\}")
 _CAPITALISED = re.compile(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])")
 _BETWEEN_LETTERS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+# A reference answer that is rounded itself, as 0.5 need not be.
+_ROUNDED = re.compile(r"-?(?=(?:\.?[0-9]){3,})[0-9]+\.[0-9]+")
 _IN_DIGITS = re.compile(r"[+-]?[0-9]*\.?[0-9]+")
 _UNIT_LETTER = re.compile(r"([+-]?[0-9.]*[0-9]) ?([hgLl])")  # beside a quantity, no unknown
 
@@ -115,7 +118,7 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
         match = NAMED_VALUE.fullmatch(answer.whole)
         nearly = _NEARLY.fullmatch(answer.whole)
         in_digits = _IN_DIGITS.fullmatch(reference.text)
-        if nearly and in_digits and "." in reference.text:  # which is rounded itself
+        if nearly and in_digits and _ROUNDED.fullmatch(reference.text):
             return plain(nearly[1])
         if not match or (match[2] != "=" and not in_digits):
             return answer
@@ -165,7 +168,7 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         if same is None:
             return Compared("unparseable", "undecided")
         return Compared("correct", "same_number") if same else Compared("wrong", "different_number")
-    formula = _formula_of(reference)
+    formula = _formula_of(reference, answer)
     if formula and not (answer.tree and reference.tree and _same_names(answer, reference)):
         return _same_formula(answer, formula)
     if not answer.tree or not reference.tree:
@@ -190,23 +193,30 @@ def _same_ratio(answer: Answer, reference: Answer) -> Compared:
     """
     terms = answer.ratio
     wanted = reference.ratio
-    if not terms and answer.real and not answer.real.unevaluated and len(wanted) == 2:
-        terms = (answer.real, Ball(Fraction(1)))
+    if answer.kind == "number" and answer.real and len(wanted) == 2:
+        same = not answer.real.unevaluated and same_number(answer.real, wanted[0] / wanted[1])
+        return Compared("correct", "same_ratio") if same else Compared("wrong", "different_number")
     if len(terms) != len(wanted):
         return Compared("wrong", answer.reason or "different_text")
     try:
         pairs = zip(terms[1:], wanted[1:], strict=True)
-        same = [same_number(terms[0] / term, wanted[0] / other) for term, other in pairs]
+        same = all(same_number(terms[0] / term, wanted[0] / other) for term, other in pairs)
     except NotReadError:
         return Compared("wrong", "different_number")
-    return Compared("correct", "same_ratio") if all(same) else Compared("wrong", "different_number")
+    return Compared("correct", "same_ratio") if same else Compared("wrong", "different_number")
 
 
-def _formula_of(reference: Answer) -> Tree | None:
-    """The tree of a reference answer that is a formula of quantities, else None."""
+def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
+    r"""The tree of a reference answer that is a formula of quantities, else None.
+
+    Letters by themselves, such as `ab`, are one where the answer multiplies: `a \cdot b`.
+    """
     if reference.kind not in {"text", "expression"}:
         return None
-    tree = read_formula(reference.text)
+    text = reference.text
+    if _FEW_LETTERS.fullmatch(text) and r"\cdot" in answer.text:
+        text = f"1{text}"
+    tree = read_formula(text)
     return tree if tree is not None and unknowns(tree) else None
 
 

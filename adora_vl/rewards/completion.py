@@ -109,9 +109,7 @@ def boxes_in_a_row(response: str, answer_tags: bool, named: bool = False) -> lis
         row.append(box)
     row.reverse()
     contents = [response[box.content : box.end].strip(_SPACES) for box in row]
-    names = [
-        _NAME_OF_BOX.search(response, max(0, box.start - MAX_JOINT), box.start) for box in row
-    ]
+    names = [_NAME_OF_BOX.search(response, max(0, box.start - MAX_JOINT), box.start) for box in row]
     if not named or any("=" in content for content in contents) or not all(names):
         return contents
     pairs = zip(names, contents, strict=True)

@@ -26,6 +26,9 @@ _ONE_LINE = re.compile(
     r"((?:(?!\\\\|\\begin|\\end).)*)(?:\\\\\s*)?\\end\{\1\2\}\s*",
     re.DOTALL,
 )
+# Lines that each say one value, as `x = 3 \\ y = -4` in `cases`.
+_CASES = re.compile(r"\\begin\{cases\}((?:(?!\\begin|\\end).)*)\\end\{cases\}", re.DOTALL)
+_NAMED = re.compile(r"\s*[a-z]\s*&?=\s*&?[^=&,]+")
 _ARC = re.compile(
     r"\\(?:overset|stackrel)\s*\{\s*\\frown\s*\}|\\(?:wideparen|overparen|overarc)(?=\s*\{)"
 )
@@ -40,8 +43,17 @@ def without_layout(text: str) -> str:
     line = _ONE_LINE.fullmatch(text) if "\\begin" in text else None
     if line:
         text = line[3].replace("&", " ")
+    text = _CASES.sub(_in_a_row, text)
     text = _COLOURED.sub(" ", _LENGTHS.sub(" ", _SIZES.sub(" ", text)))
     text = _OPERATOR.sub(r" \1 ", _CLASSES.sub(r"\1", text))
     text = _UNIT_VECTOR.sub(r" \1", text)
     text = text.replace(r"\colon", ":").replace(r"\textdegree", r"^\circ ")
     return _BARS.sub("|", _ARC.sub(r"\\widehat", text))
+
+
+def _in_a_row(cases: re.Match[str]) -> str:
+    """The lines with commas between them where each has a name and its value, else as they are."""
+    lines = cases[1].rstrip().removesuffix(r"\\").split(r"\\")
+    if not all(_NAMED.fullmatch(line) for line in lines):
+        return cases[0]
+    return ", ".join(line.replace("&", " ").strip() for line in lines)

@@ -5,12 +5,12 @@ and the words of English.
 import re
 from fractions import Fraction
 
-_MAY_RECUR = re.compile(r"\.[0-9]*(?:\\overline|\\dot|\(|\.\.|…|\\[lc]?dots)")
+_MAY_RECUR = re.compile(r"\.[0-9]*(?:\\overline|\\bar|\\dot|\(|\.\.|…|\\[lc]?dots)")
 _PERIOD = r"[0-9]{1,12}"
 # `0.1\overline{6}`, `0.1\dot{6}`, `0.\dot{1}4285\dot{7}` and `0.1(6)`.
 _RECURRING = re.compile(
     rf"(?<![0-9.])([0-9]{{1,12}})\.([0-9]{{0,12}})"
-    rf"(?:\\overline\s*\{{\s*({_PERIOD})\s*\}}"
+    rf"(?:\\(?:overline|bar)\s*\{{\s*({_PERIOD})\s*\}}"
     rf"|((?:\\dot\s*(?:\{{\s*[0-9]\s*\}}|\s[0-9]))[0-9]{{0,10}}(?:\\dot\s*(?:\{{\s*[0-9]\s*\}}|\s[0-9]))?)"
     rf"|\(({_PERIOD})\))(?![0-9.])"
 )
@@ -19,15 +19,15 @@ _GOES_ON = re.compile(
     r"(?<![0-9.])([0-9]{1,12})\.([0-9]{0,12}?)(?:([0-9])\3{2,}|([0-9]{2,6})\4+)"
     r"(?:\.\.\.|…|\\(?:[lc]?dots)(?![A-Za-z]))\s*$"
 )
-_PRIME = r"(?:'|\u2019|′|\^\s*(?:\\prime(?![A-Za-z])|\{\s*\\prime\s*\}))"
-_SECOND = r"(?:''|\"|″|\u2019\u2019|\u201d|\^\s*\{\s*\\prime\s*\\prime\s*\})"
-_SIGN = r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))"
+_PRIME = r"(?:minutes?\b|分|'|\u2019|′|\^\s*(?:\\prime(?![A-Za-z])|\{\s*\\prime\s*\}))"
+_SECOND = r"(?:seconds?\b|秒|''|\"|″|\u2019\u2019|\u201d|\^\s*\{\s*\\prime\s*\\prime\s*\})"
+_SIGN = r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|degrees?\b|度)"
 _MINUTES = re.compile(
     rf"(?<![0-9.])([0-9]{{1,4}})\s*{_SIGN}\s*([0-9]{{1,2}}(?:\.[0-9]{{1,4}})?)\s*{_PRIME}"
     rf"(?:\s*([0-9]{{1,2}}(?:\.[0-9]{{1,4}})?)\s*{_SECOND})?(?!\s*[0-9'\u2019′\"])"
 )
 
-_MAY_HAVE_MINUTES = re.compile("['\u2019′]|prime")
+_MAY_HAVE_MINUTES = re.compile("['\u2019′]|prime|minute|度")
 # fmt: off
 _ONES = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven",
