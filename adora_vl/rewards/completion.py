@@ -17,6 +17,7 @@ MAX_CHARS = 200_000  # of the end of a response; a character takes at most some 
 # then skips what begins no token.
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TOKEN = re.compile(rf"{_BOX.pattern}|\\\\(?!(?:boxed|fbox)\s*\{{)|\\[{{}}]|\{{|\}}")
+_BEGUN = re.compile(rf"{_BOX.pattern}\s*\Z")
 _SPACES = " \t\n\r"  # a form feed at the start is what is left of `\frac` in careless JSON
 ANSWER_TAGS = ("<answer>", "</answer>")
 
@@ -35,10 +36,12 @@ def last_boxed(response: str) -> str | None:
 
     A box inside a block of thinking is a draft (`final_part`). Of nested boxes the outermost
     complete one counts: `\boxed{x = \boxed{5}}` gives `x = \boxed{5}`, but `\boxed{\boxed{5}}` gives
-    `5`. The time is linear in the response, of which the last `MAX_CHARS` are read. Source: the
-    grading policy, point 1.
+    `5`. A response that was cut off as it began a box has no answer. The time is linear in the
+    response, of which the last `MAX_CHARS` are read. Source: the grading policy, point 1.
     """
     response = final_part(response)[-MAX_CHARS:]
+    if response.rstrip().endswith("{") and _BEGUN.search(response):
+        return None
     complete = _complete(response)
     if not complete:
         return None
@@ -76,16 +79,22 @@ def _complete(response: str) -> list[_Box]:
 # next one's name.
 _JOINT = re.compile(
     r"(?:[\s$]|\\[()\[\]]|\\quad)*(?:[a-z]{1,12}(?<!\band)(?<!\bor)\s+(?=and\b|or\b))?"
-    r"(?:[,;]|\\text\s*\{)?\s*(?:and\b|or\b)?(?:[\s$}]|\\[()\[\]]|\\quad)*(?:[A-Za-z](?:_(?:\d|\{\d\}))?\s*=\s*)?"
+    r"(?:[,;]|\\text\s*\{)?\s*(?:and\b|or\b)?(?:[\s$}]|\\[()\[\]]|\\quad)*"
+    r"(?:(?:[A-Za-z](?:_(?:\d|\{\d\}))?|[A-Z]{2,3})\s*(?:=|\bis\b)[\s$]*)?"
+)
+# The name of the value in a box, at the end of what stands before it.
+_NAME_OF_BOX = re.compile(
+    r"(?<![A-Za-z\\])([A-Za-z](?:_(?:\d|\{\d\}))?|[A-Z]{2,3})\s*(?:=|\bis\b)(?:[\s$]|\\[(\[])*\Z"
 )
 
 
-def boxes_in_a_row(response: str, answer_tags: bool) -> list[str]:
+def boxes_in_a_row(response: str, answer_tags: bool, named: bool = False) -> list[str]:
     r"""The contents of the last complete boxes that are joined by nothing but a comma, "and" or
     "or".
 
     `\boxed{1}, no: \boxed{2} and \boxed{3}` gives `2` and `3`. With `answer_tags` those before the
-    block, if there is one, do not count.
+    block, if there is one, do not count. `named`: with the names that stand before all of them, as
+    `AB = 4` for `AB is \boxed{4}`.
     """
     response = final_part(response)[-ROW_CHARS:]
     if answer_tags:
@@ -98,7 +107,13 @@ def boxes_in_a_row(response: str, answer_tags: bool) -> list[str]:
         if len(between) > MAX_JOINT or not _JOINT.fullmatch(between) or len(row) > MAX_ROW:
             break
         row.append(box)
-    return [response[box.content : box.end].strip(_SPACES) for box in reversed(row)]
+    row.reverse()
+    contents = [response[box.content : box.end].strip(_SPACES) for box in row]
+    names = [_NAME_OF_BOX.search(response, max(0, box.start - MAX_JOINT), box.start) for box in row]
+    if not named or any("=" in content for content in contents) or not all(names):
+        return contents
+    pairs = zip(names, contents, strict=True)
+    return [f"{name[1]} = {content}" for name, content in pairs if name]
 
 
 def last_answer(response: str) -> str | None:

@@ -34,6 +34,7 @@ RULES = {
     "letter": "the letter of the right choice",
     "rounded": "the reference answer rounded to as many places as the answer has (--rounding)",
     "same_parts": "as many parts, and each one is right",
+    "same_ratio": "a ratio with the same quotients, or its quotient",
     "same_part": "one of the parts of the reference answer",
     "same_equation": "the same equation, but for moved terms and a factor that is not 0",
     "same_inequality": "the same inequality, but for moved terms and a positive factor",

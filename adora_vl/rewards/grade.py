@@ -33,6 +33,10 @@ _LABEL = re.compile(
     r"?(.*)",
     re.ASCII,
 )
+# The letter behind its value: `60 (C)` and `60, option C`.
+_LABEL_BEHIND = re.compile(
+    r"(.+?)[,;]? ?(?:(?:[Oo]ption|[Cc]hoice) ?(?:\(([A-Za-z])\)|([A-Za-z]))|\(([A-Z])\))", re.ASCII
+)
 # Reference answers that no honest answer can meet, and what to write in their place. They run on
 # canonical text.
 _COMMA = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
@@ -238,7 +242,10 @@ def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -
     For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer.
     """
     answer = plain(given)
-    row = boxes_in_a_row(response, answer_tags) if reference.kind == "unordered" else []
+    row: list[str] = []
+    if reference.kind == "unordered":
+        named = any(part.label for part in reference.parts)
+        row = boxes_in_a_row(response, answer_tags, named)
     return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
 
 
@@ -279,16 +286,22 @@ def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
     if match:
         return _Named(answer.text, match[1] or match[2])
     match = _LABEL.fullmatch(answer.text) if choices else None
-    if match is None:
+    behind = _LABEL_BEHIND.fullmatch(answer.text) if choices and match is None else None
+    if match is not None:
+        letter = match[1] or match[2] or match[3]
+        beside = match[4]
+    elif behind is not None:
+        letter = behind[2] or behind[3] or behind[4]
+        beside = behind[1]
+    else:
         return None
-    letter = match[1] or match[2] or match[3]
     if _choice(letter.upper(), choices) is None:
         return None
     if letter.islower():
         trees = [plain(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
-    return _Named(answer.text, letter.upper(), match[4])
+    return _Named(answer.text, letter.upper(), beside)
 
 
 def _is_beside(named: _Named, value: Answer) -> bool:

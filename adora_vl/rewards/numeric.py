@@ -123,8 +123,10 @@ def number_of(tree: Tree) -> Ball:
     Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`.
     """
     ball = _of(tree, None)
-    to_do = ball.exact and any(map(_is_left_to_do, nodes(tree)))
-    return Ball(ball.value, ball.error, to_do, _step(tree, ball, None))
+    every = list(nodes(tree))
+    to_do = ball.exact and any(map(_is_left_to_do, every))
+    step = _step(tree, ball, None) if any(map(_is_long_decimal, every)) else None
+    return Ball(ball.value, ball.error, to_do, step)
 
 
 def _is_left_to_do(tree: Tree) -> bool:
@@ -229,9 +231,10 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
     steps = [ball.step for ball in (answer, reference) if ball.step is not None]
     step = steps[0] if len(steps) == 1 else None
     if answer.exact and reference.exact:
+        same = bool(answer.value == reference.value)
+        if same or step is None:
+            return same
         gap = abs(answer.value - reference.value)
-        if gap == 0 or step is None:
-            return bool(gap == 0)
         return bool(gap < abs(step) and gap <= RELATIVE_TOLERANCE * abs(reference.value))
     left = answer.inexact()
     right = reference.inexact()
@@ -239,7 +242,8 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
     distance = Ball(left.value - right.value).size
     error = left.error + right.error
     if distance > error:
-        return step is not None and distance < min(bound, Ball(step).size)
+        # A step is not less than itself, whatever its float is.
+        return step is not None and distance < min(bound, Ball(step).size * (1 - 2.0**-40))
     return True if 1000 * error < bound else None  # where they may be equal, and not only near
 
 
