@@ -95,7 +95,7 @@ def ask(
     fingerprint |= {
         name: getattr(options, name) for name in (*_FINGERPRINT, *benchmark.fingerprint)
     }
-    # Not fields of all runs, since earlier versions have begun some without them.
+    # Fields that only some runs have.
     fingerprint |= {"view": options.view} if options.view != "image" else {}
     fingerprint |= settings.described
     fingerprint |= {"left_out": left_out} if left_out else {}
