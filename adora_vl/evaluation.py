@@ -52,6 +52,7 @@ class EvaluationPlan:
     every: int
     at_start: bool
     prompt: str | None = None
+    delay: float = 0  # optimizer steps before which there is none: eval_delay
 
 
 def take_evaluations(
@@ -74,7 +75,13 @@ def take_evaluations(
         (entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)
     ]
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
-    plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
+    plan = EvaluationPlan(
+        tasks=tasks,
+        every=int(config.eval_steps),
+        at_start=bool(config.eval_on_start),
+        prompt=prompt,
+        delay=config.eval_delay,
+    )
     config.eval_strategy = IntervalStrategy.NO
     config.eval_on_start = False
     return plan
@@ -140,13 +147,13 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
         (
             not path,
             f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, "
-            "geometry3k=DIR",
+            "problems=DIR",
         )
     )
     benchmark = named(name, "adora_eval")
     options = data_options(benchmark, path, prompt)
     try:
-        problems, _ = loaded(benchmark, options)
+        problems = loaded(benchmark, options).problems
     except UserError as error:
         if Path(path).exists():
             raise
@@ -210,7 +217,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             self._evaluate(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.plan.every == 0:
+        if state.global_step % self.plan.every == 0 and state.global_step >= self.plan.delay:
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:

@@ -573,10 +573,11 @@ class AdoraGRPOTrainer(TrainerParts):
         return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the
-        epoch's number.
+        """Stock TRL's sampler draws one epoch's order after the other, from `seed` alone; ours draws
+        each from the epoch's number, and from `data_seed` where it is set.
         """
-        self._row_order = EpochRepeatSampler.like(super()._get_train_sampler(dataset))
+        stock = super()._get_train_sampler(dataset)
+        self._row_order = EpochRepeatSampler.like(stock, seed=self.args.seed_of_rows)
         return self._row_order
 
     def log_figure(self, name: str, value: float) -> None:

@@ -234,6 +234,8 @@ TRAINING = {
     "adora/weight_mean": "weight_mean",
 }
 BLOCK = 5
+# The accuracy of the held-out split in a log; earlier runs have it under the second name.
+HELD_OUT_KEYS = ("eval_problems_accuracy", "eval_geometry3k_accuracy")
 
 
 def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -241,7 +243,8 @@ def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     held_out, steps = [], []
     for line in lines:
         if line["kind"] == "eval":
-            known = {new: round(line[f"eval_geometry3k_{old}"], 4) for old, new in HELD_OUT.items()}
+            prefix = next(key.removesuffix("accuracy") for key in HELD_OUT_KEYS if key in line)
+            known = {new: round(line[f"{prefix}{old}"], 4) for old, new in HELD_OUT.items()}
             held_out.append({"step": line["step"], **known})
     trained = [line for line in lines if line["kind"] == "train"]
     for first in range(0, len(trained), BLOCK):

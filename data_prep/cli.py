@@ -12,12 +12,9 @@ from adora_vl.conversion.pipeline import MAX_WORKERS, usable_cores
 from adora_vl.conversion.quarantine import MAX_SHARE
 from adora_vl.data.dataset import SPLITS
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
-from adora_vl.evals.inference.provenance import (
-    OF_THE_RUN,
-    add_asking,
-    settle_prompts,
-    unusual_prompts,
-)
+from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts, unusual_prompts
+from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
+from adora_vl.evals.options import OF_THE_RUN, add_options, options_from
 from adora_vl.synthetic.generate import LEVELS, MAX_CHOICES
 from adora_vl.synthetic.generated import (
     DEFAULT_SIZE,
@@ -217,7 +214,7 @@ def add_filter(commands: Any) -> None:
         help="the split to filter, default: %(default)s; others are copied",
     )
     add("--model", type=optional(text), metavar="M", help="a model folder, a hub id, or tiny")
-    add_asking(command)
+    add_options(command, SamplingOptions)
     add(
         "--samples",
         type=whole(1, MAX_SAMPLES),
@@ -226,7 +223,7 @@ def add_filter(commands: Any) -> None:
         help="per problem, default: %(default)s",
     )
     what = (
-        "instead of --model: answers that `python -m eval.geometry3k infer --split train "
+        "instead of --model: answers that `python -m eval.problems infer --split train "
         "--samples N` made"
     )
     add("--predictions", type=optional(path), metavar="FILE.jsonl", help=what)
@@ -259,7 +256,7 @@ def _rates(word: str) -> Any:
 
 def _filter(arguments: argparse.Namespace) -> None:
     # the engines of `eval` are imported by this command alone
-    from adora_vl.evals.inference.engines import default_engine, settings_of
+    from adora_vl.evals.inference.engines import settings_of
     from data_prep import filter as filtering
     from data_prep import forecast
 
@@ -286,18 +283,25 @@ def _filter(arguments: argparse.Namespace) -> None:
     predictions = arguments.predictions
     facts: dict[str, Any] = {"predictions": str(predictions)}
     if predictions is None:
-        arguments.engine = arguments.engine or default_engine()
-        settings = settings_of(arguments)
-        settle_prompts(arguments)
-        folder = filtering.samples_folder(arguments.output)
-        asked = {name: getattr(arguments, name) for name in ("samples", "system_prompt", "prompt")}
-        predictions = filtering.sample(arguments.input, arguments.split, folder, settings, **asked)
+        engine = arguments.engine or default_engine()
+        settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
+        given_prompts = {name: getattr(arguments, name) for name in PROMPTS}
+        prompts = settled_prompts(arguments.model, given_prompts)
+        predictions = filtering.sample(
+            arguments.input,
+            arguments.split,
+            filtering.samples_folder(arguments.output),
+            settings,
+            samples=arguments.samples,
+            system_prompt=prompts["system_prompt"],
+            prompt=prompts["prompt"],
+        )
         facts = {
             "model": settings.model,
             "samples": arguments.samples,
             "temperature": settings.temperature,
         }
-        facts |= unusual_prompts(arguments)
+        facts |= unusual_prompts(prompts)
     given = {name: getattr(arguments, name) for name in ("split", "rounding", "overwrite")}
     places = (arguments.input, arguments.output, predictions)
     keep = filtering.Keep(*arguments.keep)

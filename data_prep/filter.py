@@ -6,7 +6,6 @@ is the cheap version that it compares with, the pass rate of plain samples. The 
 """
 
 import json
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,8 @@ from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
 from adora_vl.evals.inference.provenance import FILE_NAME, read
 from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings
 from adora_vl.evals.inference.runner import infer
-from adora_vl.evals.prepared import load
+from adora_vl.evals.options import DataOptions
+from adora_vl.evals.prepared import GraderOptions, load
 from adora_vl.evals.records import Prediction
 from adora_vl.evals.scoring.score import graded_rows
 from adora_vl.models.load import model_hash
@@ -72,7 +72,7 @@ def tallies(
 ) -> dict[str, Tally]:
     """The right answers and all answers of each problem by its id, graded as in training."""
     benchmark = named("geometry3k")
-    options = Namespace(rounding=rounding, answer_tags=answer_tags)
+    options = GraderOptions(rounding=rounding, answer_tags=answer_tags)
     right: Counter[str] = Counter()
     answers: Counter[str] = Counter()
     _, graded = graded_rows(benchmark, rows, options)
@@ -111,16 +111,15 @@ def sample(
     `folder` has answers that were made with another model, other data or other settings, and for a
     template that does not fit the data.
     """
-    options = Namespace(data=str(data), split=split, prompt=prompt)
-    asked, hashed = load(options)
+    asked = load(DataOptions(data=str(data), split=split), prompt)
     fingerprint = {
         "benchmark": "filter",
         "model": settings.model,
         "model_hash": model_hash(settings.model, settings.revision),
-        "data_hash": hashed,
+        "data_hash": asked.data_hash,
         "split": split,
         "system_prompt": system_prompt,
-        "prompt": options.prompt,
+        "prompt": None if "prompt" in asked.unused_options else prompt,
     }
     names = (
         "engine",
@@ -134,7 +133,7 @@ def sample(
     )
     fingerprint |= {name: getattr(settings, name) for name in names} | settings.described
     infer(
-        asked,
+        asked.problems,
         folder,
         settings,
         fingerprint,

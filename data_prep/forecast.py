@@ -6,7 +6,6 @@ can say: see docs/experiments.md for tasks where the outcome is known.
 
 import json
 import math
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.evals.benchmark import named
 from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
+from adora_vl.evals.prepared import GraderOptions
 from adora_vl.evals.scoring.score import graded_rows
 from adora_vl.evals.scoring.statistics import paired_t, wilson
 from adora_vl.utils.errors import UserError, in_one_line, refuse
@@ -193,7 +193,7 @@ def sampled(predictions: Path) -> Groups:
     Raises `UserError` where their lengths are not known.
     """
     benchmark = named("geometry3k")
-    options = Namespace(rounding=False, answer_tags=asked_for_tags(predictions))
+    options = GraderOptions(answer_tags=asked_for_tags(predictions))
     rows = defaultdict(list)
     for row in read_predictions(predictions):
         rows[row["pid"]].append(row)

@@ -5,27 +5,18 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from adora_vl.evals.asking import ask, check_options, check_output, questions
-from adora_vl.evals.inference.engines import default_engine, tool_options_of
+from adora_vl.evals.asking import AskOptions, ask, check_options, check_output, questions
+from adora_vl.evals.inference.engines import tool_options_of
 from adora_vl.evals.inference.predictions import PREDICTIONS
-from adora_vl.evals.inference.provenance import add_asking, settle_prompts
-from adora_vl.evals.inference.requests import ENGINES
+from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts
 from adora_vl.evals.inference.runner import ranks
-from adora_vl.evals.inference.views import VIEWS
+from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
-from adora_vl.evals.scoring.files import score_defaults, write_score
-from adora_vl.utils.cli import (
-    Parser,
-    exit_code_of,
-    number,
-    optional,
-    path,
-    read_mapping,
-    text,
-    whole,
-)
+from adora_vl.evals.scoring.files import write_score
+from adora_vl.utils.cli import Parser, exit_code_of, optional, path, read_mapping, text
 from adora_vl.utils.errors import UserError, did_you_mean, refuse
 from adora_vl.utils.own_files import look_beside
 
@@ -35,11 +26,23 @@ _NEEDED = {
     "score": ("predictions", "output"),
     "run": ("model", "data", "output"),
 }
-MAX_SAMPLES = 1024
 
 
-def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
-    """The options of a benchmark's command: the command line goes over the `--config` file.
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """A command that was read: its verb, and what the verb is told."""
+
+    verb: str
+    ask: AskOptions | None = None
+    """What `infer` and `run` are told."""
+    score: ScoreOptions | None = None
+    """What `score` and `run` are told: an instance of the benchmark's own `score_options`."""
+    predictions: Path | None = None
+    """The file that `score` scores; `run` scores what it has asked."""
+
+
+def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
+    """Read a benchmark's command: the command line goes over the `--config` file.
 
     Raises `UserError`.
     """
@@ -51,21 +54,29 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Namespace:
         look_beside(config)
         # The options of the file come first, because argparse keeps the last of two equal options.
         # `infer` ignores options for the score, so that one file serves `infer` and `run`.
-        unused = set(vars(score_defaults(benchmark))) if options.verb == "infer" else set()
+        unused = set(option_names(benchmark.score_options)) if options.verb == "infer" else set()
         options = parser.parse_args(
             [options.verb, *_file_options(config, options, unused), *words[1:]]
         )
     if getattr(options, "tool_options", None) is not None:
-        options.tool_options = tool_options_of(options)
+        options.tool_options = tool_options_of(options.tools, options.tool_options)
     for name in _NEEDED[options.verb]:
-        refuse(
-            (
-                getattr(options, name) is None,
-                f"--{name} is missing; see {parser.prog} {options.verb} --help",
-            )
+        if getattr(options, name) is None:
+            raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
+    if options.verb == "score":
+        return Command(
+            verb=options.verb,
+            score=options_from(benchmark.score_options, options),
+            predictions=options.predictions,
         )
-    settle_prompts(options)
-    return options
+    prompts = {name: value for name, value in vars(options).items() if name in PROMPTS}
+    vars(options).update(settled_prompts(options.model, prompts))
+    data = options_from(benchmark.data_options, options)
+    return Command(
+        verb=options.verb,
+        ask=options_from(AskOptions, options, data=data),
+        score=options_from(benchmark.score_options, options) if options.verb == "run" else None,
+    )
 
 
 def build_parser(benchmark: Benchmark) -> Parser:
@@ -79,97 +90,27 @@ def build_parser(benchmark: Benchmark) -> Parser:
             sub.add_argument("--predictions", type=optional(path), metavar="FILE.jsonl")
             where = "a folder for score.json, or a file whose name ends in .json"
         else:
-            _add_inference(sub, benchmark.split)
+            _add_inference(sub, benchmark)
             sub.add_argument(
                 "--config",
                 type=optional(path),
                 metavar="FILE.yaml",
                 help="these options, with _ for -",
             )
-            if benchmark.add_data_options:
-                benchmark.add_data_options(sub)
             where = "a folder; a run that is there is resumed"
         sub.add_argument("--output", type=optional(path), help=where)
-        if verb != "infer" and benchmark.add_score_options:
-            benchmark.add_score_options(sub)
+        if verb != "infer":
+            add_options(sub, benchmark.score_options)
     return parser
 
 
-def _add_inference(parser: argparse.ArgumentParser, split: str) -> None:
-    """The options of `infer` and `run`. `split`: the default split of the benchmark."""
-    add = parser.add_argument
-    add(
-        "--model",
-        type=optional(text),
-        help="a model folder, a hub id, or tiny; with openai its name there",
-    )
-    add_asking(parser)
-    add("--data", type=optional(text), help="a folder or file, or a hub id")
-    add("--split", type=text, default=split, help=f"default {split}")
-    add(
-        "--engine",
-        choices=ENGINES,
-        default=default_engine(),
-        help="default: vllm where it is installed",
-    )
-    add(
-        "--base-url",
-        type=optional(text),
-        metavar="URL",
-        help="of the server for openai; --model is its name there",
-    )
-    add(
-        "--concurrency",
-        type=whole(1, 1024),
-        default=16,
-        metavar="N",
-        help="calls at once, with openai; default 16",
-    )
-    add(
-        "--timeout",
-        type=number(0.001, 86400),
-        default=600.0,
-        metavar="SECONDS",
-        help="of a call; default 600",
-    )
-    add("--limit", type=optional(whole(1)), metavar="N", help="use only the first N problems")
-    add(
-        "--temperature",
-        type=number(0.01, 100, also=0.0),
-        default=0.0,
-        help="0: greedy, the default",
-    )
-    add(
-        "--samples",
-        type=whole(1, MAX_SAMPLES),
-        default=1,
-        metavar="K",
-        help="answers per problem, for avg@k, pass@k",
-    )
-    what = "; ".join(f"{name}: {shown}" for name, shown in VIEWS.items())
-    add(
-        "--view",
-        choices=VIEWS,
-        default="image",
-        help=f"{what}; eval.compare lays them side by side",
-    )
-    what = (
-        "what the model may call between its turns, as in training: zoom, line, ... or "
-        "FILE.py:FUNCTION"
-    )
-    add("--tools", nargs="*", type=text, default=[], metavar="TOOL", help=what)
-    add(
-        "--max-tool-calling-iterations",
-        type=whole(1),
-        default=3,
-        metavar="N",
-        help="turns answered; default 3",
-    )
-    what = (
-        "as adora_tool_options, such as '{images: 4}'; --max-tokens bounds a conversation with "
-        "what tools say"
-    )
-    add("--tool-options", type=optional(text), metavar="MAPPING", help=what)
+def _add_inference(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
+    """The options of `infer` and `run`."""
+    split = benchmark.split
+    parser.add_argument("--data", type=optional(text), help="a folder or file, or a hub id")
+    parser.add_argument("--split", type=text, default=split, help=f"default {split}")
+    add_options(parser, AskOptions)
+    add_options(parser, benchmark.data_options)
 
 
 def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]:
@@ -215,17 +156,23 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
     Returns the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
     """
 
-    def command() -> None:
-        options = parse(argv, benchmark)
-        if options.verb == "score":
-            write_score(benchmark, options.predictions, options)
+    def run() -> None:
+        command = parse(argv, benchmark)
+        if command.predictions is not None and command.score is not None:
+            write_score(benchmark, command.predictions, command.score)
             return
-        check_output(options.output)
+        assert command.ask is not None
+        check_output(command.ask.output)
         processes = ranks()
-        ask(benchmark, options, check_options(options), questions(benchmark, options), processes)
-        if options.verb == "run" and processes.rank == 0:
-            write_score(benchmark, options.output / PREDICTIONS, options)
+        settings = check_options(command.ask)
+        ask(
+            benchmark=benchmark,
+            options=command.ask,
+            settings=settings,
+            asked=questions(benchmark, command.ask),
+            processes=processes,
+        )
+        if command.score is not None and processes.rank == 0:
+            write_score(benchmark, command.ask.output / PREDICTIONS, command.score)
 
-    return exit_code_of(
-        command, "what was answered is kept, and the same command goes on from there"
-    )
+    return exit_code_of(run, "what was answered is kept, and the same command goes on from there")

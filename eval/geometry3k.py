@@ -1,88 +1,14 @@
 """`python -m eval.geometry3k`: Geometry3K, graded as in training."""
 
-from __future__ import annotations
-
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import NAMES_OF_CHOICES
-    from adora_vl.evals.inference.provenance import OF_THE_RUN
-    from adora_vl.evals.prepared import answer_form, load
-    from adora_vl.evals.records import (
-        Benchmark,
-        Graded,
-        OwnFigures,
-        Prediction,
-        Published,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.score import metadata_groups
-    from adora_vl.rewards import grade as graded_as_in_training
-    from adora_vl.utils.cli import amount, optional, text
-
-_METADATA_GROUPS = ("goal", "shapes", "family")  # of `meta`; `family`: of a drawn problem
-
-
-def grade(row: Prediction, options: Namespace) -> RowGrade:
-    """The verdict on a row.
-
-    `options.rounding`: also accept a decimal that is the reference answer rounded.
-    `options.answer_tags`: also accept an answer in `<answer> </answer>` without a box.
-    """
-    rules = {"rounding": options.rounding, "answer_tags": options.answer_tags}
-    found = graded_as_in_training(
-        row["response"], row["answer"], choices=row.get("choices"), **rules
-    )
-    return RowGrade(found.verdict, found.extracted, found.reason, _groups(row))
-
-
-def _rules(options: Namespace) -> dict[str, Any]:
-    return {"rounding": options.rounding, **({"answer_tags": True} if options.answer_tags else {})}
-
-
-def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
-) -> OwnFigures:
-    """The number of reference answers that the grader cannot read, and the rules in words."""
-    unusable = sum(item.grade.reason.startswith("gold_") for item in graded)
-    warning = (
-        f"{amount(unusable, 'gold')} cannot be graded against; see the items with a gold_ reason"
-    )
-    by = "rounded decimals accepted" if options.rounding else "exact answers"
-    by += ", in <answer> tags too" if options.answer_tags else ""
-    return OwnFigures(
-        notes={"unusable_golds": unusable}, warnings=[warning] if unusable else [], by=by
-    )
-
-
-def _groups(row: Prediction) -> dict[str, list[str]]:
-    """The groups of a row: goal, shapes, family and kind, and form of the answer."""
-    metadata = row.get("metadata") or {}
-    groups = metadata_groups(row, _METADATA_GROUPS)
-    if metadata.get("kind"):
-        groups["kind"] = [f"{metadata.get('family')}, {metadata['kind']}"]  # `crossing, vertical`
-    return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--rounding", action=BooleanOptionalAction, default=False, help="accept rounded decimals"
-    )
-
-
-def _data_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompt",
-        type=optional(text),
-        default=OF_THE_RUN,
-        metavar="TEMPLATE",
-        help="the problem's text from its columns, or none for the problem alone; default: that "
-        "of the model's own training, else with the choices listed",
-    )
+    from adora_vl.evals.prepared_benchmark import prepared_benchmark
+    from adora_vl.evals.records import Published
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
@@ -97,6 +23,22 @@ def _caution(score: Mapping[str, Any]) -> str | None:
     )
 
 
+_TEST_PROBLEMS = 601  # of Geometry3K's test split
+_LEAST = 0.95  # of them, since preparing it may leave out some whose answers nobody can meet
+
+
+def _is_the_test_split(score: Mapping[str, Any]) -> bool:
+    """Whether a score is of the whole test split of Geometry3K, with its own pictures."""
+    data_set = score.get("data_set") or {}
+    view = ((score.get("fingerprint") or {}).get("fields") or {}).get("view", "image")
+    return (
+        data_set.get("sources") == ["geometry3k"]
+        and data_set.get("splits") == ["test"]
+        and data_set.get("problems", 0) >= _LEAST * _TEST_PROBLEMS
+        and view == "image"
+    )
+
+
 _PUBLISHED = Published(
     "EasyR1's reports, Geometry3K test",
     {
@@ -108,19 +50,9 @@ _PUBLISHED = Published(
         "3B GRPO": {"all": 38.0},
     },
     _caution,
+    _is_the_test_split,
 )
-BENCHMARK = Benchmark(
-    "geometry3k",
-    "test",
-    load,
-    grade,
-    _rules,
-    _score_options,
-    _data_options,
-    fingerprint=("prompt",),
-    summary=_summary,
-    published=_PUBLISHED,
-)
+BENCHMARK = prepared_benchmark("geometry3k", published=_PUBLISHED)
 if __name__ == "__main__":
     with imports():
         from eval.command import main

@@ -3,17 +3,18 @@ and loose.
 """
 
 import re
-from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.evals.inference.dataset import add_revision_option, load_problems
+    from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import TEXT, matching, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
     from adora_vl.evals.scoring.score import (
@@ -65,7 +66,16 @@ def official_letter(response: str) -> str | None:
     return tail[0] if tail and tail[0] in "ABCDEFGH" else None
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+@dataclass(frozen=True, kw_only=True)
+class WeMathScoreOptions(ScoreOptions):
+    """Which letter counts."""
+
+    rules: Literal["official", "letter"] = option(
+        "letter", help="official is made for answers in the official form", choices=RULE_SETS
+    )
+
+
+def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
     """The verdict on a row by `options.rules`, by its number of steps, and for one step by its
     concept.
     """
@@ -107,7 +117,7 @@ _DEFINITION = (
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
 ) -> OwnFigures:
     answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
     for row, item in zip(rows, graded, strict=True):
@@ -157,26 +167,16 @@ load = partial(
 )
 
 
-def _score_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--rules",
-        choices=RULE_SETS,
-        default="letter",
-        help="official is made for answers in the official form",
-    )
-
-
 BENCHMARK = Benchmark(
-    "wemath",
-    "testmini",
-    load,
-    grade,
-    rule_set,
-    _score_options,
-    add_revision_option,
-    check,
-    ("data_revision",),
+    name="wemath",
+    split="testmini",
+    load=load,
+    grade=grade,
+    rules=rule_set,
+    score_options=WeMathScoreOptions,
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
     id_column="question number",
     summary=_summary,
 )

@@ -18,6 +18,7 @@ from accelerate.utils import gather_object
 
 from adora_vl.data.dataset import data_hash
 from adora_vl.models.load import model_hash
+from adora_vl.rewards.judge import without_address
 from adora_vl.utils.cli import dotted, plain, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears
@@ -111,6 +112,9 @@ def fingerprint(
     for each in settings:
         for field in dataclasses.fields(each):
             values |= dotted(field.name, masked(plain(getattr(each, field.name))))
+    rewards = values.get("adora_reward")
+    if isinstance(rewards, list):
+        values["adora_reward"] = [without_address(entry) for entry in rewards]
     constant = spelled(values.get("lr_scheduler_type")) == "constant"
     extended = any(key.startswith("adora_extensions.") for key in values)
     free = _FREE_KEYS | (_LENGTH_KEYS if constant and not extended else set())

@@ -102,7 +102,7 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
         (
             not config.use_vllm,
             "eval_strategy: steps needs use_vllm: true; else set it to no and evaluate checkpoints "
-            "with `python -m eval.geometry3k`",
+            "with `python -m eval.problems`",
         ),
         (
             not steps or steps != int(steps),  # null: logging_steps

@@ -210,7 +210,8 @@ class AdoraKeys:
         list,
         "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with "
         "geometry3k, mathvista, mathvision, mmstar, wemath, mathverse, mmmu_pro, logicvista, "
-        "dynamath, knights or FILE.py:NAME. Default: the held-out split of dataset_name.",
+        "dynamath, knights, problems (any prepared folder) or FILE.py:NAME. Default: the held-out "
+        "split of dataset_name.",
     )
     adora_eval_limit: Annotated[int, Field(ge=1)] | None = key(
         None, "Evaluate on the first so many problems of each; null: all."

@@ -112,6 +112,12 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
     __str__ = __repr__
 
     @property
+    def seed_of_rows(self) -> int:
+        """By which rows are shuffled and mixed: `data_seed`, or else `seed`."""
+        seed = self.seed if self.data_seed is None else self.data_seed
+        return int(seed)
+
+    @property
     def truncated_at(self) -> int | None:
         """Tokens from which on a completion counts as truncated; None: where nothing has ended it."""
         at = self.adora_truncated

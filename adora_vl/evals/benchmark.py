@@ -5,15 +5,14 @@ of the user's own.
 """
 
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from adora_vl.evals.records import Benchmark, Problem
-from adora_vl.utils.cli import Parser
+from adora_vl.evals.options import DataOptions
+from adora_vl.evals.records import Benchmark, LoadedProblems
 from adora_vl.utils.errors import UserError, did_you_mean, refuse
 from adora_vl.utils.own_files import from_file, is_own
 
@@ -28,13 +27,13 @@ NAMES = (
     "logicvista",
     "dynamath",
     "knights",
+    "problems",
 )
 # A checkout and an installed wheel both have the folder beside the package.
 _FOLDER = Path(__file__).resolve().parents[2] / "eval"
 _PACKAGE = "adora_vl_benchmarks"  # the name in `sys.modules`; no file has it
-_OF_SOURCES = {
-    "knights": "knights"
-}  # the source in the manifest of a prepared data set, where not Geometry3K's grader
+# By the beginning of the source in the manifest of a prepared data set; any other is `problems`.
+_OF_SOURCES = {"knights": "knights", "geometry3k": "geometry3k"}
 
 
 def named(name: str, key: str = "benchmark", others: Sequence[str] = ()) -> Benchmark:
@@ -76,7 +75,7 @@ def shipped(name: str) -> Benchmark:
     return benchmark
 
 
-def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str]:
+def loaded(benchmark: Benchmark, options: DataOptions) -> LoadedProblems:
     """The problems of a benchmark, a user's own too, and a hash of their data.
 
     Raises `UserError` where two have the same id, by which answers are found, or where a text
@@ -86,9 +85,9 @@ def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str
         unaskable,
     )  # in here: pyarrow takes long, and Ctrl-C then ends with a line
 
-    problems, data_hash = benchmark.load(options)
+    everything = LoadedProblems(*benchmark.load(options))  # of a user's own it may be a plain tuple
     seen: set[str] = set()
-    for problem in problems:
+    for problem in everything.problems:
         refuse(
             (
                 problem.pid in seen,
@@ -98,23 +97,16 @@ def loaded(benchmark: Benchmark, options: Namespace) -> tuple[list[Problem], str
         if fault := unaskable(problem.prompt, has_image=problem.n_images > 0):
             raise UserError(f"data: the problem {problem.pid!r} {fault}")
         seen.add(problem.pid)
-    return problems, data_hash
+    return everything
 
 
-def data_options(benchmark: Benchmark, data: str, prompt: str | None) -> Namespace:
+def data_options(benchmark: Benchmark, data: str, prompt: str | None) -> DataOptions:
     """The options with which a benchmark loads `data`, its own ones at their defaults.
 
     `prompt`: the template of what is asked, for a benchmark that has one.
     """
-    parser = Parser()
-    if benchmark.add_data_options:
-        benchmark.add_data_options(parser)
-    options = parser.parse_args([])
-    options.data = data
-    options.split = benchmark.split
-    if "prompt" in benchmark.fingerprint:
-        options.prompt = prompt
-    return options
+    own = {"prompt": prompt} if "prompt" in benchmark.fingerprint else {}
+    return benchmark.data_options(data=data, split=benchmark.split, **own)
 
 
 def for_data(folder: Path) -> str:
@@ -124,4 +116,5 @@ def for_data(folder: Path) -> str:
     from adora_vl.data.dataset import read_manifest
 
     manifest = read_manifest(folder)
-    return _OF_SOURCES.get(manifest["source"], "geometry3k") if manifest else "geometry3k"
+    source = str(manifest["source"]).partition("/")[0] if manifest else ""
+    return _OF_SOURCES.get(source, "problems")

@@ -25,7 +25,7 @@ from adora_vl.evals.scoring.score import (
     share_of_the_data,
 )
 from adora_vl.evals.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
-from adora_vl.evals.scoring.table import percent
+from adora_vl.evals.scoring.table import name_of_data, percent
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, refuse
 
@@ -102,10 +102,16 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
 def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
     first = runs[0]
     name = runs[0].score["benchmark"]
-    other = next((run for run in runs if run.score["benchmark"] != name), None)
+    other = next((run for run in runs if _grader(run) != _grader(first)), None)
     if other is not None:
         of = f"is of {other.score['benchmark']} and {first.name!r} of {name}"
         raise UserError(f"run: {other.name!r} {of}; compare runs of one benchmark")
+
+
+def _grader(run: ScoreFile) -> str:
+    """Whose rules a score is by: `geometry3k` and `problems` are two names of one benchmark."""
+    name = str(run.score["benchmark"])
+    return "geometry3k" if name == "problems" else name
 
 
 @dataclass(frozen=True)
@@ -370,11 +376,14 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
     """
     check_one_benchmark(runs)
     benchmark = runs[0].score["benchmark"]
-    quoted = named(benchmark).published if published and benchmark in NAMES else None
+    quoted = _published(runs) if published else None
     rows = quoted.rows if quoted else {}
     width = max(map(len, [*(run.name for run in runs), *(f"{name} (quoted)" for name in rows)]))
     columns = list(dict.fromkeys(name for run in runs for name in run.cells))
-    lines = [f"{benchmark}: accuracy in %, [95 % interval], problems", _line("", width, columns)]
+    lines = [
+        f"{name_of_data(runs[0].score)}: accuracy in %, [95 % interval], problems",
+        _line("", width, columns),
+    ]
     lines += [
         _line(run.name, width, [_cell(run.cells.get(name)) for name in columns]) for run in runs
     ]
@@ -390,6 +399,23 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
         lines += ["", *(line for other in runs[1:] for line in _test(runs[0], other))]
         lines += [line for views in found for line in sees_or_reasons(views)]
     return lines + _notes(runs, quoted)
+
+
+def _published(runs: Sequence[ScoreFile]) -> Published | None:
+    """The published rows to show beside these scores: none beside other problems than they are of,
+    or beside a part of them.
+    """
+    names = {str(run.score["benchmark"]) for run in runs}
+    benchmark = names.pop()
+    if names or benchmark not in NAMES:
+        return None
+    published = named(benchmark).published
+    if published is None or any(share_of_the_data(run.score) for run in runs):
+        return None
+    applies = published.applies
+    if applies is not None and not all(applies(run.score) for run in runs):
+        return None
+    return published
 
 
 def _line(name: str, width: int, cells: Sequence[str]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from argparse import Namespace
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,8 @@ from adora_vl.data.rows import (
 )
 from adora_vl.evals.inference.dataset import pictured
 from adora_vl.evals.inference.predictions import refuse_rows
-from adora_vl.evals.records import Problem
+from adora_vl.evals.options import DataOptions, ScoreOptions, option
+from adora_vl.evals.records import LoadedProblems, Problem
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -34,6 +35,13 @@ _FORMS = (
     ("integer", re.compile(r"^-?\d+$")),
     ("decimal", re.compile(r"^-?\d*\.\d+$")),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraderOptions(ScoreOptions):
+    """Which answers the grader of the training accepts in an evaluation."""
+
+    rounding: bool = option(False, help="accept rounded decimals", action=BooleanOptionalAction)
 
 
 def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
@@ -54,38 +62,42 @@ _TRAINING_TEXTS = (
 )  # of `meta`; what the warm start of the tiny model learns from
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
+def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
     """The problems of a split of a prepared dataset folder, and a hash of it.
 
-    A template that changes no problem becomes None in the options: the same questions have the same
-    fingerprint. Raises `UserError` with a line for each row that cannot be asked about.
+    Args:
+        options: The folder and its split.
+        prompt: The template of what is asked; None asks the problem alone, and a template that
+            changes no problem is named among the unused options.
+
+    Raises `UserError` with a line for each row that cannot be asked about.
     """
-    held = data_hash(
-        Path(options.data), options.split
-    )  # before the rows are read: a later change is another hash
+    # The hash is of the data before its rows are read: a later change gives another one.
+    held = data_hash(Path(options.data), options.split)
     dataset = load_split(options.data, options.split)
-    made = template(options.prompt) if getattr(options, "prompt", None) else None
-    if made is not None:
-        made.check_columns(dataset.column_names, f"{options.data!r} split {options.split!r}")
+    asked_as = template(prompt) if prompt else None
+    if asked_as is not None:
+        asked_as.check_columns(dataset.column_names, f"{options.data!r} split {options.split!r}")
     where = f"data: {options.data}, split {options.split!r},"
     table = dataset.with_format("arrow")[:]
-    if made is not None and made.asks_the_problem_alone(with_choices=has_choices(table)):
-        made = options.prompt = None
-    rows = enumerate(rows_without_pixels(table))
-    wrong = [
-        (row.get("id") or f"number {index}", fault)
-        for index, row in rows
-        if (fault := problem_with_row(row))
-    ]
-    refuse_rows(where, [f"row {name}: {fault}" for name, fault in wrong])
-    asked = problems(dataset, made)
-    faults = (
-        (one.pid, problem_with_prompt(one.prompt, one.n_images))
-        for one in asked
-        if made is not None
-    )
-    refuse_rows(where, [f"row {pid}: {fault}" for pid, fault in faults if fault])
-    return asked, held
+    unused: tuple[str, ...] = ()
+    if asked_as and asked_as.asks_the_problem_alone(with_choices=has_choices(table)):
+        asked_as = None
+        unused = ("prompt",)
+    faults = []
+    for index, row in enumerate(rows_without_pixels(table)):
+        fault = problem_with_row(row)
+        if fault:
+            faults.append(f"row {row.get('id') or f'number {index}'}: {fault}")
+    refuse_rows(where, faults)
+    asked = problems(dataset, asked_as)
+    if asked_as is not None:
+        for problem in asked:
+            fault = problem_with_prompt(problem.prompt, problem.n_images)
+            if fault:
+                faults.append(f"row {problem.pid}: {fault}")
+        refuse_rows(where, faults)
+    return LoadedProblems(asked, held, unused)
 
 
 def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:

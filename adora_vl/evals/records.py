@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict
 
-if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+from adora_vl.evals.options import DataOptions, ScoreOptions
 
+if TYPE_CHECKING:
     from PIL import Image
 
 Prediction = dict[str, Any]  # a row of `predictions.jsonl`
@@ -120,41 +120,61 @@ class Published:
 
     source: str
     rows: Mapping[str, Mapping[str, float]]
-    caution: Callable[[Mapping[str, Any]], str | None] | None = (
-        None  # why a score of ours is not comparable, or None
-    )
+    # Why a score of ours is not comparable with them, in words that are shown beside them, or None.
+    caution: Callable[[Mapping[str, Any]], str | None] | None = None
+    # Whether a score is of the problems that they are of; None: the benchmark's name says it.
+    applies: Callable[[Mapping[str, Any]], bool] | None = None
 
 
-@dataclass(frozen=True)
+class LoadedProblems(NamedTuple):
+    """The problems of a benchmark, and what its data are known by."""
+
+    problems: list[Problem]
+    data_hash: str
+    unused_options: Sequence[str] = ()
+    """Options that changed nothing, such as a template that asks the problem as it is. In the
+    fingerprint they are None, since the same questions have the same fingerprint."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """One benchmark. A namespace is that of the command line."""
+    """One benchmark: its problems, its rules, and what it adds to a score.
+
+    The functions get an instance of the benchmark's own `data_options` or `score_options`.
+    """
 
     name: str
+    """The name in commands, score files and logs."""
     split: str
-    # The problems, and a hash of their data.
-    load: Callable[[Namespace], tuple[list[Problem], str]]
-    # Whether the answer in a row is right, and the groups that it counts for; one without a
-    # readable image has failed.
-    grade: Callable[[Prediction, Namespace], RowGrade]
-    # By which rules an answer is right; two scores by different rules are not comparable.
-    rules: Callable[[Namespace], dict[str, Any]]
-    add_score_options: Callable[[ArgumentParser], None] | None = None  # of its own, for `score`
-    add_data_options: Callable[[ArgumentParser], None] | None = None  # and for `infer`
-    check: Callable[[Prediction], str | None] | None = (
-        None  # what is wrong with a predictions row, or None
-    )
-    fingerprint: tuple[str, ...] = ()  # names of its own options on which an answer depends
-    id_column: str = "pid"  # of the data, with the id of a row, which is `pid` in a predictions row
-    # The rows as `grade` gets them, for work that is done on all of them at once.
-    prepare: Callable[[Sequence[Prediction], Namespace], Sequence[Prediction]] | None = None
-    # Figures of its own.
-    summary: Callable[[Sequence[Prediction], Sequence[Graded], Namespace], OwnFigures] | None = None
-    # What the score file says about an answer, in place of verdict, extracted answer and reason.
+    """The split of the data that is asked by default."""
+    load: Callable[[Any], LoadedProblems]
+    """Loads the problems that the data options name."""
+    grade: Callable[[Prediction, Any], RowGrade]
+    """Says by the score options whether the answer in a row is right, and in which groups it
+    counts. A row whose problem was never asked has failed, whatever this says."""
+    rules: Callable[[Any], dict[str, Any]]
+    """The rules by which an answer is right. Scores by different rules are not comparable."""
+    score_options: type[ScoreOptions] = ScoreOptions
+    """The options of `score`, a dataclass whose fields all have defaults."""
+    data_options: type[DataOptions] = DataOptions
+    """The options that say which problems are asked."""
+    check: Callable[[Prediction], str | None] | None = None
+    """Says what is wrong with a predictions row; None where nothing is."""
+    fingerprint: tuple[str, ...] = ()
+    """The names of those data options on which an answer depends."""
+    id_column: str = "pid"
+    """The column of the data with the id of a row, which is `pid` in a predictions row."""
+    prepare: Callable[[Sequence[Prediction], Any], Sequence[Prediction]] | None = None
+    """Makes the rows that `grade` gets, for work that is done on all of them at once."""
+    summary: Callable[[Sequence[Prediction], Sequence[Graded], Any], OwnFigures] | None = None
+    """Computes figures of the benchmark's own."""
     item: Callable[[Prediction, Graded], dict[str, Any]] | None = None
-    published: Published | None = None  # figures of others to compare with
-    file: str | None = (
-        None  # the hash of the user's own file that it stands in, which `named` fills in
-    )
+    """What the score file says about an answer, in place of verdict, extracted answer and
+    reason."""
+    published: Published | None = None
+    """Figures of others to compare with."""
+    file: str | None = None
+    """The hash of the user's own file in which the benchmark stands; `named` fills it in."""
 
 
 class Scored(NamedTuple):

@@ -31,10 +31,7 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.shapes import dot
 
-_FIXED, _FULFILLED = (
-    1e-7,
-    1e-6,
-)  # largest errors of a goal that is fixed, and of equations that are fulfilled
+_FIXED, _FULFILLED = 1e-7, 1e-6  # largest errors of a goal that is fixed, and of equations that are fulfilled
 _NO_PLACE = 1e-9
 
 
@@ -68,17 +65,12 @@ class Chase:
         self.equations: list[_Sum] = []
         self._rows = [set(row) for row in reading.drawing.rows]
         self._lines = _lines_of(reading.drawing.rows)
-        self._ways: dict[
-            str, complex
-        ] = {}  # of each line, the way from one point to another in the picture
+        self._ways: dict[str, complex] = {}  # of each line, the way from one point to another in the picture
         equal_lengths: dict[Quantity, list[Distance]] = {}
         for relation in reading.relations:
             self._add(relation)
             if isinstance(relation, Equal):
-                for side, length in (
-                    (relation.left, relation.right),
-                    (relation.right, relation.left),
-                ):
+                for side, length in ((relation.left, relation.right), (relation.right, relation.left)):
                     if isinstance(side, Distance):
                         equal_lengths.setdefault(length, []).append(side)
         for length, sides in equal_lengths.items():
@@ -128,9 +120,7 @@ class Chase:
         pair = frozenset((start, end))
         line = self._lines.setdefault(pair, " ".join(sorted(pair)))
         reference = self._ways.setdefault(line, way)
-        return _Sum(
-            constant=0.0 if dot(reference, way) >= 0 else 180.0, factors={f"line {line}": 1.0}
-        )
+        return _Sum(constant=0.0 if dot(reference, way) >= 0 else 180.0, factors={f"line {line}": 1.0})
 
     def _seen(self, directions: _Sum) -> float:
         """What a sum of directions comes to in the picture."""
@@ -193,9 +183,7 @@ class Chase:
                 left = self._linear(relation.left)
                 self.equations.append(left.plus(self._linear(relation.right), -1.0))
             elif isinstance(relation, Parallel | Perpendicular):
-                difference = self._direction(relation.c, relation.d).plus(
-                    self._direction(relation.a, relation.b), -1.0
-                )
+                difference = self._direction(relation.c, relation.d).plus(self._direction(relation.a, relation.b), -1.0)
                 apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
                 apart += 180.0 * round((self._seen(difference) - apart) / 180)
                 self.equations.append(difference.plus(_Sum(constant=-apart)))

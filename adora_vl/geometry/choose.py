@@ -35,9 +35,7 @@ class Outcome:
     doubled: bool = False
 
 
-def outcome(
-    problem: Problem, budget: Budget, *, starts: int | None = None, rounded: bool = False
-) -> Outcome:
+def outcome(problem: Problem, budget: Budget, *, starts: int | None = None, rounded: bool = False) -> Outcome:
     """Solve a problem. `rounded`: facts may be off by as much as a book rounds them."""
     loose = _ROUNDED if rounded else TIGHT
     solutions = problem.solutions(budget, starts, loose)
@@ -45,9 +43,7 @@ def outcome(
         return Outcome(status="conflict")
     if rounded:
         least_residual = min(solution.residual for solution in solutions)
-        solutions = [
-            solution for solution in solutions if solution.residual < 1.3 * least_residual + 1e-9
-        ]
+        solutions = [solution for solution in solutions if solution.residual < 1.3 * least_residual + 1e-9]
     sound = [solution for solution in solutions if not is_collapsed(solution)]
     if not sound:
         best = min(solutions, key=_unlikeness)
@@ -77,11 +73,7 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
 
     Of a positive and a negative answer the positive one is meant, and what is free says nothing.
     """
-    if (
-        is_same(solution.value, best.value, share)
-        or is_free(solution)
-        or best.value > 0 > solution.value
-    ):
+    if is_same(solution.value, best.value, share) or is_free(solution) or best.value > 0 > solution.value:
         return False
     return _unlikeness(solution)[0] < _NEARER * _unlikeness(best)[0] + _NEAR
 
@@ -89,40 +81,26 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
 def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget) -> Outcome:
     """Where there is no picture to choose by, all figures have to agree."""
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
-    others = sorted(
-        {
-            round(solution.value, 6)
-            for solution in alike
-            if not is_same(solution.value, best.value, 1e-4)
-        }
-    )
+    others = sorted({round(solution.value, 6) for solution in alike if not is_same(solution.value, best.value, 1e-4)})
     fixed = [solution for solution in alike if not is_free(solution)]
     if len(fixed) < len(alike):
         if not others and problem.stays(best, budget):
             return Outcome(status="answered", value=best.value, solution=best, doubled=True)
         return Outcome(status="open", value=best.value, solution=best, others=tuple(others[:3]))
     if others:
-        return Outcome(
-            status="ambiguous", value=best.value, solution=best, others=tuple(others[:3])
-        )
+        return Outcome(status="ambiguous", value=best.value, solution=best, others=tuple(others[:3]))
     if len(alike) < 2:
         return Outcome(status="ambiguous", value=best.value, solution=best)
     return Outcome(status="answered", value=best.value, solution=best)
 
 
-def _at_free(
-    problem: Problem, best: Solution, alike: Sequence[Solution], budget: Budget
-) -> Outcome:
+def _at_free(problem: Problem, best: Solution, alike: Sequence[Solution], budget: Budget) -> Outcome:
     """Where the goal seems free: open, but at a double root, where pushing the figure does not move the goal."""
     same = [solution for solution in alike if is_same(solution.value, best.value, _SAME_DOUBLE)]
     if len(same) == len(alike) and problem.stays(best, budget):
         value = float(np.median([solution.value for solution in same]))
         return Outcome(status="answered", value=value, solution=best, doubled=True)
     others = sorted(
-        {
-            round(solution.value, 6)
-            for solution in alike
-            if not is_same(solution.value, best.value, _SAME_DOUBLE)
-        }
+        {round(solution.value, 6) for solution in alike if not is_same(solution.value, best.value, _SAME_DOUBLE)}
     )
     return Outcome(status="open", value=best.value, solution=best, others=tuple(others[:3]))

@@ -48,9 +48,7 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     used = {source for source in reading.sources if source is not None}
     values = [number for number in sorted(used) if is_value(terms[number])]
     given = [number for number in values if number < len(reading.drawing.facts)]
-    others = [
-        number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)
-    ]
+    others = [number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)]
     asked = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
     involved = _involved(Problem(reading), budget)
     groups: list[list[tuple[int, ...]]] = [_other_kind(reading, values)]
@@ -62,11 +60,7 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     chosen: Repair | None = None
     is_settled = False
     for group in groups:
-        fitting = [
-            repair
-            for left_out in group
-            if (repair := _repaired(form, left_out, budget)) is not None
-        ]
+        fitting = [repair for left_out in group if (repair := _repaired(form, left_out, budget)) is not None]
         repairs += fitting
         answered = [repair for repair in fitting if repair.outcome.status == "answered"]
         if answered and not is_settled:
@@ -101,9 +95,7 @@ def _kind_of_goal(reading: Reading) -> str:
     if goal is None or goal.arguments or not re.fullmatch("[a-z]", goal.head):
         return reading.unit
     for term in reading.drawing.terms:
-        if is_value(term) and re.search(
-            rf"(?<![a-z\\]){goal.head}(?![a-z])", term.arguments[1].head
-        ):
+        if is_value(term) and re.search(rf"(?<![a-z\\]){goal.head}(?![a-z])", term.arguments[1].head):
             return unit_of(term.arguments[0])
     return reading.unit
 

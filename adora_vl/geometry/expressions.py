@@ -171,9 +171,7 @@ class _Reader:
             elif sign == "/":
                 self.take()
                 expression = Operation(operator="/", left=expression, right=self.signed())
-            elif sign is not None and (
-                sign in _BEGINS_FACTOR or re.fullmatch(r"[a-z]|[\d.,]+", sign)
-            ):
+            elif sign is not None and (sign in _BEGINS_FACTOR or re.fullmatch(r"[a-z]|[\d.,]+", sign)):
                 expression = Operation(operator="*", left=expression, right=self.power())
             else:
                 return expression

@@ -42,7 +42,8 @@ class Verdict:
     only with points that fall together; `unread` where the form or its question cannot be read.
     `value` is also there for other statuses where something is known: with `how` `looks` it needs what is `assumed` by
     the picture, with `without a fact` what is `left_out`, with `rounded` facts that a book has rounded.
-    `answer`: the value in LaTeX; None where it has no short form. `why`: one line for a person.
+    `answer`: the value in LaTeX; None where it has no short form. `unread`: the facts that could not be read, each with its place and the
+    reason. `why`: one line for a person.
     """
 
     status: Status
@@ -52,15 +53,12 @@ class Verdict:
     figure: Figure | None = None
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     why: str = ""
 
 
 def figure_of(
-    problem: Problem,
-    solution: Solution,
-    form: Form,
-    assumed: tuple[str, ...] = (),
-    left_out: tuple[str, ...] = (),
+    problem: Problem, solution: Solution, form: Form, assumed: tuple[str, ...] = (), left_out: tuple[str, ...] = ()
 ) -> Figure:
     """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits of its size."""
     v = solution.v
@@ -85,9 +83,7 @@ def _turn_to_picture(problem: Problem, places: Mapping[str, complex]) -> complex
         return 1 + 0j
     middle = sum(places[name] for name in names) / len(names)
     middle_seen = sum(problem.places[name] for name in names) / len(names)
-    together = sum(
-        (places[name] - middle).conjugate() * (problem.places[name] - middle_seen) for name in names
-    )
+    together = sum((places[name] - middle).conjugate() * (problem.places[name] - middle_seen) for name in names)
     return together / abs(together) if abs(together) > 1e-12 else 1 + 0j
 
 
@@ -118,9 +114,7 @@ def figure_from(text: str) -> Figure:
         raise ValueError(f"a figure lacks something ({type(error).__name__}: {error})") from error
     largest = residual_of(figure)
     if largest > _FULFILLED:
-        raise ValueError(
-            f"a figure does not fulfil its facts: they are off by {largest:.2g} of its size"
-        )
+        raise ValueError(f"a figure does not fulfil its facts: they are off by {largest:.2g} of its size")
     return figure
 
 

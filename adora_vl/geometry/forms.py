@@ -120,9 +120,7 @@ class Form:
     @cached_property
     def rows(self) -> list[list[str]]:
         """The straight lines, each with all points on it, in their order where their places are known."""
-        on_line: dict[frozenset[str], set[str]] = {
-            frozenset(line): set(line) for line in self.lines
-        }
+        on_line: dict[frozenset[str], set[str]] = {frozenset(line): set(line) for line in self.lines}
         for term in self.found("PointLiesOnLine"):
             if len(term.arguments) != 2 or len(term.arguments[1].names) != 2:
                 continue
@@ -227,8 +225,4 @@ def _texts(value: object) -> tuple[str, ...]:
 
 def points_of(term: Term) -> set[str]:
     """The points that a term names by a capital letter."""
-    return {
-        part.head
-        for part in term.walk()
-        if not part.arguments and re.fullmatch("[A-Z]'?", part.head)
-    }
+    return {part.head for part in term.walk() if not part.arguments and re.fullmatch("[A-Z]'?", part.head)}

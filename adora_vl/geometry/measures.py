@@ -55,25 +55,13 @@ _UNITS: dict[str, Unit] = {
     "RatioOf": "plain",
     "ScaleFactorOf": "plain",
 }
-_LENGTH = (
-    "LengthOf",
-    "PerimeterOf",
-    "CircumferenceOf",
-    "RadiusOf",
-    "DiameterOf",
-    "HeightOf",
-    "AltitudeOf",
-)
+_LENGTH = ("LengthOf", "PerimeterOf", "CircumferenceOf", "RadiusOf", "DiameterOf", "HeightOf", "AltitudeOf")
 
 
 def unit_of(term: Term) -> Unit:
     """What a term is measured in, by the first of its heads that says so; a bare letter is like a length."""
     for part in term.walk():
-        if (
-            part.head in _LENGTH
-            and part.arguments
-            and part.arguments[0].head not in ("MeasureOf", "Angle")
-        ):
+        if part.head in _LENGTH and part.arguments and part.arguments[0].head not in ("MeasureOf", "Angle"):
             return "length"
         if part.head in _UNITS:
             return _UNITS[part.head]
@@ -175,10 +163,7 @@ class Measures:
         """The side of a shape: any of an equilateral one, else the one whose length is an unknown letter."""
         inner = term.arguments[0]
         names = self.drawing.shape(inner)
-        if unwrapped(inner).head in ("Square", "Rhombus") or inner.head in (
-            "Regular",
-            "Equilateral",
-        ):
+        if unwrapped(inner).head in ("Square", "Rhombus") or inner.head in ("Regular", "Equilateral"):
             return self.distance(names[0], names[1])
         sides = [(names[i - 1], names[i]) for i in range(len(names))]
         asked = [side for side in sides if self._has_letter(side)]
@@ -240,29 +225,17 @@ class Measures:
         for term in self.drawing.terms:
             if term.head == "Equals" and len(term.arguments) == 2:
                 for line, height in (term.arguments, term.arguments[::-1]):
-                    if (
-                        height.head in ("AltitudeOf", "HeightOf")
-                        and line.head == "Line"
-                        and len(line.names) == 2
-                    ):
+                    if height.head in ("AltitudeOf", "HeightOf") and line.head == "Line" and len(line.names) == 2:
                         return self.drawing.segment(line)
         for fact in self.drawing.facts:
-            if fact.head == "Perpendicular" and all(
-                len(line.names) == 2 for line in fact.arguments
-            ):
+            if fact.head == "Perpendicular" and all(len(line.names) == 2 for line in fact.arguments):
                 for line in fact.arguments:
                     tops = [name for name in line.names if name in names]
                     if len(tops) == 1 and len(set(line.names)) == 2:
                         return self.drawing.segment(line)
         for fact in self.drawing.facts:
-            is_h = (
-                fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[1].head == "h"
-            )
-            if (
-                is_h
-                and fact.arguments[0].arguments
-                and len(fact.arguments[0].arguments[0].names) == 2
-            ):
+            is_h = fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[1].head == "h"
+            if is_h and fact.arguments[0].arguments and len(fact.arguments[0].arguments[0].names) == 2:
                 return self.drawing.segment(fact.arguments[0].arguments[0])
         return None
 
@@ -273,9 +246,7 @@ class Measures:
         drawing = self.drawing
         if len(first) == 1 and len(second) == 1 and {first[0], second[0]} <= set(drawing.points):
             for centre in drawing.points:
-                if centre not in (first[0], second[0]) and drawing.are_on_one_row(
-                    (centre, first[0], second[0])
-                ):
+                if centre not in (first[0], second[0]) and drawing.are_on_one_row((centre, first[0], second[0])):
                     return over(self.distance(centre, second[0]), self.distance(centre, first[0]))
         if len(first) < 3 or len(first) != len(second):
             first, second = drawing.similar_pair()
@@ -302,11 +273,7 @@ class Measures:
 
     def angle(self, term: Term) -> Quantity:
         names = term.names
-        if (
-            len(names) == 1
-            and re.fullmatch(r"\d+|[a-z]", names[0])
-            and names[0] not in self.drawing.neighbours
-        ):
+        if len(names) == 1 and re.fullmatch(r"\d+|[a-z]", names[0]) and names[0] not in self.drawing.neighbours:
             return Unknown(f"angle {names[0]}")
         if names == ["$"]:
             return self.central_angle()
@@ -315,11 +282,7 @@ class Measures:
     def central_angle(self) -> Quantity:
         """`Angle($)` beside a regular polygon in a circle is the angle at the centre over one side."""
         for term in self.drawing.terms:
-            shape = (
-                term.arguments[0]
-                if term.head == "InscribedIn" and len(term.arguments) == 2
-                else None
-            )
+            shape = term.arguments[0] if term.head == "InscribedIn" and len(term.arguments) == 2 else None
             if shape is not None and (shape.head == "Regular" or shape.head == "Square"):
                 circle = self.drawing.circle(term.arguments[1])
                 names = self.inscribed(shape, circle)
@@ -335,9 +298,7 @@ class Measures:
         corners = [name for name in on_circle if len(self.drawing.neighbours.get(name, ())) >= 2]
         if len(corners) < 3:
             return self.drawing.shape(shape)
-        return sorted(
-            corners, key=lambda name: math.atan2(*_pair(self.drawing.places[name] - centre))
-        )
+        return sorted(corners, key=lambda name: math.atan2(*_pair(self.drawing.places[name] - centre)))
 
     def arc(self, term: Term) -> Quantity:
         names = term.names
@@ -350,9 +311,7 @@ class Measures:
             return minus(Constant(360.0), self.corner(names[0], circle.centre, names[2]))
         if not {*names, circle.centre} <= self.drawing.places.keys():
             raise UnreadError(f"the form does not say which way round {term} goes")
-        first, middle, last = (
-            self.drawing.places[name] - self.drawing.places[circle.centre] for name in names
-        )
+        first, middle, last = (self.drawing.places[name] - self.drawing.places[circle.centre] for name in names)
         to_middle = math.atan2(cross(first, middle), (first.conjugate() * middle).real) % math.tau
         to_last = math.atan2(cross(first, last), (first.conjugate() * last).real) % math.tau
         turn = 1 if to_middle < to_last else -1
@@ -408,11 +367,7 @@ class Measures:
         """The one angle at a centre whose size a fact gives; over 180 degrees where the fact says so."""
         marked: dict[tuple[str, ...], float | None] = {}
         for fact in self.drawing.facts:
-            if (
-                fact.head != "Equals"
-                or len(fact.arguments) != 2
-                or fact.arguments[0].head != "MeasureOf"
-            ):
+            if fact.head != "Equals" or len(fact.arguments) != 2 or fact.arguments[0].head != "MeasureOf":
                 continue
             names = fact.arguments[0].arguments[0].names
             if len(names) == 3 and names[1] == circle.centre:
@@ -438,9 +393,7 @@ class Measures:
             halves = [self._half_disc(circle, outline) for circle in drawing.circles]
             if all(half is not None for half in halves):
                 self.assumed.append("the figure is the polygon with half circles on its sides")
-                return plus(
-                    Area(corners=tuple(outline)), *(half for half in halves if half is not None)
-                )
+                return plus(Area(corners=tuple(outline)), *(half for half in halves if half is not None))
         raise UnreadError(f"the form does not say which region {term} is")
 
     def _half_disc(self, circle: Circle, outline: Sequence[str]) -> Quantity | None:
@@ -484,9 +437,7 @@ class Measures:
         outline = self._polygon_for_region()
         discs = drawing.circles
         if len(discs) == 2 and discs[0].centre == discs[1].centre:
-            larger, smaller = sorted(
-                discs, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0)
-            )
+            larger, smaller = sorted(discs, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0))
             self.assumed.append("the region is the ring between the circles")
             return minus(self.of_circle("AreaOf", larger), self.of_circle("AreaOf", smaller))
         if not outline:

@@ -32,6 +32,8 @@ from adora_vl.geometry.quantities import (
     points_in_quantity,
 )
 from adora_vl.geometry.shapes import CORNERS, Circle, Drawing, UnreadError, cosine, unwrapped
+from adora_vl.geometry.words import words_of
+from adora_vl.utils.errors import did_you_mean
 
 # "What appears to be tangent", where the question says that; and where nobody says it.
 SAID_TANGENT, SEEN_TANGENT = 22.0, 9.0  # degrees from a right angle to the radius
@@ -68,11 +70,7 @@ class Reading:
                 self.drawing.check_points(points_in(relation))
                 relations.append(relation)
         except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
-            reason = (
-                str(error)
-                if isinstance(error, UnreadError)
-                else "it is not in a form that is known"
-            )
+            reason = str(error) if isinstance(error, UnreadError) else "it is not in a form that is known"
             self.unread.append((term, reason))
             return
         self.relations += relations
@@ -84,8 +82,8 @@ class Reading:
         self.assumed.append(words)
 
 
-def read(form: Form, *, without: Iterable[int] = (), looks: int = 0) -> Reading:
-    """Read a form, without the facts of these numbers.
+def read(form: Form, *, without: Iterable[int] = (), without_words: Iterable[str] = (), looks: int = 0) -> Reading:
+    """Read a form, without the facts of these numbers, or whose words are these.
 
     `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on chords, where the
     picture shows them and no fact says so.
@@ -96,7 +94,8 @@ def read(form: Form, *, without: Iterable[int] = (), looks: int = 0) -> Reading:
     for middle, first, last in drawing.straight:
         reading.relations.append(Parallel(a=middle, b=first, c=middle, d=last))
         reading.sources.append(None)
-    skipped = set(without)
+    words = set(without_words)
+    skipped = {*without, *(number for number, term in enumerate(drawing.terms) if words_of(term) in words)}
     for number, term in enumerate(drawing.terms):
         if number not in skipped and term.head != "Find":
             reading.add(term, number)
@@ -112,14 +111,7 @@ def read(form: Form, *, without: Iterable[int] = (), looks: int = 0) -> Reading:
 
 _HOLDS_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
 _HOLDS_AROUND = ("Regular", "Right", "Isosceles", "Equilateral")
-_SAYS_MORE = (
-    "Similar",
-    "InscribedIn",
-    "CircumscribedTo",
-    "IsDiagonalOf",
-    "IsMidpointOf",
-    "Isosceles",
-)
+_SAYS_MORE = ("Similar", "InscribedIn", "CircumscribedTo", "IsDiagonalOf", "IsMidpointOf", "Isosceles")
 
 
 def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
@@ -134,14 +126,7 @@ def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
 
 
 def _read_goal(reading: Reading) -> None:
-    goal = next(
-        (
-            term.arguments[0]
-            for term in reading.drawing.asked
-            if term.head == "Find" and term.arguments
-        ),
-        None,
-    )
+    goal = next((term.arguments[0] for term in reading.drawing.asked if term.head == "Find" and term.arguments), None)
     if goal is None:
         reading.goal_fault = "the question asks for nothing that can be computed"
         return
@@ -152,9 +137,7 @@ def _read_goal(reading: Reading) -> None:
         reading.drawing.check_points(points_in_quantity(quantity))
         reading.goal = quantity
     except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
-        reading.goal_fault = (
-            str(error) if isinstance(error, UnreadError) else f"{goal} is no measure that is known"
-        )
+        reading.goal_fault = str(error) if isinstance(error, UnreadError) else f"{goal} is no measure that is known"
         return
     reading.assumed += reading.measures.assumed
 
@@ -165,7 +148,7 @@ def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
         return
     rule = FACTS.get(term.head)
     if rule is None:
-        raise UnreadError(f"{term.head} is no fact that is known")
+        raise UnreadError(f"{term.head} is no fact that is known{did_you_mean(term.head, FACTS)}")
     yield from rule(measures, term)
 
 
@@ -179,9 +162,7 @@ def _equals(measures: Measures, term: Term) -> Iterator[Relation]:
     if left.head in CORNERS or left.head in ("Shape", "Circle", "Polygon"):
         return  # it says which shape is called so, which the drawing knows
     if left.head == "Line" and right.head in ("AltitudeOf", "HeightOf"):
-        yield from _foot(
-            measures, measures.drawing.segment(left), right.arguments[0].names, is_median=False
-        )
+        yield from _foot(measures, measures.drawing.segment(left), right.arguments[0].names, is_median=False)
         return
     if left.head == "Line" and right.head == "HypotenuseOf" and len(right.arguments[0].names) == 3:
         yield from _opposite_right_angle(left.names, right.arguments[0].names)
@@ -236,11 +217,7 @@ def _on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
     target = term.arguments[1]
     radius = target.names[1] if len(target.names) > 1 else None
     centre = target.names[0] if target.names else target.head
-    circles = [
-        circle
-        for circle in measures.drawing.circles
-        if circle.centre == centre and name in circle.points
-    ]
+    circles = [circle for circle in measures.drawing.circles if circle.centre == centre and name in circle.points]
     if not circles:
         circles = [measures.drawing.circle(target)]
     if radius is None or len(circles) == 1:
@@ -251,9 +228,7 @@ def _on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _reaches(measures: Measures, point: str, circle: Circle) -> Relation:
-    return Equal(
-        left=measures.distance(point, circle.centre), right=measures.radius(circle), unit="length"
-    )
+    return Equal(left=measures.distance(point, circle.centre), right=measures.radius(circle), unit="length")
 
 
 def _perpendicular(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -347,16 +322,12 @@ def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation
         return
     start, end = drawing.segment(term.arguments[0])
     if len(names) != 2:
-        raise UnreadError(
-            "the form does not say of which segment the line is the perpendicular bisector"
-        )
+        raise UnreadError("the form does not say of which segment the line is the perpendicular bisector")
     yield Perpendicular(a=start, b=end, c=names[0], d=names[1])
     yield _same(measures, (start, names[0]), (start, names[1]))
 
 
-def _feet_in_the_middle(
-    drawing: Drawing, start: str, end: str, names: Sequence[str]
-) -> Iterator[Relation]:
+def _feet_in_the_middle(drawing: Drawing, start: str, end: str, names: Sequence[str]) -> Iterator[Relation]:
     """The point of a side that looks like its midpoint is where the perpendicular bisector stands; one for a side."""
     places = drawing.places
     candidates = []
@@ -379,9 +350,7 @@ def _tangent(measures: Measures, term: Term) -> Iterator[Relation]:
         for relation, _ in _seen_tangents(measures, SAID_TANGENT):
             yield relation
         return
-    yield _touches(
-        measures, measures.drawing.circle(term.arguments[1]), measures.drawing.segment(line)
-    )
+    yield _touches(measures, measures.drawing.circle(term.arguments[1]), measures.drawing.segment(line))
 
 
 def _touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
@@ -472,9 +441,7 @@ def _kite(measures: Measures, term: Term) -> Iterator[Relation]:
     if {a, b, c, d} <= places.keys():
         sides = [abs(places[b] - places[a]), abs(places[c] - places[b])]
         sides += [abs(places[d] - places[c]), abs(places[a] - places[d])]
-        if abs(sides[0] - sides[3]) + abs(sides[1] - sides[2]) >= abs(sides[0] - sides[1]) + abs(
-            sides[2] - sides[3]
-        ):
+        if abs(sides[0] - sides[3]) + abs(sides[1] - sides[2]) >= abs(sides[0] - sides[1]) + abs(sides[2] - sides[3]):
             a, b, c, d = b, c, d, a
     yield _same(measures, (a, b), (a, d))
     yield _same(measures, (c, b), (c, d))
@@ -512,14 +479,10 @@ def _right(measures: Measures, term: Term) -> Iterator[Relation]:
 
 def _regular(measures: Measures, term: Term) -> Iterator[Relation]:
     names = measures.drawing.shape(_inner(term))
-    yield from _all_equal(
-        measures, names, angles=len(names) > 4 or (len(names) == 4 and term.head == "Regular")
-    )
+    yield from _all_equal(measures, names, angles=len(names) > 4 or (len(names) == 4 and term.head == "Regular"))
 
 
-def _all_equal(
-    measures: Measures, names: Sequence[str], *, angles: bool | None = None
-) -> Iterator[Relation]:
+def _all_equal(measures: Measures, names: Sequence[str], *, angles: bool | None = None) -> Iterator[Relation]:
     """All sides are equal, and all angles; the centre and the middles of sides that are drawn are such."""
     count = len(names)
     for i in range(1, count):
@@ -554,9 +517,7 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
     drawing = measures.drawing
     if first.head == "Circle":
         circles = [drawing.circle(first), drawing.circle(second)]
-        yield Equal(
-            left=measures.radius(circles[0]), right=measures.radius(circles[1]), unit="length"
-        )
+        yield Equal(left=measures.radius(circles[0]), right=measures.radius(circles[1]), unit="length")
         return
     if first.head in ("Angle", "Arc") and second.head in ("Angle", "Arc"):
         yield Equal(left=measures.value(first), right=measures.value(second), unit="degrees")
@@ -572,13 +533,9 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
         if is_congruent:
             yield _same(measures, (names[i - 1], names[i]), (partners[i - 1], partners[i]))
         else:
-            here = over(
-                measures.distance(names[i - 1], names[i]),
-                measures.distance(partners[i - 1], partners[i]),
-            )
+            here = over(measures.distance(names[i - 1], names[i]), measures.distance(partners[i - 1], partners[i]))
             before = over(
-                measures.distance(names[i - 2], names[i - 1]),
-                measures.distance(partners[i - 2], partners[i - 1]),
+                measures.distance(names[i - 2], names[i - 1]), measures.distance(partners[i - 2], partners[i - 1])
             )
             logarithms = [Combined(function="log", parts=(ratio,)) for ratio in (here, before)]
             yield Equal(left=logarithms[0], right=logarithms[1], unit="plain")
@@ -612,9 +569,7 @@ def _midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
         yield Mean(point=point, of=measures.drawing.side_with(point, names))
 
 
-def _midsegment_of(
-    measures: Measures, line: tuple[str, str], names: Sequence[str]
-) -> Iterator[Relation]:
+def _midsegment_of(measures: Measures, line: tuple[str, str], names: Sequence[str]) -> Iterator[Relation]:
     a, b, c, d = _four(measures.drawing.with_base_first(names))
     yield Parallel(a=a, b=b, c=d, d=c)
     if set(line) <= measures.drawing.places.keys():
@@ -625,9 +580,7 @@ def _midsegment_of(
     yield Mean(point=line[1], of=(d, a))
 
 
-def _foot(
-    measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool
-) -> Iterator[Relation]:
+def _foot(measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool) -> Iterator[Relation]:
     """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to it."""
     tops = [name for name in line if name in names]
     feet = [name for name in line if name not in names]
@@ -675,9 +628,7 @@ def _incenter(measures: Measures, term: Term) -> Iterator[Relation]:
         return
     names = measures.drawing.shape(term.arguments[1])
     for i in range(3):
-        yield _same_angle(
-            measures, (names[i - 2], names[i - 1], point), (point, names[i - 1], names[i])
-        )
+        yield _same_angle(measures, (names[i - 2], names[i - 1], point), (point, names[i - 1], names[i]))
 
 
 def _orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -688,9 +639,7 @@ def _orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _hypotenuse(measures: Measures, term: Term) -> Iterator[Relation]:
-    yield from _opposite_right_angle(
-        term.arguments[0].names, measures.drawing.shape(term.arguments[1])
-    )
+    yield from _opposite_right_angle(term.arguments[0].names, measures.drawing.shape(term.arguments[1]))
 
 
 def _diagonal(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -721,19 +670,11 @@ def _seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation,
             to_point = places[point] - places[circle.centre]
             taken: set[str] = set()
             for line in lines:
-                meets_once = (
-                    point in line
-                    and circle.centre not in line
-                    and len(set(line) & set(circle.points)) == 1
-                )
+                meets_once = point in line and circle.centre not in line and len(set(line) & set(circle.points)) == 1
                 if not meets_once:
                     continue
                 far = max(line, key=lambda name: abs(places[name] - places[point]))
-                lean = abs(
-                    math.degrees(
-                        math.asin(min(1.0, abs(cosine(to_point, places[far] - places[point]))))
-                    )
-                )
+                lean = abs(math.degrees(math.asin(min(1.0, abs(cosine(to_point, places[far] - places[point]))))))
                 if far != point and lean < limit and far not in taken:
                     taken.add(far)
                     relation = Perpendicular(a=circle.centre, b=point, c=point, d=far)
@@ -745,16 +686,11 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
     places = drawing.places
     for circle in drawing.circles:
         for start, end in drawing.form.lines:
-            if (
-                not {start, end} <= set(circle.points)
-                or not {start, end, circle.centre} <= places.keys()
-            ):
+            if not {start, end} <= set(circle.points) or not {start, end, circle.centre} <= places.keys():
                 continue
             way = places[end] - places[start]
             beside = abs((way.conjugate() * (places[circle.centre] - places[start])).imag)
-            if beside < _SEEN_ON_CHORD * abs(way) ** 2 and not drawing.are_on_one_row(
-                (start, end, circle.centre)
-            ):
+            if beside < _SEEN_ON_CHORD * abs(way) ** 2 and not drawing.are_on_one_row((start, end, circle.centre)):
                 relation = Parallel(a=circle.centre, b=start, c=circle.centre, d=end)
                 yield relation, f"{circle.centre} lies on {start}{end}"
 
@@ -822,27 +758,6 @@ FACTS: dict[str, _Rule] = {
     "IsDiagonalOf": _diagonal,
 }
 # Heads that name something and say nothing of it.
-_SAYS_NOTHING = (
-    "Circle",
-    "Line",
-    "Triangle",
-    "Quadrilateral",
-    "Pentagon",
-    "Hexagon",
-    "Heptagon",
-    "Octagon",
-    "Angle",
-)
-_SAYS_NOTHING += (
-    "Shape",
-    "Polygon",
-    "Arc",
-    "Point",
-    "Find",
-    "UseTheorem",
-    "Shaded",
-    "Minor",
-    "Major",
-    "PerimeterOf",
-)
+_SAYS_NOTHING = ("Circle", "Line", "Triangle", "Quadrilateral", "Pentagon", "Hexagon", "Heptagon", "Octagon", "Angle")
+_SAYS_NOTHING += ("Shape", "Polygon", "Arc", "Point", "Find", "UseTheorem", "Shaded", "Minor", "Major", "PerimeterOf")
 _SAYS_NOTHING += ("LengthOf", "AreaOf", "MeasureOf")

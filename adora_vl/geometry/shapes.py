@@ -36,9 +36,7 @@ COLOURS = ("Shaded", "Blue", "Green", "Red")
 WRAPPERS = (*COLOURS, "Regular", "Right", "Isosceles", "Equilateral")
 _POINT = re.compile(r"[A-Z]'?|point_\d+")
 _SAME_RAY = 12.0  # degrees; two drawn rays closer than this are one
-_STRAIGHT = (
-    0.025  # share of a segment's length that a point may lie beside it and still seem to be on it
-)
+_STRAIGHT = 0.025  # share of a segment's length that a point may lie beside it and still seem to be on it
 _MOST_FACES = 40  # corners of a region; a walk that is longer has lost its way
 _UNLIKE = 0.15  # step in which a polygon's likeness to its kind is counted
 
@@ -114,11 +112,7 @@ class Drawing:
             self.neighbours[end].add(start)
         self.on_segment: dict[tuple[str, str], set[str]] = defaultdict(set)
         for term in self.terms:
-            if (
-                term.head == "PointLiesOnLine"
-                and len(term.arguments) == 2
-                and len(term.arguments[1].names) == 2
-            ):
+            if term.head == "PointLiesOnLine" and len(term.arguments) == 2 and len(term.arguments[1].names) == 2:
                 first, last = term.arguments[1].names
                 if first != last:
                     self.on_segment[first, last].add(term.arguments[0].head)
@@ -140,11 +134,7 @@ class Drawing:
         for circle in self.circles:
             names.update((circle.centre, *circle.points))
         for term in self.terms:
-            names.update(
-                part.head
-                for part in term.walk()
-                if not part.arguments and _POINT.fullmatch(part.head)
-            )
+            names.update(part.head for part in term.walk() if not part.arguments and _POINT.fullmatch(part.head))
         return sorted(names - self.aliases.keys())
 
     @cached_property
@@ -153,9 +143,7 @@ class Drawing:
         drawn = {circle.centre for circle in self.circles}
         if len(drawn) != 1:
             return {}
-        known = {*self.form.points, *self.neighbours}.union(
-            *(circle.points for circle in self.circles)
-        )
+        known = {*self.form.points, *self.neighbours}.union(*(circle.points for circle in self.circles))
         called = {
             part.names[0]
             for term in self.asked
@@ -240,11 +228,7 @@ class Drawing:
         """The radius in the picture; None where no point of the circle has a place."""
         if circle.centre not in self.places:
             return None
-        reaches = [
-            abs(self.places[name] - self.places[circle.centre])
-            for name in circle.points
-            if name in self.places
-        ]
+        reaches = [abs(self.places[name] - self.places[circle.centre]) for name in circle.points if name in self.places]
         return sum(reaches) / len(reaches) if reaches else None
 
     def circle_of_arc(self, names: Sequence[str]) -> Circle:
@@ -254,9 +238,7 @@ class Drawing:
         if len(having) > 1:
             having = [circle for circle in having if circle.centre not in names]
         if len(having) != 1:
-            raise UnreadError(
-                f"the form does not say on which circle the arc {''.join(names)} lies"
-            )
+            raise UnreadError(f"the form does not say on which circle the arc {''.join(names)} lies")
         return having[0]
 
     def goes_over(self, names: Sequence[str], centre: str) -> bool:
@@ -287,9 +269,7 @@ class Drawing:
         start = self.places[first]
         way = self.places[last] - start
         for term in self.facts:
-            if term.head != "Perpendicular" or not all(
-                len(line.names) == 2 for line in term.arguments
-            ):
+            if term.head != "Perpendicular" or not all(len(line.names) == 2 for line in term.arguments):
                 continue
             for line in term.arguments:
                 if name not in line.names or line.names[0] == line.names[1]:
@@ -337,9 +317,7 @@ class Drawing:
                 before = self.places[middle] - self.places[first]
                 behind = self.places[last] - self.places[middle]
                 whole = abs(self.places[last] - self.places[first])
-                known = self.on_segment.get((first, last), set()) | self.on_segment.get(
-                    (last, first), set()
-                )
+                known = self.on_segment.get((first, last), set()) | self.on_segment.get((last, first), set())
                 is_between = dot(before, behind) > 0
                 is_beside = abs(cross(before, behind)) >= _STRAIGHT * whole**2
                 if is_between and not is_beside and middle not in known:
@@ -407,15 +385,11 @@ class Drawing:
             if any(set(first) & set(second) for first, second in combinations(rows, 2)):
                 continue
             has_transversal = any(
-                all(set(row) & set(third) for row in rows)
-                for third in self.rows
-                if third not in rows
+                all(set(row) & set(third) for row in rows) for third in self.rows if third not in rows
             )
             if not has_transversal:
                 continue
-            apart = max(
-                self.degrees_apart(first, second) for first, second in combinations(rows, 2)
-            )
+            apart = max(self.degrees_apart(first, second) for first, second in combinations(rows, 2))
             rank = apart - 0.3 * sum(len(row) for row in rows)
             if best is None or rank < best[0]:
                 best = (rank, rows)
@@ -494,9 +468,7 @@ class Drawing:
             if corner in row:
                 for name in row:
                     if name != corner:
-                        turns[
-                            (phase(self.places[name] - self.places[corner]) - start) % math.tau
-                        ] = name
+                        turns[(phase(self.places[name] - self.places[corner]) - start) % math.tau] = name
         beside = sorted(turn for turn in turns if 0.06 < turn < math.tau - 0.06)
         if len(beside) < 2:
             raise UnreadError(f"the form does not say which angle at {corner} is meant")
@@ -580,9 +552,7 @@ class Drawing:
                     borders.get(neighbour, set()).discard(name)
         if len(borders) < 3:
             return []
-        first = min(
-            borders, key=lambda name: (self.places[name].imag, self.places[name].real, name)
-        )
+        first = min(borders, key=lambda name: (self.places[name].imag, self.places[name].real, name))
         boundary = [first]
         current = first
         back = -math.pi / 2
@@ -618,9 +588,7 @@ class Drawing:
         return sorted(components, key=self._leftmost)
 
     def _leftmost(self, component: set[str]) -> float:
-        return min(
-            (self.places[name].real for name in component if name in self.places), default=0.0
-        )
+        return min((self.places[name].real for name in component if name in self.places), default=0.0)
 
     def shape(self, term: Term) -> list[str]:
         """The corners of a shape in the order of the drawing; of one without names, of what is drawn.
@@ -639,17 +607,13 @@ class Drawing:
             return self.in_drawing_order(self.named[shape.head])
         count = CORNERS.get(shape.head)
         if count is None:
-            if shape.head in ("Shape", "Polygon", "Figure") and (
-                not self.circles or shape.head == "Polygon"
-            ):
+            if shape.head in ("Shape", "Polygon", "Figure") and (not self.circles or shape.head == "Polygon"):
                 return self._needed(self.outline() or self._cycle(None), term)
             raise UnreadError(f"the form does not say which shape {term} is")
         best = self._likest(shape.head, count)
         if best is not None:
             return best
-        same_size = next(
-            (list(named) for named in self.named.values() if len(named) == count), None
-        )
+        same_size = next((list(named) for named in self.named.values() if len(named) == count), None)
         if same_size is None and count == 3:
             triangles = [
                 names
@@ -681,8 +645,7 @@ class Drawing:
         return [
             corner
             for corner in corners
-            if corner != name
-            and (corner in self.neighbours[name] or self.are_on_one_row((name, corner)))
+            if corner != name and (corner in self.neighbours[name] or self.are_on_one_row((name, corner)))
         ]
 
     def _needed(self, names: list[str] | None, term: Term) -> list[str]:
@@ -751,9 +714,7 @@ class Drawing:
 
         def leaning(i: int) -> float:
             here = self.places[names[i]]
-            return abs(
-                cosine(self.places[names[i - 1]] - here, self.places[names[(i + 1) % 3]] - here)
-            )
+            return abs(cosine(self.places[names[i - 1]] - here, self.places[names[(i + 1) % 3]] - here))
 
         return names[min(range(3), key=leaning)]
 
@@ -765,21 +726,12 @@ class Drawing:
                 return side
         if not {point, *names} <= self.places.keys():
             raise UnreadError(f"the form does not say on which side {point} lies")
-        return min(
-            sides,
-            key=lambda side: abs(
-                self.places[point] - (self.places[side[0]] + self.places[side[1]]) / 2
-            ),
-        )
+        return min(sides, key=lambda side: abs(self.places[point] - (self.places[side[0]] + self.places[side[1]]) / 2))
 
     def with_base_first(self, names: Sequence[str]) -> list[str]:
         """The corners of a trapezoid, turned so that the first side is parallel to the third."""
         sides = [frozenset((names[i], names[(i + 1) % 4])) for i in range(4)]
-        said = [
-            {frozenset(line.names) for line in term.arguments}
-            for term in self.facts
-            if term.head == "Parallel"
-        ]
+        said = [{frozenset(line.names) for line in term.arguments} for term in self.facts if term.head == "Parallel"]
         for i in (0, 1):
             if {sides[i], sides[i + 2]} in said:
                 return [*names[i:], *names[:i]]
@@ -828,9 +780,7 @@ class Drawing:
             first, second = (self.outline(part) for part in parts)
             if first and len(first) == len(second):
                 return first, self._matched(first, second)[1]
-        shapes = list(
-            {tuple(sorted(names)): names for names in self.polygons if len(names) > 2}.values()
-        )
+        shapes = list({tuple(sorted(names)): names for names in self.polygons if len(names) > 2}.values())
         drawn = {name for name in self.neighbours if name in self.places}
         best: tuple[float, list[str], list[str]] | None = None
         for first, second in combinations(shapes[:80], 2):
@@ -854,11 +804,7 @@ class Drawing:
             return None
         path = [min(partners)]
         while True:
-            onward = [
-                name
-                for name in sorted(self.neighbours[path[-1]])
-                if name in partners and name not in path
-            ]
+            onward = [name for name in sorted(self.neighbours[path[-1]]) if name in partners and name not in path]
             if not onward:
                 break
             path.append(onward[0])
@@ -888,9 +834,7 @@ class Drawing:
         places = [self.places[name] for name in names]
         angles = []
         for i, place in enumerate(places):
-            turn = phase(
-                (places[i - 1] - place) * (places[(i + 1) % len(places)] - place).conjugate()
-            )
+            turn = phase((places[i - 1] - place) * (places[(i + 1) % len(places)] - place).conjugate())
             angles.append(abs(math.degrees(turn)))
         return angles, [max(abs(places[i] - places[i - 1]), 1e-9) for i in range(len(places))]
 

@@ -20,6 +20,8 @@ from adora_vl.geometry.system import System, Vector
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
 STARTS, STARTS_WITHOUT_PLACES = 8, 12
+_MOST_STARTS = 40  # of a form without places, until so many figures are found that are as its facts say
+_WANTED = 4
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
 # The noise of the starts, in shares of the figure's size.
 _NOISE = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
@@ -77,11 +79,7 @@ class Problem:
         self.is_scaled = False  # whether a given length says how large the figure is
         self.size, self.pixels = self._size()
         self.system = System(self.drawing.points, reading.relations, reading.goal, self.size)
-        self.places = {
-            name: self.drawing.places[name]
-            for name in self.drawing.points
-            if name in self.drawing.places
-        }
+        self.places = {name: self.drawing.places[name] for name in self.drawing.points if name in self.drawing.places}
         names = sorted(self.places)
         values = [self.places[name] for name in names]
         self.middle = sum(values) / len(values) if values else 0j
@@ -151,9 +149,7 @@ class Problem:
                 v[i] = 0.3 * self.size
             if circle is not None and circle.points:
                 centre = self.place(v, circle.centre)
-                v[i] = self.size * float(
-                    np.mean([abs(self.place(v, point) - centre) for point in circle.points])
-                )
+                v[i] = self.size * float(np.mean([abs(self.place(v, point) - centre) for point in circle.points]))
         return v
 
     def _from_picture(self, point: str) -> complex:
@@ -202,9 +198,7 @@ class Problem:
                 trial = v.copy()
                 trial[first:] -= change
                 after_residuals, after_jacobian = system.residuals(trial)
-                after = float(
-                    after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2
-                )
+                after = float(after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2)
                 if math.isfinite(after) and after < before:
                     v, residuals, jacobian = trial, after_residuals, after_jacobian
                     damping = max(damping / 8, 1e-12)
@@ -274,11 +268,7 @@ class Problem:
         on_circles = {name for circle in drawing.circles for name in circle.points}
         self.used = sorted({name for line in self.segments for name in line} | on_circles)
         # Of the points of a line without a place the order is not known where there are two between its ends.
-        self.orders = [
-            row
-            for row in drawing.lines
-            if len(row) == 3 or (len(row) > 3 and set(row) <= places.keys())
-        ]
+        self.orders = [row for row in drawing.lines if len(row) == 3 or (len(row) > 3 and set(row) <= places.keys())]
         self.turns: list[tuple[str, str, str, float]] = []
         for corner in sorted(drawing.neighbours):
             for first, last in combinations(sorted(drawing.neighbours[corner]), 2):
@@ -351,10 +341,7 @@ class Problem:
         """Whether all points lie on one line, which the picture's do not."""
         if any(set(self.used) <= set(row) for row in self.drawing.lines):
             return False
-        if (
-            self.places
-            and _flatness([self.places[name] for name in self.used if name in self.places]) < 1e-2
-        ):
+        if self.places and _flatness([self.places[name] for name in self.used if name in self.places]) < 1e-2:
             return False
         return _flatness(places) < 1e-3
 
@@ -372,18 +359,16 @@ class Problem:
 
     # Which figure
 
-    def solutions(
-        self, budget: Budget, starts: int | None = None, loose: float = TIGHT
-    ) -> list[Solution]:
+    def solutions(self, budget: Budget, starts: int | None = None, loose: float = TIGHT) -> list[Solution]:
         """The figures that the starts lead to, until two without a fault agree; without places, of all starts."""
-        has_places = all(name in self.places for name in self.drawing.neighbours) and bool(
-            self.places
-        )
+        has_places = all(name in self.places for name in self.drawing.neighbours) and bool(self.places)
         if starts is None:
             starts = STARTS if has_places else STARTS_WITHOUT_PLACES
+        most = starts if self.places else max(starts, _MOST_STARTS)
         solutions: list[Solution] = []
-        for number in range(starts):
-            if budget.left <= 0:
+        for number in range(most):
+            flawless = sum(1 for solution in solutions if solution.faults == 0)
+            if budget.left <= 0 or (number >= starts and (flawless >= _WANTED or not solutions)):
                 break
             solution = self.solution(number, budget, loose)
             if solution is None:

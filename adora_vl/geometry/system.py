@@ -45,11 +45,7 @@ class System:
     """
 
     def __init__(
-        self,
-        points: Sequence[str],
-        relations: Sequence[Relation],
-        goal: Quantity | None,
-        size: float,
+        self, points: Sequence[str], relations: Sequence[Relation], goal: Quantity | None, size: float
     ) -> None:
         self.points = list(points)
         self.position = {name: number for number, name in enumerate(self.points)}
@@ -88,20 +84,13 @@ class System:
     def _compile_relations(self) -> None:
         """Sort the relations into directions, means, linear equations and others; rows of residuals in this order."""
         position = self.position
-        directions = [
-            relation
-            for relation in self.relations
-            if isinstance(relation, Parallel | Perpendicular)
-        ]
+        directions = [relation for relation in self.relations if isinstance(relation, Parallel | Perpendicular)]
         means = [relation for relation in self.relations if isinstance(relation, Mean)]
         equations = [relation for relation in self.relations if isinstance(relation, Equal)]
         self._direction_points = tuple(
-            np.array([position[getattr(relation, name)] for relation in directions], dtype=int)
-            for name in "abcd"
+            np.array([position[getattr(relation, name)] for relation in directions], dtype=int) for name in "abcd"
         )
-        self._is_perpendicular = np.array(
-            [isinstance(relation, Perpendicular) for relation in directions], dtype=bool
-        )
+        self._is_perpendicular = np.array([isinstance(relation, Perpendicular) for relation in directions], dtype=bool)
         self._means = np.zeros((2 * len(means), self.count))
         for number, mean in enumerate(means):
             for axis in (0, 1):
@@ -120,9 +109,7 @@ class System:
                 self._curved.append((difference, weight, equation.unit == "degrees"))
             else:
                 linear.append((row, constant, weight, equation.unit == "degrees"))
-        self._linear_rows = np.array([row for row, *_ in linear]).reshape(
-            len(linear), len(self.row)
-        )
+        self._linear_rows = np.array([row for row, *_ in linear]).reshape(len(linear), len(self.row))
         self._linear_constants = np.array([constant for _, constant, _, _ in linear])
         self._linear_weights = np.array([weight for *_, weight, _ in linear])
         self._linear_wraps = np.array([wraps for *_, wraps in linear], dtype=bool)
@@ -165,11 +152,7 @@ class System:
         if quantity.function == "*":
             constants = [constant_of(part) for part in quantity.parts]
             numbers = [number for number in constants if number is not None]
-            variable = [
-                part
-                for part, number in zip(quantity.parts, constants, strict=True)
-                if number is None
-            ]
+            variable = [part for part, number in zip(quantity.parts, constants, strict=True) if number is None]
             if len(variable) == 1:
                 return self._linear(variable[0], factor * math.prod(numbers), row)
         if quantity.function == "/":
@@ -197,11 +180,7 @@ class System:
                 _scatter(gradient[:count], start, -unit)
         turns = len(self.turns)
         if turns:
-            self._turn_values(
-                places,
-                values[count : count + turns],
-                None if gradient is None else gradient[count:],
-            )
+            self._turn_values(places, values[count : count + turns], None if gradient is None else gradient[count:])
         for number, atom in enumerate(self.others, start=count + turns):
             value, slope = self._other(atom, places)
             values[number] = value
@@ -295,9 +274,7 @@ class System:
         jacobian = np.concatenate(derivatives) if slopes else np.zeros((0, self.count))
         return np.concatenate(parts), jacobian
 
-    def _directions(
-        self, v: Vector, parts: list[Vector], derivatives: list[Vector], *, slopes: bool
-    ) -> None:
+    def _directions(self, v: Vector, parts: list[Vector], derivatives: list[Vector], *, slopes: bool) -> None:
         places = v[: self.first_unknown].reshape(-1, 2)
         a, b, c, d = self._direction_points
         u = places[b] - places[a]
@@ -315,9 +292,7 @@ class System:
             _scatter(rows, c, -slope_w)
             derivatives.append(rows)
 
-    def evaluated(
-        self, quantity: Quantity, values: Vector, gradient: Vector | None
-    ) -> tuple[float, Vector]:
+    def evaluated(self, quantity: Quantity, values: Vector, gradient: Vector | None) -> tuple[float, Vector]:
         """The value of a quantity and its derivatives by all unknowns, from those of the atoms.
 
         The value is NaN where there is none; the derivatives are of no use then.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from adora_vl.geometry.chase import Chase
 from adora_vl.geometry.choose import Outcome, outcome
@@ -12,7 +13,7 @@ from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
 from adora_vl.geometry.forms import Form
 from adora_vl.geometry.primitives import Reading, read
-from adora_vl.geometry.shapes import UnreadError
+from adora_vl.geometry.shapes import UnreadError, terms_of
 from adora_vl.geometry.solve import Budget, Problem
 from adora_vl.geometry.words import words_of
 
@@ -31,22 +32,36 @@ def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
     fault = too_large(form)
     if fault:
         return Verdict(status="unread", why=fault)
+    verdict = _verdict(form, looks=looks, repair=repair)
+    if not verdict.unread:
+        return verdict
+    return replace(verdict, why=f"{verdict.why}; not read: {verdict.unread[0]}")
+
+
+def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
     try:
         reading = read(form)
-    except (
-        UnreadError,
-        IndexError,
-        KeyError,
-        ValueError,
-        ZeroDivisionError,
-        OverflowError,
-        RecursionError,
-    ) as error:
-        return Verdict(
-            status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})"
-        )
+    except (UnreadError, IndexError, KeyError, ValueError, ZeroDivisionError, OverflowError, RecursionError) as error:
+        return Verdict(status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})")
+    unread = tuple(unread_of(form, reading))
     if reading.goal is None:
-        return Verdict(status="unread", why=reading.goal_fault)
+        return Verdict(status="unread", why=reading.goal_fault, unread=unread)
+    return replace(_solved(form, reading, looks=looks, repair=repair), unread=unread)
+
+
+def unread_of(form: Form, reading: Reading) -> Iterator[str]:
+    """The facts that are not read, each with its place in the form and the reason."""
+    for name, texts in (("fact", form.facts), ("part of the question", form.question)):
+        for number, text in enumerate(texts, start=1):
+            if text.strip() and not any(True for _ in terms_of([text])):
+                yield f"{name} {number}, {text!r:.60}: its brackets do not close"
+    places = {term: f"fact {number}" for number, text in reversed(list(enumerate(form.facts, start=1)))
+              for term in terms_of([text])}  # fmt: skip
+    for term, reason in reading.unread:
+        yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
+
+
+def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
     budget = Budget(EVALUATIONS)
     problem = Problem(reading)
     found = outcome(problem, budget)
@@ -70,10 +85,7 @@ def too_large(form: Form) -> str:
     """Why a form is not even tried; empty where it is."""
     if len(form.points) > MAX_POINTS:
         return f"it has {len(form.points)} points, over {MAX_POINTS}"
-    if (
-        len(form.facts) + len(form.question) > MAX_FACTS
-        and len({*form.facts, *form.question}) > MAX_FACTS
-    ):
+    if len(form.facts) + len(form.question) > MAX_FACTS and len({*form.facts, *form.question}) > MAX_FACTS:
         return f"it has {len({*form.facts, *form.question})} facts, over {MAX_FACTS}"
     if len(form.lines) > MAX_SEGMENTS:
         return f"it has {len(form.lines)} segments, over {MAX_SEGMENTS}"
@@ -92,10 +104,15 @@ def answer_of(value: float, reading: Reading, *, share: float | None = None) -> 
     return exact(value, decimals=has_decimals)
 
 
+def _plain(value: float) -> float:
+    """A value without the last bits, in which machines differ."""
+    return float(f"{value:.10g}")
+
+
 def _answered(form: Form, problem: Problem, found: Outcome) -> Verdict:
     assert found.value is not None and found.solution is not None, "an answer has a figure"
-    value = found.value
-    answer = answer_of(value, problem.reading, share=_DOUBLE_ROOT if found.doubled else None)
+    value = _plain(found.value)
+    answer = answer_of(found.value, problem.reading, share=_DOUBLE_ROOT if found.doubled else None)
     if found.doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
         value = float(answer)
     return Verdict(
@@ -115,10 +132,9 @@ def _by_angles(reading: Reading) -> Verdict | None:
         return None
     if reading.unit != "degrees" and not is_letter:
         return None
-    value = float(f"{value:.12g}")
     return Verdict(
         status="answered",
-        value=value,
+        value=_plain(value),
         answer=answer_of(value, reading),
         how="angles",
         why="determined by the angles alone, whatever the lengths are",
@@ -131,7 +147,7 @@ def _seen(form: Form, problem: Problem, found: Outcome) -> Verdict:
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
     return Verdict(
         status="open",
-        value=found.value,
+        value=_plain(found.value),
         answer=answer_of(found.value, problem.reading),
         how="looks",
         figure=figure_of(problem, found.solution, form, assumed=assumed),
@@ -156,10 +172,7 @@ def _with_looks(form: Form, problem: Problem, found: Outcome, budget: Budget) ->
 def _open(form: Form, problem: Problem, found: Outcome) -> Verdict:
     values = [value for value in (found.value, *found.others) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
-    return Verdict(
-        status="open",
-        why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}",
-    )
+    return Verdict(status="open", why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}")
 
 
 def _ambiguous(form: Form, problem: Problem, found: Outcome) -> Verdict:
@@ -179,13 +192,11 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
     terms = reading.drawing.terms
     if clash.repair is not None:
         repair = clash.repair
-        assert repair.outcome.value is not None and repair.outcome.solution is not None, (
-            "an answer has a figure"
-        )
+        assert repair.outcome.value is not None and repair.outcome.solution is not None, "an answer has a figure"
         left_out = tuple(words_of(terms[number]) for number in repair.left_out)
         return Verdict(
             status=status,
-            value=repair.outcome.value,
+            value=_plain(repair.outcome.value),
             answer=answer_of(repair.outcome.value, reading),
             how="without a fact",
             left_out=left_out,
@@ -196,7 +207,7 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
     if rounded.status == "answered" and not answered_without and rounded.value is not None:
         return Verdict(
             status=status,
-            value=rounded.value,
+            value=_plain(rounded.value),
             how="rounded",
             why=f"{why}; with the facts rounded {_goal_words(reading)} is about {rounded.value:.4g}",
         )
@@ -204,9 +215,7 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
 
 
 def _no_figure(found: Outcome, clash: Conflict | None, reading: Reading) -> str:
-    kind = (
-        "no figure" if found.status == "conflict" else "no figure without points that fall together"
-    )
+    kind = "no figure" if found.status == "conflict" else "no figure without points that fall together"
     if clash is None or not clash.facts:
         return f"{kind} fulfils all facts"
     terms = reading.drawing.terms

@@ -22,9 +22,7 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
     """
     held_out = any(Path(data).glob("data/test-*.parquet"))
     benchmark, more = (
-        (for_data(Path(data)), ["--max-tokens", str(max_tokens)])
-        if held_out
-        else ("geometry3k", [])
+        (for_data(Path(data)), ["--max-tokens", str(max_tokens)]) if held_out else ("problems", [])
     )
     words = [
         "--model",

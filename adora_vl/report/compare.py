@@ -26,6 +26,7 @@ from adora_vl.evals.compare import (
 from adora_vl.evals.inference.predictions import SCORE
 from adora_vl.evals.scoring.score import missing_answers
 from adora_vl.evals.scoring.statistics import paired_t, welch
+from adora_vl.rewards.judge import without_address
 from adora_vl.utils.cli import Parser, amount, dotted, exit_code_of, text
 from adora_vl.utils.errors import UserError
 
@@ -123,7 +124,9 @@ def read_compared(folder: Path) -> ComparedRun:
         raise UserError(
             f"RUN: {str(folder)!r} has no {missing}; name the output_dir of a training run"
         )
-    config = manifest["config"]
+    config = dict(manifest["config"])
+    if isinstance(config.get("adora_reward"), list):
+        config["adora_reward"] = [without_address(entry) for entry in config["adora_reward"]]
     settings: dict[str, Any] = {}
     for key in config.keys() - _NOT_COMPARED:
         settings |= dotted(key, config[key])
@@ -405,7 +408,7 @@ def _paragraph(a: Side, b: Side, held_out: Figures, rest: Figures, keys: Sequenc
     if not held_out:
         return (
             f"Whether {b.title} is better than {a.title} is not known: not every run was scored "
-            "on held-out problems. Evaluate each with `python -m eval.geometry3k run --model RUN "
+            "on held-out problems. Evaluate each with `python -m eval.problems run --model RUN "
             "--data DATA --output RUN/eval`."
         )
     main = held_out[0].difference

@@ -21,6 +21,7 @@ INSTRUCTION = (
 )
 _FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
 _MAX_CHARS = 16_000  # of a reply: its end has the answer
+_SHOWN_CHARS = 80  # of a judge's reply in a message
 # The options in `adora_reward: [{judge: {...}}]` with type and default. One without a default has
 # to be given.
 _OPTIONS: dict[str, tuple[type, Any]] = {
@@ -35,6 +36,18 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "wait": (float, 1.0),
     "max_tokens": (int, 512),
 }
+_OF_A_CALL = ("base_url", "concurrency")  # options of how it is reached, on which no score depends
+
+
+def without_address(entry: Any) -> Any:
+    """An entry of `adora_reward` without what says where the judge is.
+
+    The same model on another port or node is the same judge, so a run may go on with it.
+    """
+    if not isinstance(entry, Mapping) or not isinstance(entry.get(NAME), Mapping):
+        return entry
+    options = {key: value for key, value in entry[NAME].items() if key not in _OF_A_CALL}
+    return {**entry, NAME: options}
 
 
 class JudgeReward:
@@ -135,16 +148,43 @@ class JudgeReward:
         ]
 
     def try_once(self) -> None:
-        """One call, before a run. Raises `UserError` where it fails."""
-        messages = self.messages("What is 2 + 3?", "5", "It is 5.")
+        """Two questions before a run, about a right answer and a wrong one, whose scores are read.
+
+        Raises `UserError` where a call fails, or a reply has no score. Two equal scores are a
+        warning. With a budget of one call the right answer is asked about alone.
+        """
+        replies = ["It is 5.", "It is 4."]
+        if self._budget is not None:
+            replies = replies[: self._budget]
+        scores = [self._tried(reply) for reply in replies]
+        if len(scores) == len(set(scores)):
+            return
+        print(
+            f"warning: adora_reward: judge: the model {self._endpoint.model!r} gives {scores[0]} "
+            "for a right and for a wrong answer to 2 + 3; look at its instruction",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _tried(self, answer: str) -> str:
+        """The score of an answer to a problem of ours, whose right answer is 5, as text."""
+        where = f"adora_reward: judge: {self._endpoint.url} with the model {self._endpoint.model!r}"
         try:
-            self.client.chat(messages)
+            reply = self.client.chat(self.messages("What is 2 + 3?", "5", answer))
         except EndpointError as error:
-            raise UserError(
-                f"adora_reward: judge: {self._endpoint.url} with the model "
-                f"{self._endpoint.model!r} gave no answer: {error}; the key is read from "
-                f"{KEY_VARIABLE}"
-            ) from None
+            remedy = f"the key is read from {KEY_VARIABLE}"
+            if error.unreachable:
+                remedy = "is a server there?"
+            raise UserError(f"{where} gave no answer: {error}; {remedy}") from None
+        try:
+            return score_in(reply.text)
+        except EndpointError as error:
+            remedy = "its reply has to end in a score such as <score>0.7</score>"
+            if reply.finish_reason == "length":
+                most = self._endpoint.body["max_tokens"]
+                remedy = f"it was cut off at max_tokens, {most}: raise it for a judge that thinks"
+            shown = reply.text[:_SHOWN_CHARS]
+            raise UserError(f"{where} gave no score: {error}: {shown!r}; {remedy}") from None
 
     def _score(self, messages: Messages | None) -> float | EndpointError:
         if messages is None:

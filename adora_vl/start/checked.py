@@ -69,6 +69,11 @@ class Asked:
     tools: Sequence[Any] = ()  # that Python gave beside the key's
     environment: Any = None  # that Python gave in the key's place
 
+    @property
+    def trl_evaluates(self) -> bool:
+        """Whether TRL evaluates on the way, on a data set that Python gave."""
+        return isinstance(self.rows, Datasets) and self.rows.evaluate is not None
+
 
 @dataclass(repr=False)
 class Checked:

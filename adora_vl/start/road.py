@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from transformers import TrainerState
 
 from adora_vl.builtin.assets import data_folders, resolve_model
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import StartPoint
-from adora_vl.config import checks
+from adora_vl.config import AdoraGRPOConfig, checks
 from adora_vl.config.batch_plan import batch_plan, check_rows
 from adora_vl.config.reading import check_output_dir
+from adora_vl.config.unused_keys import Settings, refuse_unused, unused_keys
 from adora_vl.config.where import Where
 from adora_vl.data import prompt_lengths as lengths
 from adora_vl.data.loading import as_asked, load_rows
@@ -73,9 +74,9 @@ def versions(run: Checked) -> None:
 
 def keys(run: Checked) -> None:
     """What the keys alone say."""
-    given = run.asked.rows
-    by_trl = isinstance(given, objects.Datasets) and given.evaluate is not None
+    by_trl = run.asked.trl_evaluates
     checks.check_config(run.config, trl_evaluates=by_trl)
+    refuse_unused(run.config, trl_evaluates=by_trl)
     run.extensions = chosen_extensions(run.config)
     tools = bool(run.config.tools or run.asked.tools)
     environments = run.environment is not None
@@ -216,7 +217,9 @@ def _find_adapters(run: Checked) -> None:
 
 
 def parts(run: Checked) -> None:
-    """Frozen parts, layers with an adapter, attention, and what `from_pretrained` is given."""
+    """Frozen parts, layers with an adapter, attention, what `from_pretrained` is given, and the
+    keys that do nothing with them.
+    """
     if run.where.here:
         fits.check_attention(run.model, run.config.model_init_kwargs or {})
     loaded = run.asked.model.loaded
@@ -228,6 +231,14 @@ def parts(run: Checked) -> None:
         refuse_embedding_adapters(loaded)
     adapted = run.peft_config is not None or hasattr(loaded, "peft_config")
     fits.check_trainable(run.config, run.model_config, adapted=adapted)
+    settings = Settings(run.config, run.model, adapted, run.asked.trl_evaluates)
+    run.notes += unused_keys(settings)
+    wanted = run.config.resume_from_checkpoint
+    if run.script is None and wanted is not None:
+        run.notes.append(
+            f"resume_from_checkpoint: {wanted} in the config is not read by train(), as in "
+            "Transformers; write train(resume_from_checkpoint=...)"
+        )
 
 
 def processor(run: Checked) -> None:
@@ -318,6 +329,7 @@ def rows(run: Checked) -> None:
         )
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
+        _check_stream(run.config, asked.train)
         if objects.is_stored(run.dataset):
             fits.check_sees(
                 run.model, run.model_config, has_images=objects.check_prompts(run.dataset)
@@ -340,11 +352,23 @@ def rows(run: Checked) -> None:
             return
         told = copy(asked)
         told.adora_system_prompt = run.system_prompt
-        run.dataset = load_rows(told, run.data, run.config.seed, partial(_fitting, run))
+        run.dataset = load_rows(told, run.data, run.config.seed_of_rows, partial(_fitting, run))
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
     if count is not None:
         check_rows(run.plan, count)
+
+
+def _check_stream(config: AdoraGRPOConfig, dataset: Any) -> None:
+    """Raise `UserError` for a seed that TRL does not shuffle a streamed data set by."""
+    seed = config.data_seed
+    refuse(
+        (
+            isinstance(dataset, IterableDataset) and seed is not None,
+            f"data_seed: {seed}, but a streamed data set is shuffled by seed; set that one, or "
+            "load the data set whole",
+        )
+    )
 
 
 def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from adora_vl.config.batch_plan import Shape
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
+from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows, shown_rows
 from adora_vl.data.rows import images_of
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
@@ -131,7 +131,8 @@ class Pool:
 
         In a training, replace groups without signal, and weigh what is left.
         """
-        rows = generation.rows
+        rows: list[Row] = shown_rows(generation.rows)
+        generation.rows = rows
         size = generation.group_size
         self.guard.check(rows, generation.step)
         if generation.mode == "train" and self.aged:

@@ -83,7 +83,8 @@ class EndpointError(SpokenError):
     """One call gave no usable answer; `str` says why.
 
     `again`: whether another attempt may succeed. `refused`: the server takes no call with this key.
-    `too_long`: nor with this prompt, which the model's context does not hold.
+    `too_long`: nor with this prompt, which the model's context does not hold. `unreachable`: nobody
+    answers at the address.
     """
 
     def __init__(
@@ -94,12 +95,14 @@ class EndpointError(SpokenError):
         wait_s: float = 0.0,
         refused: bool = False,
         too_long: bool = False,
+        unreachable: bool = False,
     ) -> None:
         super().__init__(reason)
         self.again = again
         self.wait_s = wait_s
         self.refused = refused
         self.too_long = too_long
+        self.unreachable = unreachable
 
 
 def check_url(name: str, url: str) -> str:
@@ -150,7 +153,8 @@ class ChatClient:
         return None if self._answers is None else self._answers.get(self._key(messages))
 
     def _key(self, messages: Messages) -> str:
-        request = [self.endpoint.url, self._fields, list(messages)]
+        # Not the address: the same model on another port or node gives the same answers.
+        request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
@@ -207,7 +211,10 @@ class ChatClient:
                 if attempt == self.endpoint.attempts or not error.again:
                     why = f"{error} (attempt {attempt})"
                     raise EndpointError(
-                        why, refused=error.refused, too_long=error.too_long
+                        why,
+                        refused=error.refused,
+                        too_long=error.too_long,
+                        unreachable=error.unreachable,
                     ) from error
                 time.sleep(min(max(wait, error.wait_s), _LONGEST_WAIT_S))
             wait *= 2
@@ -256,7 +263,10 @@ class ChatClient:
             httpx.InvalidURL,
             ValueError,
         ) as error:  # no connection, too late, no HTTP
-            raise EndpointError(f"{type(error).__name__}: {error}") from error
+            is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise EndpointError(
+                f"{type(error).__name__}: {error}", unreachable=is_unreachable
+            ) from error
         if httpx.codes.is_success(status):
             return received
         again = status in _RETRIED

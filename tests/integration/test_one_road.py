@@ -386,6 +386,11 @@ WRONG: list[
         "--use_peft true --lora_target_modules q_proj v_proj --sync_ref_model true --beta 0.1",
         "sync_ref_model: true moves a reference model, and with an adapter",
     ),
+    ("--label_smoothing_factor 0.1", "label_smoothing_factor: 0.1 has no labels to smooth"),
+    (
+        "--gradient_accumulation_steps 4 --steps_per_generation 2 --num_iterations 2",
+        "num_iterations: 2 with gradient_accumulation_steps: 4 above steps_per_generation: 2",
+    ),
     ("--router_aux_loss_coef 0.1", "router_aux_loss_coef: 0.1 weighs the load of experts"),
     (
         "VLLM --loss_type vespo",

@@ -85,7 +85,7 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
         ]
     )
     assert "checkpoint-3" in done.stdout
-    assert "3 steps, 3 tables of rollouts, weights: all equal" in done.stdout
+    assert "3 steps, the rollouts of 3, weights: all equal" in done.stdout
     rollouts = pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))
     by_half = rollouts["drift"].isna().groupby([rollouts["step"], rollouts["rollout"] >= 4]).all()
     assert by_half.xs(True, level="rollout").all(), "the last four of eight see a distorted image"
@@ -130,7 +130,7 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
                     == 3
                 )
     assert "checkpoint-3" in done.stdout
-    assert "6 steps, 6 tables of rollouts, weights: all equal" in done.stdout
+    assert "6 steps, the rollouts of 6, weights: all equal" in done.stdout
     if where != "server":
         assert len(list(tmp_path.glob("*/killed/checkpoint-3/pool-*.pt"))) == processes
         assert pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))["segments"].max() > 1

@@ -4,7 +4,6 @@ JSON.
 
 import base64
 import re
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,8 +19,9 @@ from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
 from adora_vl.evals.inference.predictions import missing_fields, refuse_rows, row_fault
 from adora_vl.evals.inference.requests import HUB_ID
-from adora_vl.evals.records import Problem
-from adora_vl.utils.cli import optional, read_json, text
+from adora_vl.evals.options import DataOptions, HubDataOptions
+from adora_vl.evals.records import LoadedProblems, Problem
+from adora_vl.utils.cli import read_json
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.hub import no_hub, why_missing
@@ -68,14 +68,8 @@ class _Rows:
         raise ValueError("the row has no image")
 
 
-def add_revision_option(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--data-revision", type=optional(text), metavar="NAME", help="of the data on the hub"
-    )
-
-
 def load_problems(
-    options: Namespace,
+    options: DataOptions,
     needed: Sequence[str],
     image_columns: Sequence[str] = (),
     *,
@@ -88,7 +82,7 @@ def load_problems(
     blind: bool = False,
     pictures: str = "",
     renamed: Mapping[str, str] | None = None,
-) -> tuple[list[Problem], str]:
+) -> LoadedProblems:
     """The problems of `options.data`, as a hub id, a file or a folder, and a hash of the data with
     their pictures.
 
@@ -109,12 +103,11 @@ def load_problems(
     """
     path = Path(options.data)
     split = split or options.split
+    revision = options.data_revision if isinstance(options, HubDataOptions) else None
     if path.exists():
         loaded = _local(path, split, image_columns, id_column)
     elif HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
-        loaded = _hub(
-            options.data, split, getattr(options, "data_revision", None), image_columns, config
-        )
+        loaded = _hub(options.data, split, revision, image_columns, config)
     else:
         raise UserError(
             f"data: {options.data!r} is neither a file or folder here nor a hub id of the form "
@@ -153,7 +146,7 @@ def load_problems(
             if seen
             else Problem(fields, prompt(row), 0, list)
         )
-    return problems, _with_pictures(loaded, image_columns)
+    return LoadedProblems(problems, _with_pictures(loaded, image_columns))
 
 
 # Some cameras write a second, smaller picture into the file of a photograph.

@@ -7,12 +7,16 @@ and asked for again by the next start, unless its prompt is too long for the ser
 
 import base64
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 from adora_vl.data.images import png_bytes
-from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
+from adora_vl.evals.inference.requests import (
+    AnswerEngineSettings,
+    AnswerRequest,
+    EngineOptions,
+    Unanswerable,
+)
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import (
@@ -28,13 +32,13 @@ _BATCH = 64  # answers that are written at once
 _LOCAL = ("min_pixels", "max_pixels", "revision", "dtype")
 
 
-def endpoint_of(options: Namespace) -> Endpoint | None:
+def endpoint_of(options: EngineOptions) -> Endpoint | None:
     """The endpoint of `--engine openai`, else None.
 
     Raises `UserError`, also for options of a local engine.
     """
     if options.engine != "openai":
-        if getattr(options, "base_url", None):
+        if options.base_url:
             raise UserError(
                 "base_url: only --engine openai asks a server; add it, or leave --base-url out"
             )

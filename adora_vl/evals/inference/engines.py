@@ -4,26 +4,26 @@ can.
 
 from __future__ import annotations
 
-import importlib.util
 import sys
-from argparse import Namespace
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.endpoint import EndpointEngine, endpoint_of
 from adora_vl.evals.inference.provenance import trained_with
-from adora_vl.evals.inference.requests import HUB_ID, AnswerEngine, AnswerEngineSettings, EngineName
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.evals.inference.requests import (
+    HUB_ID,
+    AnswerEngine,
+    AnswerEngineSettings,
+    EngineOptions,
+)
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.tools.run import Toolbox
-
-
-def default_engine() -> EngineName:
-    return "vllm" if importlib.util.find_spec("vllm") else "transformers"
 
 
 def check_model(model: str) -> str:
@@ -51,48 +51,51 @@ def check_model(model: str) -> str:
     return model
 
 
-def settings_of(options: Namespace) -> AnswerEngineSettings:
-    """The engine that the options of a command ask for. Raises `UserError`."""
+def settings_of(options: EngineOptions) -> AnswerEngineSettings:
+    """The engine that the options ask for. Raises `UserError`."""
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
         raise UserError(
             f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it"
         )
     endpoint = endpoint_of(options)
     model = check_model(options.model) if endpoint is None else options.model
-    given = {
-        each.name: vars(options)[each.name]
-        for each in fields(AnswerEngineSettings)
-        if each.name in options
-    }
     template = trained_with(model).get("chat_template_kwargs") or {}
     if template:
         print(f"chat_template_kwargs: those of the model's training, {template}", file=sys.stderr)
     settings = AnswerEngineSettings(
-        **{**given, "model": model, "endpoint": endpoint, "template": template}
+        model=model,
+        engine=options.engine,
+        revision=options.revision,
+        dtype=options.dtype,
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        min_pixels=options.min_pixels,
+        max_pixels=options.max_pixels,
+        batch_size=options.batch_size,
+        endpoint=endpoint,
+        max_tool_calling_iterations=options.max_tool_calling_iterations,
+        template=template,
     )
-    return (
-        replace(settings, toolbox=_toolbox_of(options, settings))
-        if getattr(options, "tools", None)
-        else settings
-    )
+    if not options.tools:
+        return settings
+    return replace(settings, toolbox=_toolbox_of(options, settings))
 
 
-def tool_options_of(options: Namespace) -> ToolOptions:
-    """The limits of tools that the options ask for. Raises `UserError`."""
+def tool_options_of(tools: Sequence[str], mapping: str) -> ToolOptions:
+    """The limits of tools that a mapping in YAML asks for. Raises `UserError`."""
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.config.values import convert
 
-    refuse(
-        (
-            not options.tools,
-            "tool_options: without --tools it changes nothing; name tools, or leave it out",
+    if not tools:
+        raise UserError(
+            "tool_options: without --tools it changes nothing; name tools, or leave it out"
         )
-    )
-    limits: ToolOptions = convert("tool_options", options.tool_options, ToolOptions)
+    limits: ToolOptions = convert("tool_options", mapping, ToolOptions)
     return limits
 
 
-def _toolbox_of(options: Namespace, settings: AnswerEngineSettings) -> Toolbox:
+def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolbox:
     """The tools of the options, for what this model sees. Raises `UserError`."""
     if settings.endpoint is not None:
         raise UserError(

@@ -5,89 +5,52 @@ belong together.
 import json
 import platform
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adora_vl import __version__
-from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
-from adora_vl.utils.cli import MAX_SEED, optional, text, whole
+from adora_vl.evals.options import OF_THE_RUN
 from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.files import read_object, replace_file
 from adora_vl.utils.versions import installed
 
-OF_THE_RUN: Any = object()  # the default of both prompts: that of the run that trained the model
 _MADE_BY = "adora_vl.train"
-_KEYS = {
+# The key of a training and its default, for each prompt.
+PROMPTS = {
     "system_prompt": ("adora_system_prompt", SYSTEM_PROMPT),
     "prompt": ("adora_prompt", DEFAULT_PROMPT),
 }
 
 
-def add_asking(parser: ArgumentParser) -> None:
-    """The options of how a model is asked, in an evaluation and to filter problems."""
-    add = parser.add_argument
-    pixels = optional(whole(UNIT**2, MAX_PIXELS))
-    add(
-        "--revision",
-        type=optional(text),
-        metavar="NAME",
-        help="of the model on the hub; default: its newest",
-    )
-    add(
-        "--max-tokens",
-        type=whole(1, 2**20),
-        default=2048,
-        metavar="N",
-        help="limit per answer; default 2048",
-    )
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="auto: the model's own",
-    )
-    add("--min-pixels", type=pixels, metavar="N", help="default: the model's own")
-    add("--max-pixels", type=pixels, metavar="N", help="default: the model's own")
-    what = (
-        "or none; default: that of the model's own training, as its folder says, else the paper's"
-    )
-    add("--system-prompt", type=optional(text), default=OF_THE_RUN, metavar="TEXT", help=what)
-    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default 0")
-    add(
-        "--batch-size",
-        type=optional(whole(1, 2**16)),
-        metavar="N",
-        help="default: 256 for vllm, else 64",
-    )
+def settled_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, str | None]:
+    """The prompts with which a model is asked, by name.
 
-
-def settle_prompts(options: Namespace) -> None:
-    """Fill in the prompts that were not given: those of the run that trained the model, or else the
-    defaults.
+    Args:
+        model: The model; its folder may say with which prompts it was trained.
+        prompts: What was given for `system_prompt` and `prompt`. `OF_THE_RUN` stands for the prompt
+            of the run that trained the model, or else the default.
     """
     config: dict[str, Any] | None = None
-    for name, (key, default) in _KEYS.items():
-        if getattr(options, name, None) is not OF_THE_RUN:
+    settled: dict[str, str | None] = {}
+    for name, prompt in prompts.items():
+        if prompt is not OF_THE_RUN:
+            settled[name] = prompt
             continue
         if config is None:
-            config = trained_with(options.model)
-        value = config.get(key, default)
-        vars(options)[name] = value
-        if value != default:
-            shown = "none" if value is None else f"{value!r:.80}"
+            config = trained_with(model)
+        key, default = PROMPTS[name]
+        settled[name] = config.get(key, default)
+        if settled[name] != default:
+            shown = "none" if settled[name] is None else f"{settled[name]!r:.80}"
             print(f"{name}: that of the model's training, {shown}", file=sys.stderr)
+    return settled
 
 
-def unusual_prompts(options: Namespace) -> dict[str, Any]:
+def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
     """The prompts that differ from the defaults, for a manifest."""
-    return {
-        name: getattr(options, name)
-        for name, (_, default) in _KEYS.items()
-        if getattr(options, name) != default
-    }
+    return {name: prompt for name, prompt in prompts.items() if prompt != PROMPTS[name][1]}
 
 
 def trained_with(model: str | None) -> dict[str, Any]:

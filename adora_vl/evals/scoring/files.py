@@ -4,29 +4,25 @@ log.
 
 import re
 import sys
-from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.evals.inference.predictions import read_predictions, score_path
 from adora_vl.evals.inference.provenance import FILE_NAME, read, versions, write_json
+from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark, Prediction, Scored
 from adora_vl.evals.scoring.score import own_cells, score
 from adora_vl.evals.scoring.table import table
-from adora_vl.utils.cli import Parser
 from adora_vl.utils.files import check_json, make_folder, written_to
 
 
-def score_defaults(benchmark: Benchmark) -> Namespace:
-    parser = Parser()
-    if benchmark.add_score_options:
-        benchmark.add_score_options(parser)
-    return parser.parse_args([])
+def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> None:
+    """Score a file of predictions, write the score file, and print its table.
 
-
-def write_score(benchmark: Benchmark, predictions: Path, options: Namespace) -> None:
-    """Score a file of predictions, write the score file, and print its table."""
+    `options.output` says where the score file is to stand.
+    """
+    assert options.output is not None
     output = score_path(options.output)
     check_json(
         "output", output, "a score file", lambda score: {"benchmark", "items"} <= score.keys()
@@ -39,7 +35,7 @@ def write_score(benchmark: Benchmark, predictions: Path, options: Namespace) -> 
     print(f"-> {output}", file=sys.stderr)
 
 
-def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> Scored:
+def score_file(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> Scored:
     """The score of a predictions file, with the fingerprint that lies beside it, or null if there
     is none.
     """
@@ -69,7 +65,7 @@ def score_file(benchmark: Benchmark, predictions: Path, options: Namespace) -> S
 def figures_in_training(
     benchmark: Benchmark,
     rows: Sequence[Prediction],
-    options: Namespace | None = None,
+    options: ScoreOptions | None = None,
     *,
     answer_tags: bool = False,
 ) -> dict[str, float]:
@@ -79,7 +75,7 @@ def figures_in_training(
     `options`: of the benchmark's `score` verb; None: its defaults. `answer_tags`: the prompts asked
     for `<answer>`.
     """
-    made, _ = score(benchmark, rows, options or score_defaults(benchmark), answer_tags=answer_tags)
+    made, _ = score(benchmark, rows, options or benchmark.score_options(), answer_tags=answer_tags)
     low, high = made["wilson_95"]
     flat = {"accuracy": made["accuracy"], "accuracy_low": low, "accuracy_high": high}
     flat |= {f"tokens_{kind}": known["mean"] for kind, known in made["tokens"].items() if known}

@@ -8,9 +8,9 @@ so that scoring again asks nothing twice.
 
 import re
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from adora_vl.data.prompts import lettered
 from adora_vl.evals.inference.predictions import NOT_ASKED, score_path
+from adora_vl.evals.options import ScoreOptions, option
 from adora_vl.evals.records import JUDGE_FAILED, Extraction, Prediction
 from adora_vl.evals.scoring.choice import extract_choice
 from adora_vl.evals.scoring.number import MAX_CHARS, extract_list, extract_number
@@ -31,6 +32,39 @@ from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Me
 Kind = Literal["choice", "integer", "float", "list", "text"]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExtractionOptions(ScoreOptions):
+    """How the answer is read out of a response, and where the judge is that may do it."""
+
+    extraction: Literal["rules", "stored", "judge"] = option(
+        "rules", help="how the answer is found", choices=("rules", "stored", "judge")
+    )
+    judge_url: str | None = option(
+        None,
+        help="an OpenAI-compatible endpoint, such as http://localhost:8000/v1",
+        type=optional(text),
+    )
+    judge_model: str | None = option(None, help="its name there", type=optional(text))
+    judge_cache: Path | None = option(
+        None, help="default: beside the score", type=optional(path), metavar="FILE.jsonl"
+    )
+    judge_timeout: float = option(
+        60.0, help="of one call; default 60", type=number(0.001, 86400), metavar="SECONDS"
+    )
+    judge_budget: int | None = option(
+        None,
+        help="calls at most, attempts counted; default: any",
+        type=optional(whole(0)),
+        metavar="N",
+    )
+    judge_attempts: int = option(
+        4, help="before a row counts as failed; default 4", type=whole(1, 100), metavar="N"
+    )
+    judge_wait: float = option(
+        1.0, help="before a second try; doubles", type=number(0.001, 3600), metavar="SECONDS"
+    )
+
+
 class Question(NamedTuple):
     kind: Kind
     text: str
@@ -40,7 +74,7 @@ class Question(NamedTuple):
 
 def with_extractions(
     rows: Sequence[Prediction],
-    options: Namespace,
+    options: ExtractionOptions,
     question_of: Callable[[Prediction], Question],
     rules: Callable[[Prediction], Extraction] | None = None,
     judge: ChatClient | None = None,
@@ -68,7 +102,7 @@ def with_extractions(
     return [{**row, "read": extraction} for row, extraction in zip(rows, found, strict=True)]
 
 
-def extraction_rules(options: Namespace) -> dict[str, Any]:
+def extraction_rules(options: ExtractionOptions) -> dict[str, Any]:
     judge = options.judge_model if options.extraction == "judge" else None
     return {"extraction": options.extraction, "judge": judge}
 
@@ -113,52 +147,6 @@ def quick_extract(question: Question) -> Extraction | None:
     return None
 
 
-def add_extraction_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--extraction",
-        choices=("rules", "stored", "judge"),
-        default="rules",
-        help="how the answer is found",
-    )
-    add(
-        "--judge-url",
-        type=optional(text),
-        help="an OpenAI-compatible endpoint, such as http://localhost:8000/v1",
-    )
-    add("--judge-model", type=optional(text), help="its name there")
-    add(
-        "--judge-cache", type=optional(path), metavar="FILE.jsonl", help="default: beside the score"
-    )
-    add(
-        "--judge-timeout",
-        type=number(0.001, 86400),
-        default=60.0,
-        metavar="SECONDS",
-        help="of one call; default 60",
-    )
-    add(
-        "--judge-budget",
-        type=optional(whole(0)),
-        metavar="N",
-        help="calls at most, attempts counted; default: any",
-    )
-    add(
-        "--judge-attempts",
-        type=whole(1, 100),
-        default=4,
-        metavar="N",
-        help="before a row counts as failed; default 4",
-    )
-    add(
-        "--judge-wait",
-        type=number(0.001, 3600),
-        default=1.0,
-        metavar="SECONDS",
-        help="before a second try; doubles",
-    )
-
-
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
 _NO_ANSWER = "NONE"
 _LONGEST_ANSWER = 200  # characters; an extraction that is longer is an essay, not an answer
@@ -176,17 +164,16 @@ _FORMS = {
 }
 
 
-def judge_of(options: Namespace) -> ChatClient:
-    """The judge that the command line names.
+def judge_of(options: ExtractionOptions) -> ChatClient:
+    """The judge that the options name.
 
     Raises `UserError` where the address or the model is missing.
     """
-    for name in ("judge_url", "judge_model"):
-        if not getattr(options, name):
-            raise UserError(
-                f"--{name.replace('_', '-')} is missing; --extraction judge needs an endpoint and "
-                "a model"
-            )
+    needs = "is missing; --extraction judge needs an endpoint and a model"
+    if not options.judge_url:
+        raise UserError(f"--judge-url {needs}")
+    if not options.judge_model:
+        raise UserError(f"--judge-model {needs}")
     endpoint = Endpoint(
         check_url("judge_url", options.judge_url),
         options.judge_model,
@@ -196,7 +183,10 @@ def judge_of(options: Namespace) -> ChatClient:
         options.judge_wait,
         body={"temperature": 0, "max_tokens": 256},
     )
-    cache: Path = options.judge_cache or score_path(options.output).with_name("judge_cache.jsonl")
+    cache = options.judge_cache
+    if cache is None:
+        assert options.output is not None
+        cache = score_path(options.output).with_name("judge_cache.jsonl")
     with written_to("judge_cache", cache):
         cache.parent.mkdir(parents=True, exist_ok=True)
     return ChatClient(endpoint, cache=cache, budget=options.judge_budget)

@@ -3,13 +3,13 @@ not be judged.
 """
 
 import statistics
-from argparse import Namespace
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from adora_vl.evals.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG
+from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import (
     CORRECT,
     FAILED,
@@ -77,7 +77,7 @@ _SIZES = (
 def score(
     benchmark: Benchmark,
     rows: Sequence[Prediction],
-    options: Namespace,
+    options: ScoreOptions,
     *,
     answer_tags: bool = False,
 ) -> Scored:
@@ -86,7 +86,7 @@ def score(
     `answer_tags`: the prompts asked for `<answer> </answer>`; `options.answer_tags` tells the
     benchmark.
     """
-    options = Namespace(**{**vars(options), "answer_tags": answer_tags})
+    options = replace(options, answer_tags=answer_tags)
     answered = rows
     rows, graded = graded_rows(benchmark, answered, options)
     own = OwnFigures() if benchmark.summary is None else benchmark.summary(rows, graded, options)
@@ -112,7 +112,7 @@ def score(
 
 
 def graded_rows(
-    benchmark: Benchmark, rows: Sequence[Prediction], options: Namespace
+    benchmark: Benchmark, rows: Sequence[Prediction], options: ScoreOptions
 ) -> tuple[Sequence[Prediction], list[Graded]]:
     """The rows as a benchmark reads them, and their grades.
 
@@ -157,7 +157,7 @@ def _without_thinking(row: Prediction, template_opens: bool) -> Prediction:
     return {**row, "response": final_part(row["response"], opened)}
 
 
-def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Graded:
+def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> Graded:
     """One row, with the final part of its response, as its benchmark grades it; or failed: where
     its problem was never asked, or the judge could not say.
     """
@@ -175,7 +175,15 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: Namespace) -> Grad
     return Graded(row["pid"], grade, row.get("n_tokens"), row.get("sample", 0))
 
 
-def rule_set(options: Namespace) -> dict[str, Any]:
+class HasRules(Protocol):
+    """Options that name a set of rules."""
+
+    @property
+    def rules(self) -> str: ...
+
+
+def rule_set(options: HasRules) -> dict[str, Any]:
+    """The rules of a benchmark that has several sets of them to choose from."""
     return {"rules": options.rules}
 
 

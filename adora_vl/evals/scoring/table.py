@@ -49,15 +49,7 @@ def made_with(score: Score, own: OwnFigures) -> str:
     by = own.by or f"rules {rules['rules']}" + (
         f", extraction {rules['extraction']}" if "extraction" in rules else ""
     )
-    # Where Geometry3K's grader scored a data set of the user's own, the name of that one.
-    named = {
-        str(item["pid"]).partition("/")[0] for item in score["items"] if "/" in str(item["pid"])
-    }
-    name = (
-        named.pop()
-        if score["benchmark"] == "geometry3k" and len(named) == 1
-        else str(score["benchmark"])
-    )
+    name = name_of_data(score)
     fields = (score.get("fingerprint") or {}).get("fields")
     if not fields:
         return f"{name}: {by} (no fingerprint beside the predictions)"
@@ -70,6 +62,20 @@ def made_with(score: Score, own: OwnFigures) -> str:
     return (
         f"{name} {fields['split']}: {fields['model']}, {fields['engine']}, {sampling}{shown}, {by}"
     )
+
+
+# Benchmarks that score a folder of the user's own, whose name stands before the ids of its rows.
+_OF_ANY_FOLDER = ("geometry3k", "problems")
+
+
+def name_of_data(score: Score) -> str:
+    """The name of the data set where a benchmark scores any folder, else that of the benchmark."""
+    benchmark = str(score["benchmark"])
+    pids = [str(item["pid"]) for item in score["items"]]
+    names = {pid.partition("/")[0] for pid in pids if "/" in pid}
+    if benchmark in _OF_ANY_FOLDER and len(names) == 1:
+        return names.pop()
+    return benchmark
 
 
 def _rows(key: str, cells: Mapping[str, Cell]) -> list[tuple[str, str, Cell]]:

@@ -284,8 +284,8 @@ def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path
         "--prompt",
         "{tip}: {problem}",
     ]
-    options = parse_evaluation(words, BENCHMARK)
-    problems, _ = BENCHMARK.load(options)
+    options = parse_evaluation(words, BENCHMARK).ask.data
+    problems = BENCHMARK.load(options).problems
     assert (
         all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems)
         and problems
@@ -455,8 +455,8 @@ def test_a_model_is_asked_in_the_words_of_its_training(
 
     def prompts(model: object, *words: str) -> tuple[Any, Any]:
         given = ["infer", "--model", str(model), "--data", "d", "--output", "o", *words]
-        options = parse_evaluation(given, BENCHMARK)
-        return options.system_prompt, options.prompt
+        options: Any = parse_evaluation(given, BENCHMARK).ask
+        return options.system_prompt, options.data.prompt
 
     for model in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
         assert prompts(model) == ("Be brief.", "{problem}!")
@@ -482,7 +482,7 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     for made_by, said in (("adora_vl.train", "brief"), ("another", "long")):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
         given = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
-        settings = settings_of(parse_evaluation(given, BENCHMARK))
+        settings = settings_of(parse_evaluation(given, BENCHMARK).ask)
         assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == said
         assert settings.described == (config if said == "brief" else {}), (
             "answers of both do not mix"

@@ -482,7 +482,7 @@ def test_a_benchmark_knows_the_sizes_of_its_images(
         with subtests.test(name), pytest.MonkeyPatch.context() as patched:
             benchmark = import_module(f"eval.{name}").BENCHMARK
             words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
-            problems, _ = benchmark.load(parse_evaluation(words, benchmark))
+            problems = benchmark.load(parse_evaluation(words, benchmark).ask.data).problems
             expected = [[image.size for image in problem.images()] for problem in problems]
             assert len(problems) == 3 and all(len(sizes) == 1 for sizes in expected)
             patched.setattr("PIL.ImageFile.ImageFile.load", refuse)

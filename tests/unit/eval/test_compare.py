@@ -59,6 +59,38 @@ def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     assert "GRPO (quoted)" in mmstar and "Vision-R1" not in mmstar  # which has no MMStar figure
 
 
+def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alone(tmp_path, capsys):
+    def of(sources: list[str], count: int, split: str = "test", **more: Any) -> str:
+        data_set = {"sources": sources, "splits": [split], "problems": count}
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        return shown(capsys, score_file(file, "01", "geometry3k", data_set=data_set, **more))
+
+    assert "7B GRPO (quoted)" in of(["geometry3k"], 601)
+    assert "7B GRPO (quoted)" in of(["geometry3k"], 598), "some golds nobody can meet"
+    limited = {"answers": 598, "asked": 598, "in_data": 601}
+    blank = {"fields": {"view": "blank"}}
+    for text in (
+        of(["synthetic"], 601),
+        of(["mine"], 12),
+        of(["geometry3k, redrawn"], 601),
+        of(["geometry3k", "mine"], 613),
+        of(["geometry3k"], 300),
+        of(["geometry3k"], 601, "train"),
+        of(["geometry3k"], 598, coverage=limited),
+        of(["geometry3k"], 601, fingerprint=blank),
+        shown(capsys, score_file(tmp_path / "none.json", "01", "geometry3k")),
+        shown(capsys, score_file(tmp_path / "problems.json", "01", "problems")),
+    ):
+        assert "quoted" not in text
+
+
+def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys):
+    one = score_file(tmp_path / "one.json", "0110", "geometry3k")
+    other = score_file(tmp_path / "other.json", "0111", "problems")
+    text = shown(capsys, one, other)
+    assert "4 common problems" in text and "quoted" not in text
+
+
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     one = score_file(tmp_path / "one.json", "0110")
     other = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})

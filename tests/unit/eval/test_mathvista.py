@@ -3,7 +3,6 @@ traps.
 """
 
 import json
-from argparse import Namespace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from adora_vl.evals.scoring.score import score as score_of
 from eval.command import main
 from eval.mathvista import (
     BENCHMARK,
+    MathVistaScoreOptions,
     build_query,
     chosen,
     edit_distance,
@@ -133,13 +133,11 @@ def test_queries_are_built_for_all_of_testmini() -> None:
     assert queries["3"].endswith("Choices:\n(A) 135°\n(B) 140°\n(C) 145°\n(D) 150°")
 
 
-def options(
-    extraction: str = "stored", rules: str = "official", ignore_empty: bool = False
-) -> Namespace:
-    return Namespace(extraction=extraction, rules=rules, ignore_empty_extractions=ignore_empty)
+def options(*, ignore_empty: bool = False) -> MathVistaScoreOptions:
+    return MathVistaScoreOptions(extraction="stored", ignore_empty_extractions=ignore_empty)
 
 
-def score(rows: list[dict[str, Any]], options: Namespace) -> Any:
+def score(rows: list[dict[str, Any]], options: MathVistaScoreOptions) -> Any:
     return score_of(BENCHMARK, rows, options).score
 
 

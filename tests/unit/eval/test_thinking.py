@@ -137,6 +137,7 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
         "logicvista": lambda: benchmark_data.LOGICVISTA,
         "dynamath": lambda: benchmark_data.DYNAMATH,
         "knights": lambda: {"answer": "Ada is a knight"},
+        "problems": lambda: {"answer": "15"},
     }
     forms = {"mmmu_pro": "Answer: {}", "dynamath": '{{"short answer": "{}"}}'}
     fields = {key: value for key, value in makers[name]().items() if "image" not in key}

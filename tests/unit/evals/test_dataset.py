@@ -3,7 +3,6 @@ faults named.
 """
 
 import json
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from adora_vl.data.images import UnreadableImageError
+from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.records import Problem
 from adora_vl.utils.errors import UserError
 from eval import mathvista, mmstar
@@ -24,8 +24,12 @@ from tests.support.benchmark_data import (
 )
 
 
-def options(data: Path | str, split: str, **more: Any) -> Namespace:
-    return Namespace(data=str(data), split=split, data_revision=None, **more)
+def options(data: Path | str, split: str) -> HubDataOptions:
+    return HubDataOptions(data=str(data), split=split)
+
+
+def star_options(data: Path | str, *, no_image: bool) -> mmstar.MMStarDataOptions:
+    return mmstar.MMStarDataOptions(data=str(data), split="val", no_image=no_image)
 
 
 def shown(problems: list[Problem]) -> list[tuple[Any, ...]]:
@@ -72,15 +76,15 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, mo
 def test_the_datas_own_query_goes_before_a_built_one(tmp_path):
     rows = mathvista_rows(1)
     rows[0]["query"] = "As published."
-    problems, _ = mathvista.load(options(write_mathvista(tmp_path, rows), "testmini"))
+    problems = mathvista.load(options(write_mathvista(tmp_path, rows), "testmini")).problems
     assert problems[0].prompt == "As published."
 
 
 def test_mmstar_with_and_without_its_images(tmp_path):
     rows = mmstar_rows()
     folder = write_mmstar(tmp_path, rows)
-    seen, hash_ = mmstar.load(options(folder, "val", no_image=False))
-    blind, same = mmstar.load(options(folder, "val", no_image=True))
+    seen, hash_, _ = mmstar.load(star_options(folder, no_image=False))
+    blind, same, _ = mmstar.load(star_options(folder, no_image=True))
     assert hash_ == same
     assert (
         [p.prompt for p in seen] == [p.prompt for p in blind] == [row["question"] for row in rows]
@@ -132,7 +136,7 @@ def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_p
     stars = mmstar_rows(2)
     stars[1]["answer"] = "75"
     with pytest.raises(UserError, match="row 2 has answer = '75', expected a letter"):
-        mmstar.load(options(write_mmstar(tmp_path / "s", stars), "val", no_image=False))
+        mmstar.load(star_options(write_mmstar(tmp_path / "s", stars), no_image=False))
 
 
 def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
@@ -140,7 +144,7 @@ def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
     write_mathvista(tmp_path, rows, "json")
     (tmp_path / "images" / "1.jpg").write_bytes(b"no picture")
     (tmp_path / "images" / "2.jpg").unlink()
-    problems, _ = mathvista.load(options(tmp_path, "testmini"))
+    problems = mathvista.load(options(tmp_path, "testmini")).problems
     with pytest.raises(UnreadableImageError, match="not in any known picture format"):
         problems[0].images()
     with pytest.raises(FileNotFoundError):
@@ -175,7 +179,7 @@ def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path)
     Image.new("RGB", (40, 20)).save(tmp_path / "images" / "2.jpg", exif=turned)
     frames = [Image.new("RGB", (40, 20), color) for color in ("red", "blue")]
     frames[0].save(tmp_path / "images" / "3.jpg", "GIF", save_all=True, append_images=frames[1:])
-    problems, _ = mathvista.load(options(folder, "testmini"))
+    problems = mathvista.load(options(folder, "testmini")).problems
     images = [problem.images()[0] for problem in problems]
     assert [image.size for image in images] == [(40, 20), (20, 40), (40, 20)]
     assert [problem.sizes() for problem in problems if problem.sizes] == [
@@ -188,10 +192,10 @@ def test_a_question_may_stand_in_its_picture(tmp_path):
     rows = mmstar_rows(2)
     rows[1]["question"] = ""
     folder = write_mmstar(tmp_path, rows)
-    problems, _ = mmstar.load(options(folder, "val", no_image=False))
+    problems = mmstar.load(star_options(folder, no_image=False)).problems
     assert [problem.prompt for problem in problems] == [rows[0]["question"], ""]
     with pytest.raises(UserError, match="row 2 problem: '' is not a text"):
-        mmstar.load(options(folder, "val", no_image=True))
+        mmstar.load(star_options(folder, no_image=True))
 
 
 def test_a_split_is_not_taken_from_the_file_of_another(tmp_path):

@@ -16,7 +16,9 @@ from adora_vl.evals import asking
 from adora_vl.evals.inference.predictions import IMAGE_FAILED, read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.inference.runner import Ask, answer
-from adora_vl.evals.prepared import answer_form
+from adora_vl.evals.options import HubDataOptions
+from adora_vl.evals.prepared import GraderOptions, answer_form
+from adora_vl.evals.prepared_benchmark import PreparedDataOptions
 from adora_vl.evals.records import Graded, RowGrade
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.files import score_file
@@ -49,6 +51,18 @@ def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dic
         "metadata": {"goal": "Length"},
     }
     return row | {"response": response, "finish_reason": "stop", "n_tokens": 10} | fields
+
+
+def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
+    of_the_set = {"source": "geometry3k", "split": "test"}
+    rows = [prediction("1", r"\boxed{5}", metadata=of_the_set)]
+    write_lines(tmp_path / "p.jsonl", rows)
+    options = command.score_defaults(GEOMETRY3K)
+    score = score_file(GEOMETRY3K, tmp_path / "p.jsonl", options).score
+    assert score["data_set"] == {"sources": ["geometry3k"], "splits": ["test"], "problems": 1}
+    write_lines(tmp_path / "p.jsonl", [*rows, prediction("2", "5", metadata={"source": "mine"})])
+    score = score_file(GEOMETRY3K, tmp_path / "p.jsonl", options).score
+    assert score["data_set"]["sources"] == ["geometry3k", "mine"]
 
 
 def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> None:
@@ -121,7 +135,7 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
                 folder / "predictions.jsonl",
                 [prediction("1", "<answer>5</answer>"), prediction("2", r"\boxed{5}")],
             )
-            score, _ = score_file(BENCHMARK, file, Namespace(rounding=False))
+            score, _ = score_file(BENCHMARK, file, GraderOptions())
             assert score["correct"] == 1 and score["rules"] == {"rounding": False}
             fields = {
                 "split": "test",
@@ -130,7 +144,7 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
                 where: "{problem} Put it in <answer> </answer>.",
             }
             (folder / "fingerprint.json").write_text(json.dumps({"fields": fields}))
-            scored = score_file(BENCHMARK, file, Namespace(rounding=False))
+            scored = score_file(BENCHMARK, file, GraderOptions())
             assert scored.score["correct"] == 2 and scored.score["rules"]["answer_tags"]
             assert "in <answer> tags too" in table(scored)
 
@@ -175,7 +189,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
         ),
     ]
     path = write_lines(tmp_path / "p.jsonl", rows)
-    scored = score_file(BENCHMARK, path, Namespace(rounding=False))
+    scored = score_file(BENCHMARK, path, GraderOptions())
     score: Any = scored.score
     assert [item["verdict"] for item in score["items"]] == ["correct", "correct", "wrong", "failed"]
     assert (score["correct"], score["total"]) == (2, 4)
@@ -189,20 +203,17 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
         score["tokens"]["wrong"]["mean"] == 10.0
     )  # the problem that was never asked has no length
     assert (score["truncated"]["count"], score["truncated"]["total"]) == (1, 3)
-    assert score_file(BENCHMARK, path, Namespace(rounding=True)).score["correct"] == 3
+    assert score_file(BENCHMARK, path, GraderOptions(rounding=True)).score["correct"] == 3
     shown = table(scored)
     assert "2/4" in shown
     assert "1 problem not asked" in shown
     assert "1 answer cut off" in shown
     assert shown.startswith("geometry3k: ")
     own = write_lines(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
-    assert table(score_file(BENCHMARK, own, Namespace(rounding=False))).startswith("photos: ")
+    assert table(score_file(BENCHMARK, own, GraderOptions())).startswith("photos: ")
     # A failed image is never graded, even if something that looks right stands in the response.
     failed = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
-    assert (
-        grade_row(BENCHMARK, failed, Namespace(rounding=False, answer_tags=False)).grade.verdict
-        == "failed"
-    )
+    assert grade_row(BENCHMARK, failed, GraderOptions()).grade.verdict == "failed"
 
 
 def test_answer_form(subtests: pytest.Subtests) -> None:
@@ -374,6 +385,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
         adora_eval_limit=3,
         eval_steps=1,
         eval_on_start=False,
+        eval_delay=0,
     )
     tasks = evaluation.take_evaluations(config, []).tasks
     assert [task.benchmark.name for task in tasks] == [f"geometry3k_{view}" for view in asked]
@@ -416,7 +428,8 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     assert command.main(GEOMETRY3K, [*words, "--samples", "2"]) == 0
     score = json.loads((output / "score.json").read_text())
 
-    problems, _ = GEOMETRY3K.load(Namespace(data=str(data), split="test"))
+    options = PreparedDataOptions(data=str(data), split="test", prompt=None)
+    problems = GEOMETRY3K.load(options).problems
     asks = [Ask(problem, sample) for problem in problems for sample in range(2)]
     rows = answer(Guess(), asks, seed=0, system_prompt=None)
     assert rows == read_predictions(output / "predictions.jsonl")
@@ -441,7 +454,8 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
     data = write_mathvista(tmp_path, mathvista_rows(7))
-    problems, _ = MATHVISTA.load(Namespace(data=str(data), split="testmini", data_revision=None))
+    options = HubDataOptions(data=str(data), split="testmini")
+    problems = MATHVISTA.load(options).problems
     asks = [Ask(problem, 0) for problem in problems]
     slices = [
         row

@@ -138,7 +138,7 @@ def test_tools_of_a_file_beside_the_config(tmp_path):
         "--config",
         str(tmp_path / "c.yaml"),
     ]
-    settings = check_options(parse([*given, "--engine", "transformers"], BENCHMARK))
+    settings = check_options(parse([*given, "--engine", "transformers"], BENCHMARK).ask)
     known = settings.described
     assert (known["tools"], known["tool_options"]["images"], [*known["tool_files"]]) == (
         ["line", "two"],
@@ -194,8 +194,8 @@ def test_a_conversation_is_that_of_a_rollout(said, max_tokens, reason, calls):
         "--engine",
         "transformers",
     ]
-    options = parse([*given, "--tools", "line", "--max-tool-calling-iterations", "1"], BENCHMARK)
-    options.max_tokens = max_tokens
+    more = ["--tools", "line", "--max-tool-calling-iterations", "1"]
+    options = parse([*given, *more, "--max-tokens", str(max_tokens)], BENCHMARK).ask
     engine = Scripted(check_options(options), *said)
     picture = Image.new("RGB", (112, 112), "white")
     request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)

@@ -16,12 +16,13 @@ import yaml
 from safetensors.torch import load_file
 
 from adora_vl.evals.scoring.statistics import half_width
+from adora_vl.record.rollouts import ROLLOUTS, as_table, write_part
 from benchmarks import scanned
 from benchmarks.attenuation import task
 from benchmarks.attenuation.__main__ import lines_of, train
 from benchmarks.attenuation.start import build_arithmetic, build_start, fingerprint
 from benchmarks.attenuation.task import draw
-from benchmarks.kill_and_resume import PHASES, compare, place_of
+from benchmarks.kill_and_resume import PHASES, compare, place_of, recorded
 from benchmarks.step import answer_lengths
 
 
@@ -159,8 +160,12 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
 
 
 STEPS = {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}
-FACTS = {"steps": STEPS, "rollouts": {"completions_00001": "ab"}, "weights": "w"}
-
+FACTS = {
+    "steps": STEPS,
+    "rollouts": {"step 1": "ab"},
+    "tables": {"completions_00001": "ab"},
+    "weights": "w",
+}
 
 CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (
@@ -168,9 +173,30 @@ CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
         "step 1: loss is 0.5 and 0.5000001 (1 figures differ)",
     ),
     (lambda f: f["steps"].pop(2), "step 2: loss is 0.4 and None (1 figures differ)"),
-    (lambda f: f["rollouts"].update(completions_00001="xy"), "rollouts of completions_00001"),
+    (lambda f: f["rollouts"].update({"step 1": "xy"}), "rollouts of step 1"),
+    (lambda f: f["rollouts"].update({"step 2": "xy"}), "rollouts of step 2"),
+    (lambda f: f["tables"].update(completions_00001="xy"), "the table completions_00001"),
     (lambda f: f.update(weights="v"), "the final weights"),
 ]
+
+
+def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts(tmp_path):
+    """It has no table of TRL's; and where nothing was recorded, nothing would be compared."""
+
+    def digest(seconds: float, text: str) -> dict[str, str]:
+        turn = {"by": "tool", "text": text, "tokens": 3, "images": [], "seconds": seconds}
+        columns = {"step": [1, 1], "completion": ["a", "b"], "turns": [None, [turn]]}
+        write_part(tmp_path / ROLLOUTS, as_table(columns, {}), 1, 1)
+        return recorded(tmp_path)
+
+    assert recorded(tmp_path) == {}
+    (tmp_path / ROLLOUTS).mkdir()
+    known = digest(0.5, "7")
+    assert list(known) == ["step 1"]
+    assert digest(0.6, "7") == known, "how long a tool takes depends on the machine"
+    assert digest(0.5, "8") != known
+    nothing = {**FACTS, "rollouts": {}}
+    assert compare(nothing, nothing)[0].startswith("no rollouts, because none were recorded")
 
 
 def test_a_killed_run_is_compared_figure_by_figure():

@@ -483,18 +483,18 @@ def test_the_command_that_started_a_run(tmp_path):
 
 
 def test_the_commands_after_a_run(tmp_path):
-    place = f"{interpreter()} -m eval.geometry3k run --model m --data DATA --output o"
+    place = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == place
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
     words = (
-        f"{interpreter()} -m eval.geometry3k run --model m --data {tmp_path} --output o "
+        f"{interpreter()} -m eval.problems run --model m --data {tmp_path} --output o "
         "--max-tokens 40"
     )
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
     (tmp_path / "manifest.json").write_text(json.dumps({"made_by": MADE_BY, "source": "knights"}))
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace(
-        "geometry3k", "knights"
+        "problems", "knights"
     )
     assert view_command(Path("a b"), Path("c")) == f"{interpreter()} -m adora_vl.report 'a b' c"
 

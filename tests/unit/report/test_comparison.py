@@ -239,7 +239,7 @@ def test_worse_is_called_worse(tmp_path, capsys):
 
 def test_without_held_out_scores_nothing_is_claimed(tmp_path, capsys):
     lines = said(capsys, run(tmp_path / "a", [0.1], 3), run(tmp_path / "b", [0.9]), "--compare")
-    assert "is not known" in lines[0] and "eval.geometry3k run" in lines[0]
+    assert "is not known" in lines[0] and "eval.problems run" in lines[0]
     assert any("pass rate in training" in line and "+80.0" in line for line in lines)
 
 

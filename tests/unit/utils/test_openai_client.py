@@ -573,13 +573,14 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
         {"model": "k"},
         {"max_tokens": 9},
         {"instruction": "Judge."},
-        {"base_url": other.url},
     ]
     for options in ({}, *others):
         for again in (False, True):
             rewards(judge(tmp_path, **{"url": server.url, **options}), {})
             calls += 0 if again else 3
-            assert len(server.requests) + len(other.requests) == calls, options
+            assert len(server.requests) == calls, options
+    rewards(judge(tmp_path, other.url), {})
+    assert not other.requests, "the same judge at another address gives the same scores"
 
 
 def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
@@ -622,6 +623,51 @@ def test_the_judge_is_tried_before_the_run(tmp_path, serve):
     with pytest.raises(UserError, match=message):
         try_rewards(chosen, [], None, None)
     assert not list(tmp_path.iterdir())
+
+
+def tried(folder: Path, url: str, **options: Any) -> None:
+    """The judge's trial before a run."""
+    given = {"base_url": url, "model": "j", "wait": 0.001, **options}
+    try_rewards(choose_rewards([{"judge": given}], output_dir=folder), [], None, None)
+
+
+def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, capsys):
+    server = serve(
+        lambda body, call: completion(
+            f"<score>{1 if 'is 5' in body['messages'][1]['content'] else 0}</score>"
+        )
+    )
+    tried(tmp_path, server.url)
+    assert len(server.requests) == 2 and not capsys.readouterr().err
+    tried(tmp_path, server.url, budget=1)
+    assert len(server.requests) == 3
+    same = serve(lambda body, call: completion("<score>0.5</score>"))
+    tried(tmp_path, same.url)
+    assert "gives 0.5 for a right and for a wrong answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (completion("0.5"), r"gave no score: .*'0\.5'; its reply has to end in a score such as"),
+        (completion("<score>5</score>"), "the score 5 is not from 0 to 1"),
+        (completion("x" * 200), f"'{'x' * 80}'"),
+        (without_text("length"), "it was cut off at max_tokens, 512: raise it"),
+        (completion("<think>Hm", finish_reason="length"), "cut off at max_tokens"),
+    ],
+)
+def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply, message):
+    server = serve(lambda body, call: reply)
+    with pytest.raises(UserError, match=message) as error:
+        tried(tmp_path, server.url)
+    assert "\n" not in str(error.value) and len(server.requests) == 1
+
+
+def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):
+    server = serve(lambda body, call: completion(""))
+    server.close()
+    with pytest.raises(UserError, match=r"ConnectError.*; is a server there\?$"):
+        tried(tmp_path, server.url, attempts=1)
 
 
 WHERE = {"base_url": "http://x/v1", "model": "j"}
