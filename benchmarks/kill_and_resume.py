@@ -1,5 +1,4 @@
-"""Does a run that is killed again and again have the same losses, rollouts and weights as an
-uninterrupted one?
+"""Compares losses, rollouts and weights of a run that is killed with an uninterrupted one's.
 
     python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,backward:13,saving:18
         --processes 1

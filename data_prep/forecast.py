@@ -1,6 +1,4 @@
-"""Would attenuation act here, and on what?
-
-From several answers to each problem, without training.
+"""Forecasts on what attenuation would act, from several answers to each problem.
 
 Whether it then helps depends on whether short right answers are guesses, which no figure of these
 can say: see docs/experiments.md for tasks where the outcome is known.

@@ -1,5 +1,7 @@
-"""How every small model is built: a start says what is taught in which lessons, one loop teaches
-it, and a folder holds a whole model or none.
+"""How every small model is built.
+
+A start says what is taught in which lessons, one loop teaches it, and a folder holds a whole model
+or none.
 """
 
 import json

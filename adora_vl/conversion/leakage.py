@@ -74,7 +74,7 @@ def question_key(problem: str) -> str:
 
 
 def difference_hash(image: Image.Image) -> int:
-    """256 bits: is a patch of the drawing darker than its left neighbour by more than noise?"""
+    """256 bits: whether a patch is darker than its left neighbour by more than noise."""
     grey = image.convert("L")
     drawing = grey.point(lambda level: 255 if level < _INK else 0).getbbox()
     patches = grey.crop(drawing).resize((_GRID + 1, _GRID), Image.Resampling.BOX)

@@ -1,4 +1,4 @@
-"""Will this training command work on this machine?
+"""Says whether a training command will work on this machine.
 
 One line for each check, with the remedy where it failed.
 

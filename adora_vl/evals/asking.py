@@ -132,7 +132,7 @@ def ask(
     for name in benchmark.fingerprint:
         is_unused = name in asked.unused_options
         fingerprint[name] = None if is_unused else getattr(options.data, name)
-    # Not fields of all runs, since earlier versions have begun some without them.
+    # Fields that only some runs have.
     fingerprint |= {"view": options.view} if options.view != "image" else {}
     fingerprint |= settings.described
     fingerprint |= {"left_out": left_out} if left_out else {}

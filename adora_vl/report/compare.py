@@ -1,6 +1,4 @@
-"""Did it help?
-
-Training runs against each other, and scores before and after a training.
+"""Says whether it helped: training runs against each other, and scores before and after one.
 
 `python -m adora_vl.report A B --compare` answers from the folders of runs, in one paragraph and one
 table. `python -m adora_vl.report.compare BEFORE.json AFTER.json [--beside GRPO=GRPO.json]` shows

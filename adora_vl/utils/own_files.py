@@ -142,9 +142,10 @@ def _find(key: str, entry: str, noun: str) -> Path:
 
 
 def with_neighbours(path: Path) -> set[Path]:
-    """A file and the modules beside it, or in packages below, that its text imports, also inside a
-    function; and those that these import. (The library's `modulefinder` ends in an error for a
-    package without `__init__.py`.)
+    """A file and the modules beside it that it imports, and those that these import.
+
+    Modules in packages below it count too, and imports inside a function. The standard library's
+    `modulefinder` ends in an error for a package without `__init__.py`.
     """
     root = path.parent
     found = set[Path]()
