@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
             score=options_from(benchmark.score_options, options),
             predictions=options.predictions,
         )
-    prompts = {name: value for name, value in vars(options).items() if name in PROMPTS}
+    prompts = {name: getattr(options, name) for name in PROMPTS if hasattr(options, name)}
     vars(options).update(settled_prompts(options.model, prompts))
     data = options_from(benchmark.data_options, options)
     return Command(

@@ -24,7 +24,6 @@ with imports():
     from adora_vl.evals.scoring.score import verdict
     from adora_vl.rewards.completion import answer_block, last_boxed
     from adora_vl.rewards.thinking import final_part
-    from eval.command import main
 
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
 check = partial(wrong_fields, kinds=COLUMNS)

@@ -43,7 +43,6 @@ with imports():
     from adora_vl.rewards.thinking import final_part
     from adora_vl.utils.cli import amount
     from adora_vl.utils.openai_client import EndpointError
-    from eval.command import main
 
 TEXT_ONLY = "Text Only"
 VERSIONS = (

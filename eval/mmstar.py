@@ -41,7 +41,6 @@ with imports():
     from adora_vl.evals.scoring.table import percent
     from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
-    from eval.command import main
 
 RULE_SETS = ("official", "letter")
 COLUMNS = {

@@ -30,7 +30,7 @@ NAMES = (
     "problems",
 )
 # A checkout and an installed wheel both have the folder beside the package.
-_FOLDER = Path(__file__).resolve().parents[2] / "eval"
+BENCHMARK_FILES = Path(__file__).resolve().parents[2] / "eval"
 _PACKAGE = "adora_vl_benchmarks"  # the name in `sys.modules`; no file has it
 # By the beginning of the source in the manifest of a prepared data set; any other is `problems`.
 _OF_SOURCES = {"knights": "knights", "geometry3k": "geometry3k"}
@@ -62,14 +62,14 @@ def shipped(name: str) -> Benchmark:
     Python could find an `eval.py` or a folder `eval/` of the user's first, and would run it.
     Raises `UserError` where the file is missing.
     """
-    if not (_FOLDER / f"{name}.py").is_file():
+    if not (BENCHMARK_FILES / f"{name}.py").is_file():
         raise UserError(
-            f"benchmark: there is no {name}.py in {str(_FOLDER)!r}; install adora-vl again"
+            f"benchmark: there is no {name}.py in {str(BENCHMARK_FILES)!r}; install adora-vl again"
         )
     if _PACKAGE not in sys.modules:
         package = ModuleType(_PACKAGE)
         # With a path it is a package, so that a benchmark can import a file beside it.
-        package.__path__ = [str(_FOLDER)]
+        package.__path__ = [str(BENCHMARK_FILES)]
         sys.modules[_PACKAGE] = package
     benchmark: Benchmark = import_module(f"{_PACKAGE}.{name}").BENCHMARK
     return benchmark

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict
 
-from adora_vl.evals.options import DataOptions, ScoreOptions
+from adora_vl.evals.options import DataOptions, ScoreOptions, required_names
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -175,6 +175,16 @@ class Benchmark:
     """Figures of others to compare with."""
     file: str | None = None
     """The hash of the user's own file in which the benchmark stands; `named` fills it in."""
+
+    def __post_init__(self) -> None:
+        """Raise `TypeError` for an option without a default, since a training gives none."""
+        given = {self.data_options: {"data", "split"}, self.score_options: set[str]()}
+        for kind, names in given.items():
+            for name in required_names(kind):
+                if name not in names:
+                    raise TypeError(
+                        f"{kind.__name__}.{name} has no default; a training asks with the defaults"
+                    )
 
 
 class Scored(NamedTuple):

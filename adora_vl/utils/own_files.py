@@ -28,11 +28,11 @@ from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 LOAD_TIMEOUT_S = 60.0
 GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
 _AGAIN_S = 1.0  # between signals, for a function that catches the first one
-_OURS = (
-    "adora_vl",
-    "data_prep",
-    "eval",
-)  # beside a file in the checkout; no part of the user's own
+# The folders of this project. A user's own file may lie beside an `eval/` of his own, so they are
+# known by where they lie; `adora_vl` is ours wherever the file lies.
+_OURS = tuple(
+    Path(__file__).resolve().parents[2] / name for name in ("adora_vl", "data_prep", "eval")
+)
 _beside: list[Path] = []  # the folder of this process's config
 
 
@@ -154,6 +154,9 @@ def with_neighbours(path: Path) -> set[Path]:
         file = left.pop()
         if file in found or not file.is_file():
             continue
+        is_ours = any(file.is_relative_to(folder) for folder in _OURS)
+        if is_ours and file != path:
+            continue
         found.add(file)
         for name in _imported(file, file.parent.relative_to(root).parts):
             for place in (root.joinpath(*name[:end]) for end in range(1, len(name) + 1)):
@@ -176,7 +179,7 @@ def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
                     (*of, *filter(None, (node.module or "").split(".")), each.name)
                     for each in node.names
                 ]
-    return [name for name in names if name[0] not in _OURS]
+    return [name for name in names if name[0] != "adora_vl"]
 
 
 def _module(where: str, path: Path, wanted: str) -> ModuleType:
