@@ -47,7 +47,8 @@ class Batch(TypedDict, total=False):
     num_items_in_batch: Tensor  # (), tokens of the loss, of all ranks
     old_per_token_logps: Tensor  # (B, C), of the policy that the generation was sampled with
     ref_per_token_logps: Tensor  # (B, C), of the reference model
-    sampling_per_token_logps: Tensor  # (B, C), of the engine
+    # (B, C), of the engine: NaN where it was not asked, minus infinity where it gave no number
+    sampling_per_token_logps: Tensor
     importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
     tool_mask: Tensor  # (B, C)
     mm_token_type_ids: Tensor  # (B, P + C), 1 at the tokens of images

@@ -23,7 +23,9 @@ KEYS_OF_TRL = {
     "gspo": "importance_sampling_level: sequence, epsilon: 3e-4, epsilon_high: 4e-4, loss_type: "
     "grpo, beta: 0.0",
     "lite_ppo": "scale_rewards: batch, loss_type: dapo",
-    **{name: f"loss_type: {name}" for name in ("bnpo", "cispo", "luspo", "sapo", "vespo")},
+    **{name: f"loss_type: {name}" for name in ("bnpo", "sapo", "vespo")},
+    "cispo": "loss_type: cispo, epsilon_high: 5.0",
+    "luspo": "loss_type: luspo, importance_sampling_level: sequence",
 }
 
 

@@ -83,7 +83,7 @@ class Rollout:
 
     @property
     def logps(self) -> list[float | None]:
-        """Of every token, None where the engine gave none."""
+        """Of every token, None where the engine was not asked for any."""
         return [logp for span in self.spans for logp in span.logps or (None,) * len(span.tokens)]
 
     def stale(self, step: int) -> int:
@@ -193,9 +193,8 @@ class RolloutAnswer:
     """What was sampled for an ask."""
 
     tokens: list[int]
-    logps: list[
-        float | None
-    ]  # of each token, by the weights that sampled it; None where the engine gave none
+    # of each token, by the weights that sampled it; None where the engine was not asked for any
+    logps: list[float | None]
     # by itself, at its limit, or at the end of the engine's room; servers do not say it
     reason: Literal["", "stop", "length", "room"] = ""
     read: list[int] = field(default_factory=list)  # the prompt as the engine has read it

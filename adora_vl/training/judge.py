@@ -200,7 +200,7 @@ class Judge:
 
         `prompts`: with the images of the completions behind their own.
 
-        `logps`: the engine's; None for a token that it could not score, which becomes NaN.
+        `logps`: the engine's; None for a token that it was not asked for, which becomes NaN.
         `counted`: whether the loss counts a rollout. `own`: which tokens the policy has sampled,
         where tools may have said others.
         """

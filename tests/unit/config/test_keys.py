@@ -132,6 +132,21 @@ THEIRS = {
     "top_k": -2,
     "min_p": 1.5,
     "repetition_penalty": 0,
+    "epsilon_high": -0.1,
+    "delta": 0,
+    "off_policy_mask_threshold": 0,
+    "sapo_temperature_pos": 0,
+    "sapo_temperature_neg": -1,
+    "vespo_k_pos": -1,
+    "vespo_lambda_pos": -1,
+    "vespo_k_neg": -1,
+    "vespo_lambda_neg": -1,
+    "top_entropy_quantile": 0,
+    "entropy_coef": -0.01,
+    "entropy_coef_min": -1,
+    "entropy_coef_max": -1,
+    "entropy_coef_delta": -1,
+    "entropy_target": -1,
 }
 
 

@@ -78,7 +78,7 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
         "CISPO",
         "",
         {},
-        "adora_method: CISPO is in TRL's own keys; set loss_type: cispo, and adora_method",
+        "adora_method: CISPO is in TRL's own keys; set loss_type: cispo, epsilon_high: 5.0, and adora_method",
     ),
     ("adora+adora", "", {}, "names a method twice"),
     (
