@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from adora_vl.models.families import family_of, sees_images
+from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
 
 # Of NoisyRollout: its strength at the beginning, the largest one, and the unit of both.
 _NOISE = {"gaussian": (500.0, 999, "diffusion steps"), "rotate": (15.0, 180, "degrees")}
@@ -82,7 +83,7 @@ class ToolOptions:
     max_pixels: Annotated[int, Field(ge=28 * 28)] | None = key(
         None, "Largest picture that a tool shows, in pixels; null: as the problem's."
     )
-    seconds: Annotated[float, Field(gt=0)] = key(
+    seconds: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] = key(
         10.0, "That a call of a tool of your own may take."
     )
     calls_per_turn: Annotated[int, Field(ge=1)] = key(4, "Calls that are answered in one turn.")
