@@ -21,7 +21,7 @@ from adora_vl.utils.errors import UserError, refuse
 from eval.benchmark import for_data, loaded, named
 from eval.inference.chat import ChatProcessor
 from eval.inference.local import Conversations
-from eval.inference.runner import Ask, answer
+from eval.inference.runner import Ask, answer, refuse_control_tokens
 from eval.inference.views import VIEWS, shown_as
 
 if TYPE_CHECKING:
@@ -71,6 +71,8 @@ def take_evaluations(
     loaded = [
         (entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)
     ]
+    for _, task in loaded:
+        refuse_control_tokens(task.problems)
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
     plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
     config.eval_strategy = IntervalStrategy.NO
