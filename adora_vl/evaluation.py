@@ -19,7 +19,7 @@ from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.evals.benchmark import data_options, for_data, loaded, named
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import Conversations
-from adora_vl.evals.inference.runner import Ask, answer
+from adora_vl.evals.inference.runner import Ask, answer, refuse_control_tokens
 from adora_vl.evals.inference.views import VIEWS, shown_as
 from adora_vl.evals.scoring.files import figures_in_training
 from adora_vl.utils.cli import amount
@@ -74,6 +74,8 @@ def take_evaluations(
     loaded = [
         (entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)
     ]
+    for _, task in loaded:
+        refuse_control_tokens(task.problems)
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
     plan = EvaluationPlan(
         tasks=tasks,

@@ -13,6 +13,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
 from adora_vl.config.batch_plan import Shape
 from adora_vl.data.dataloader import NoPrefetch
+from adora_vl.data.prompts import control_tokens
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.policy_pass import PolicyPass
 from adora_vl.evaluation import EvaluateOnTheWay
@@ -141,7 +142,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.images,
             self.sampler,
             judge,
-            GenerationGuard(context),
+            GenerationGuard(context, control_tokens(self.processing_class)),
             self.extensions,
             self.clock.phase,
             self.train_dataset,

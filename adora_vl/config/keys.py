@@ -11,8 +11,9 @@ from pydantic import Field
 
 from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
 from adora_vl.config.values import Name, check_fields
-from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, SYSTEM_PROMPTS, template
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, template
 from adora_vl.utils.errors import UserError, did_you_mean, refuse
+from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
 
 _Eos = Annotated[str, Field(pattern="^eos$", description="eos")]
 _Folder = Annotated[str, Field(pattern="/", description="a folder, with a / in its name")]
@@ -94,9 +95,7 @@ class AdoraScriptArguments:
         if self.adora_prompt is not None:
             template(self.adora_prompt)
         self.adora_system_prompt = _prompt_of(self.adora_system_prompt)
-        token = next(
-            (token for token in CONTROL_TOKENS if token in (self.adora_system_prompt or "")), None
-        )
+        token = control_token_in(self.adora_system_prompt)
         refuse(
             (
                 token,
@@ -177,7 +176,7 @@ class AdoraKeys:
         "Skip a step with a larger importance ratio of new to old policy (per token, or per "
         "sequence with importance_sampling_level: sequence); null: never.",
     )
-    adora_reward_timeout: Annotated[float, Field(gt=0)] | None = key(
+    adora_reward_timeout: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] | None = key(
         300.0,
         "Seconds that a reward function of your own may take for the completions of one "
         "generation on one process, before the run is stopped; null: no limit.",

@@ -29,6 +29,7 @@ from adora_vl.evals.scoring.statistics import paired_t, welch
 from adora_vl.rewards.judge import without_address
 from adora_vl.utils.cli import Parser, amount, dotted, exit_code_of, text
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import leads_out, refuse_links_out
 
 Axis = Literal["rollouts", "seconds"]
 _UNITS: dict[Axis, str] = {"rollouts": "rollouts", "seconds": "s"}
@@ -114,9 +115,10 @@ def read_compared(folder: Path) -> ComparedRun:
     """Read what a comparison needs. Raises `UserError` for a folder that is no run."""
     # Imported here, because they bring torch and Transformers along, which scores alone do not
     # need.
-    from adora_vl.record.manifest import facts_of_run, methods_of, read_manifest
+    from adora_vl.record.manifest import MANIFEST, facts_of_run, methods_of, read_manifest
     from adora_vl.record.metrics import METRICS, read_metrics
 
+    refuse_links_out("RUN", folder, folder / METRICS, folder / MANIFEST)
     manifest = read_manifest(folder)
     lines = read_metrics(folder / METRICS)
     if not manifest or not lines:
@@ -206,7 +208,10 @@ def _scores(folder: Path) -> tuple[dict[str, ScoreFile], list[str]]:
     found: dict[str, ScoreFile] = {}
     notes = []
     files = [path for pattern in (SCORE, f"*/{SCORE}") for path in folder.glob(pattern)]
-    for path in sorted(files, key=lambda path: path.stat().st_mtime):
+    outside = [path for path in files if leads_out(folder, path)]
+    notes += [f"{path} is a link out of the run's folder, and is not read" for path in outside]
+    inside = [path for path in files if path not in outside]
+    for path in sorted(inside, key=lambda path: path.stat().st_mtime):
         score = read_run(str(path))
         benchmark = score.score["benchmark"]
         if benchmark in found:

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from adora_vl.advantage.groups import scheduled
 from adora_vl.data.prompts import lettered
 from adora_vl.record.manifest import (
+    MANIFEST,
     adora_options,
     facts_of_run,
     methods_of,
@@ -26,7 +27,9 @@ from adora_vl.record.manifest import (
 from adora_vl.record.metrics import METRICS, no_signal, read_metrics
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
 from adora_vl.rewards.grade import comparison
+from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import leads_out, refuse_links_out
 
 _CONTROLS = {  # `assign`: what decided the weight instead of the criteria
     "random": "by chance (assign: random)",
@@ -196,8 +199,10 @@ def load_run(folder: Path, max_rollouts: int) -> RunView:
 
 
 def _load(folder: Path, max_rollouts: int) -> RunView:
-    metrics = read_metrics(folder / METRICS)
     found = parts(folder / ROLLOUTS)
+    files = [folder / METRICS, folder / MANIFEST, *(part.path for part in found)]
+    refuse_links_out("RUN", folder, *files)
+    metrics = read_metrics(folder / METRICS)
     if not metrics and not found:
         missing = (
             "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
@@ -320,18 +325,28 @@ def image_uris(
     folders: list[Path], views: list[RunView], max_bytes: int
 ) -> tuple[dict[str, str], int]:
     """The diagrams as data URIs by name, up to `max_bytes` in total, and the number of those left
-    out.
+    out. One that is a link out of its run's folder is left out with a note: the page is passed on,
+    and would take any file of this machine along.
     """
     uris: dict[str, str] = {}
-    used = left_out = 0
+    used = 0
+    left_out = 0
     for folder, view in zip(folders, views, strict=True):
+        links = 0
         for name in view.images:
             path = folder / ROLLOUTS / IMAGES / Path(name).name
             if name in uris or not path.is_file():
+                continue
+            if leads_out(folder, path):
+                links += 1
                 continue
             used += path.stat().st_size
             if used > max_bytes:
                 left_out += 1
             else:
                 uris[name] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+        if links:
+            view.notes.append(
+                f"{amount(links, 'diagram')} left out: a link leads out of the run's folder."
+            )
     return uris, left_out

@@ -3,7 +3,7 @@
 A user's own code is run by the stops `rewards` and `tries` alone, after all keys are right.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
+from PIL import Image
 from transformers import TrainerState
 
 from adora_vl.builtin.assets import data_folders, resolve_model
@@ -24,9 +25,10 @@ from adora_vl.config.reading import check_output_dir
 from adora_vl.config.unused_keys import Settings, refuse_unused, unused_keys
 from adora_vl.config.where import Where
 from adora_vl.data import prompt_lengths as lengths
+from adora_vl.data.dataloader import shown_rows
 from adora_vl.data.loading import as_asked, load_rows
-from adora_vl.data.prompts import asks_for_answer_tags
-from adora_vl.data.rows import has_images
+from adora_vl.data.prompts import asks_for_answer_tags, control_token_in, control_tokens
+from adora_vl.data.rows import has_images, images_of
 from adora_vl.evaluation import DataMissingError, fitting_evaluations, take_evaluations
 from adora_vl.models import check as fits
 from adora_vl.models.adapter import adapters_of, check_keys, hash_of, processor_folder
@@ -39,12 +41,14 @@ from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
-from adora_vl.rollout.rollouts import graded, groups_of
+from adora_vl.rollout.rollouts import RolloutGroup, graded, groups_of
 from adora_vl.start import objects
 from adora_vl.start.checked import Asked, Checked, count_of
 from adora_vl.start.folder import RunFolder
 from adora_vl.tools.environments import Environments, environments_of
+from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
+from adora_vl.tools.tries import unsteady_tools
 from adora_vl.training.extensions import check_extensions, chosen_extensions
 from adora_vl.utils.errors import UserError, in_one_line, refuse
 from adora_vl.utils.hub import no_hub, notes_on
@@ -253,10 +257,13 @@ def processor(run: Checked) -> None:
     pixels = lengths.limits_of(
         run.processor, run.model_config, config.min_pixels, config.max_pixels
     )
+    tokens = control_tokens(run.processor)
+    _refuse_in_template(config.chat_template_kwargs or {}, tokens)
+    if run.tools.environments is not None:
+        run.tools.environments.control_tokens = tokens
     if run.tools.functions:
-        run.toolbox = Toolbox(
-            run.tools, config.adora_tool_options, view_of(run.model_config, pixels)
-        )
+        view = view_of(run.model_config, pixels)
+        run.toolbox = Toolbox(run.tools, config.adora_tool_options, view, tokens)
     unknown = lengths.uncountable(run.model_config)
     run.overlong = lengths.OverlongPrompts(
         None if unknown else _limit(run),
@@ -272,6 +279,18 @@ def processor(run: Checked) -> None:
             "the lengths of the prompts are not checked: "
             f"{unknown or 'neither a key nor the model has a limit'}"
         )
+
+
+def _refuse_in_template(options: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """What a chat template is given stands in every prompt. A whole template has tokens of right."""
+    given = {name: value for name, value in options.items() if name != "chat_template"}
+    token = control_token_in(given, tokens)
+    refuse(
+        (
+            token is not None,
+            f"chat_template_kwargs: it has the model's own token {token}; remove it from the text",
+        )
+    )
 
 
 def _load_processor(run: Checked, name: str, revision: str | None) -> Any:
@@ -330,6 +349,9 @@ def rows(run: Checked) -> None:
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
         _check_stream(run.config, asked.train)
+        tokens = control_tokens(run.processor)
+        objects.refuse_unusable_prompts("train_dataset", run.dataset, tokens)
+        objects.refuse_unusable_prompts("eval_dataset", run.evaluated, tokens)
         if objects.is_stored(run.dataset):
             fits.check_sees(
                 run.model, run.model_config, has_images=objects.check_prompts(run.dataset)
@@ -353,6 +375,7 @@ def rows(run: Checked) -> None:
         told = copy(asked)
         told.adora_system_prompt = run.system_prompt
         run.dataset = load_rows(told, run.data, run.config.seed_of_rows, partial(_fitting, run))
+        objects.refuse_unusable_prompts("dataset", run.dataset, control_tokens(run.processor))
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
     if count is not None:
@@ -371,6 +394,23 @@ def _check_stream(config: AdoraGRPOConfig, dataset: Any) -> None:
     )
 
 
+def room(run: Checked) -> None:
+    """Whether the limits leave room for an answer of each tool."""
+    if run.toolbox is None:
+        return
+    config = run.config
+    known = run.lengths is not None and run.dataset is not None  # and not assumed
+    prompts = run.lengths.prompt if known and run.lengths is not None else []
+    limits = Room(
+        key="max_completion_length",
+        completion=config.max_completion_length,
+        context=config.vllm_max_model_length,
+        prompt=min(prompts, default=None),
+        pictures=objects.fewest_pictures(run.dataset),
+    )
+    refuse_no_room(run.toolbox, run.processor, config.chat_template_kwargs or {}, limits)
+
+
 def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
     """A tokenizer alone counts no images, so it is asked first whether the model reads them."""
     fits.check_sees(run.model, run.model_config, has_images=has_images(dataset.data.table))
@@ -382,17 +422,17 @@ def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[i
 
 
 def tries(run: Checked) -> None:
-    """The user's own environments and reward functions on the groups of two rows, and the judge
-    with a question.
+    """The user's own environments, tools and reward functions on the groups of two rows, and the
+    judge with a question.
     """
     rows = list[Any]()
     environments = run.tools.environments
-    if run.dataset is not None and (run.rewards.own or environments):
+    if run.dataset is not None and (run.rewards.own or run.toolbox is not None):
         if isinstance(run.dataset, Dataset):
             named = [name for name in run.dataset.column_names if name != "prompt"]
             run.rewards.check_columns([*named, "environments"] if environments else named)
         try:
-            rows = list(islice(iter(run.dataset), 2))
+            rows = shown_rows(list(islice(iter(run.dataset), 2)))
         except Exception as error:  # a decoder raises what it likes
             why = in_one_line(error)
             raise UserError(
@@ -406,6 +446,18 @@ def tries(run: Checked) -> None:
     try_rewards(
         run.rewards, given, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here
     )
+    if run.toolbox is not None:
+        run.notes += _unsteady(run.toolbox, groups)
+
+
+def _unsteady(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
+    """A line for each tool that answers the same call in two ways, on the first problem's pictures."""
+    if not groups:
+        return unsteady_tools(toolbox)
+    first = groups[0]
+    pictures = [image for image in images_of(first.row) if isinstance(image, Image.Image)]
+    inside = [rollout.environment for rollout in first.rollouts if rollout.environment is not None]
+    return unsteady_tools(toolbox, pictures, inside)
 
 
 def evaluations(run: Checked) -> None:
@@ -505,6 +557,7 @@ STOPS: tuple[Callable[[Checked], None], ...] = (
     parts,
     processor,
     rows,
+    room,
     tries,
     evaluations,
     weights,

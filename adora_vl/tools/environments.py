@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from adora_vl.data.prompts import CONTROL_TOKENS, control_token_in
 from adora_vl.rewards.safe_call import own_copy
 from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.tools.calls import limited
@@ -32,6 +33,7 @@ class Environments:
     seconds: float  # that making or resetting one may take
     made: list[Any] = field(default_factory=list)
     taken: int = 0  # of them by the present generation
+    control_tokens: Sequence[str] = CONTROL_TOKENS  # of the model, which `reset` may not say
 
     def __post_init__(self) -> None:
         """Raises `UserError` for what is none."""
@@ -117,6 +119,12 @@ class Environments:
         if said is not None and not isinstance(said, str):
             raise UserError(
                 f"{where}: reset returned a {type(said).__name__}; return a text or None"
+            )
+        token = control_token_in(said, self.control_tokens)
+        if token is not None:
+            raise UserError(
+                f"{where}: reset says {token}, which is a token of the model's own; leave it out "
+                "of the text"
             )
         return said or ""
 

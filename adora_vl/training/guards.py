@@ -12,6 +12,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.data.prompts import CONTROL_TOKENS, problem_with_messages
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
 from adora_vl.types import Batch, Row, StepContext, compared_mask, loss_mask
@@ -35,14 +36,20 @@ class GenerationGuard:
     nothing is lost.
     """
 
-    def __init__(self, context: StepContext) -> None:
+    def __init__(
+        self, context: StepContext, control_tokens: Sequence[str] = CONTROL_TOKENS
+    ) -> None:
+        """`control_tokens`: of the model, which no prompt may have."""
         self.save = context.save_now
         self.state = context.state
+        self.control_tokens = control_tokens
 
     def check(self, rows: Sequence[Row], step: int) -> None:
         """Raises `RunError` on all ranks, with row and checkpoint, if any has one whose image
-        cannot be read.
+        cannot be read, and `SharedUserError` where a prompt cannot be used: rows of a stream are
+        seen here for the first time.
         """
+        self._check_prompts(rows, step)
         found = gather_object(unreadable_rows(rows))
         if not found:
             return
@@ -54,6 +61,23 @@ class GenerationGuard:
             f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. "
             f"Repair or remove the row, and go on with --resume_from_checkpoint {checkpoint}"
         )
+
+    def _check_prompts(self, rows: Sequence[Row], step: int) -> None:
+        faults = []
+        seen = set[int]()  # the rows of a group share one prompt
+        for number, row in enumerate(rows):
+            prompt = row.get("prompt")
+            if id(prompt) in seen:
+                continue
+            seen.add(id(prompt))
+            fault = problem_with_messages(prompt, self.control_tokens)
+            if fault is not None:
+                faults.append(f"row {row.get('id', f'#{number} of the batch')}: {fault}")
+        faults = gather_object(faults)
+        if faults:
+            raise SharedUserError(
+                f"step {step + 1}: {faults[0]}; go on with --resume_from_checkpoint {self.save()}"
+            )
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:

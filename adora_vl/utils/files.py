@@ -41,6 +41,28 @@ def cache_folder() -> Path:
     return Path(os.environ.get("ADORA_VL_HOME") or Path(cache) / "adora_vl")
 
 
+def leads_out(folder: Path, path: Path) -> bool:
+    """Whether a path below `folder` leads out of it by a link, its own or one on the way: a folder
+    from elsewhere must not show any file of this machine. A loop of links leads nowhere, and out.
+    """
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return True
+
+
+def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
+    """Raises `UserError` for the first path that leads out of `folder`."""
+    for path in paths:
+        refuse(
+            (
+                leads_out(folder, path),
+                f"{key}: {str(path)!r} is a link out of {str(folder)!r}, and what it leads to is "
+                "not read; put the file itself there",
+            )
+        )
+
+
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """A hidden neighbour of `path` to write into, renamed over `path` when the block ends; on an

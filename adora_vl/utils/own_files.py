@@ -26,6 +26,10 @@ from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 
 LOAD_TIMEOUT_S = 60.0
+# What a deadline may be: below, a call could not even begin; above, the timers of Python and of the
+# system (2^63 nanoseconds, with the time of grace) raise an OverflowError.
+SHORTEST_S = 0.001
+LONGEST_S = 10**9
 GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
 _AGAIN_S = 1.0  # between signals, for a function that catches the first one
 # The folders of this project. A user's own file may lie beside an `eval/` of his own, so they are

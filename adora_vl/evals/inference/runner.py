@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from adora_vl.data.prompts import conversation_with_images
+from adora_vl.data.prompts import control_token_in, conversation_with_images
 from adora_vl.evals.inference.predictions import (
     IMAGE_FAILED,
     PREDICTIONS,
@@ -146,8 +146,9 @@ def infer(
     `in_data`: number of problems in the data, of which `problems` may be the first. With several
     `ranks` each answers a slice into a part of its own, and rank 0 merges the parts in the order of
     the problems. Raises `UserError` if `output` holds predictions made with other settings, or rows
-    of problems not asked for now.
+    of problems not asked for now, and as `refuse_control_tokens` does.
     """
+    refuse_control_tokens(problems, system_prompt)
     make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
     answer_to = partial(
@@ -307,6 +308,26 @@ def answer(
         if generation.thinking_opened:
             row["thinking_opened"] = True
     return rows
+
+
+def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None = None) -> None:
+    """Hold what a model will be asked, as it stands at last, against its own tokens: one in the
+    system prompt, a template or the facts of a picture would begin a turn, or show no picture.
+
+    Raises `UserError` for the first one.
+    """
+    token = control_token_in(system_prompt)
+    if token is not None:
+        raise UserError(
+            f"system_prompt: it has the model's own token {token}; remove it from the text"
+        )
+    for problem in problems:
+        token = control_token_in(problem.prompt)
+        if token is not None:
+            raise UserError(
+                f"data: what is asked of {problem.pid} has the model's own token {token}; remove "
+                "it from the text"
+            )
 
 
 def bounded(

@@ -55,7 +55,11 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_rollouts.ahead": ([-1, 5, 0.5], [0, 4], "a whole number of at least 0 and at most 4"),
     "adora_record_gb": ([0, -1], [0.5], "a number above 0"),
     "adora_max_ratio": ([0, 0.9, -1], [1, None], "a number of at least 1 or null"),
-    "adora_reward_timeout": ([0, -1], [0.1, None], "a number above 0 or null"),
+    "adora_reward_timeout": (
+        [0, -1, 1e10],
+        [0.1, None],
+        "a number of at least 0.001 and at most 1000000000 or null",
+    ),
     "adora_tool_options.max_pixels": (
         [783, 1.5],
         [784, None],
