@@ -173,6 +173,8 @@ def test_noisy_rollouts_ask_for_thinking_and_a_box_and_reward_both():
     assert reward([[{"role": "assistant", "content": text}] for text in forms]) == list(
         forms.values()
     )
+    begun = [[{"role": "assistant", "content": r"a</think> \boxed{4}"}]] * 2
+    assert reward(begun, thinking_opened=[True, False]) == [1.0, 0.0]
 
 
 def test_knights_and_knaves_has_the_optimizer_and_the_entropy_bonus_of_its_code():
