@@ -49,10 +49,10 @@ trackers: .venv/.installed ## run the tests of tensorboard, wandb and trackio, i
 pythons: .venv/.installed ## check every supported Python: wheels of all pins, and two training steps where it is installed
 	@bash setup/check_pythons.sh
 
-tiny-model: .venv/.installed ## rebuild the tiny models that are shipped in adora_vl/builtin (about 15 minutes)
+tiny-model: .venv/.installed ## rebuild the tiny models that stand in adora_vl/builtin (about 15 minutes)
 	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained
-	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained_perimeter --start perimeter
-	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained_zoom --start zoom
+	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained_perimeter --start tiny_perimeter
+	$(PYTHON_BIN) -m adora_vl.builtin --output adora_vl/builtin/pretrained_zoom --start tiny_zoom
 
 clean-runs: ## delete runs/
 	rm -rf runs

@@ -16,19 +16,20 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.data.prompts import asks_for_answer_tags
+from adora_vl.evals.benchmark import data_options, for_data, loaded, named
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.local import Conversations
+from adora_vl.evals.inference.runner import Ask, answer
+from adora_vl.evals.inference.views import VIEWS, shown_as
+from adora_vl.evals.scoring.files import figures_in_training
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, refuse
-from eval.benchmark import for_data, loaded, named
-from eval.inference.chat import ChatProcessor
-from eval.inference.local import Conversations
-from eval.inference.runner import Ask, answer
-from eval.inference.views import VIEWS, shown_as
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.data.prompt_lengths import OverlongPrompts, Size
+    from adora_vl.evals.records import Benchmark, Problem
     from adora_vl.rollout.agreement import HasEngine
-    from eval.records import Benchmark, Problem
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class EvaluationPlan:
     every: int
     at_start: bool
     prompt: str | None = None
+    delay: float = 0  # optimizer steps before which there is none: eval_delay
 
 
 def take_evaluations(
@@ -73,7 +75,13 @@ def take_evaluations(
         (entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)
     ]
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
-    plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
+    plan = EvaluationPlan(
+        tasks=tasks,
+        every=int(config.eval_steps),
+        at_start=bool(config.eval_on_start),
+        prompt=prompt,
+        delay=config.eval_delay,
+    )
     config.eval_strategy = IntervalStrategy.NO
     config.eval_on_start = False
     return plan
@@ -133,8 +141,6 @@ class DataMissingError(UserError):
 
 def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     """The benchmark of an entry; behind `DIR:views` once for each view, all of the same problems."""
-    from eval.command import parse
-
     name, _, path = entry.partition("=")
     path, views = path.removesuffix(":views"), path.endswith(":views")
     refuse(
@@ -145,11 +151,9 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
         )
     )
     benchmark = named(name, "adora_eval")
-    words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
-    words += [f"--prompt={prompt or 'null'}"] if "prompt" in benchmark.fingerprint else []
-    options = parse(words, benchmark)
+    options = data_options(benchmark, path, prompt)
     try:
-        problems, _ = loaded(benchmark, options)
+        problems = loaded(benchmark, options).problems
     except UserError as error:
         if Path(path).exists():
             raise
@@ -213,12 +217,10 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             self._evaluate(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.plan.every == 0:
+        if state.global_step % self.plan.every == 0 and state.global_step >= self.plan.delay:
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
-        from eval.command import figures_in_training
-
         accelerator = self.trainer.accelerator
         with self.trainer.pool.guard.watching(), self.trainer.sampler.awake():
             answered = [self._answer(task) for task in self.plan.tasks]

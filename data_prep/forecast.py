@@ -8,7 +8,6 @@ can say: see docs/experiments.md for tasks where the outcome is known.
 
 import json
 import math
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +19,13 @@ from pyarrow.dataset import dataset
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
+from adora_vl.evals.benchmark import named
+from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
+from adora_vl.evals.prepared import GraderOptions
+from adora_vl.evals.scoring.score import graded_rows
+from adora_vl.evals.scoring.statistics import paired_t, wilson
 from adora_vl.utils.errors import UserError, in_one_line, refuse
 from data_prep.filter import asked_for_tags
-from eval.geometry3k import BENCHMARK
-from eval.inference.predictions import PREDICTIONS, read_predictions
-from eval.scoring.score import graded_rows
-from eval.scoring.statistics import paired_t, wilson
 
 FIRST_GROUPS = 512  # of a recorded run: its start, which the training has not changed yet
 _FEW = 20  # groups with signal, below which nothing is said
@@ -194,7 +194,8 @@ def sampled(predictions: Path) -> Groups:
 
     Raises `UserError` where their lengths are not known.
     """
-    options = Namespace(rounding=False, answer_tags=asked_for_tags(predictions))
+    benchmark = named("geometry3k")
+    options = GraderOptions(answer_tags=asked_for_tags(predictions))
     rows = defaultdict(list)
     for row in read_predictions(predictions):
         rows[row["pid"]].append(row)
@@ -205,7 +206,7 @@ def sampled(predictions: Path) -> Groups:
             f"attenuation: {str(predictions)!r} has {size} answers to a problem, or not their "
             "lengths; sample several with `python -m data_prep filter --samples 8`"
         )
-    _, graded = graded_rows(BENCHMARK, flat, options)
+    _, graded = graded_rows(benchmark, flat, options)
     rewards = [float(item.correct) for item in graded]
     truncated = [row.get("finish_reason") == "length" for row in flat]
     return _groups([rewards, [row["n_tokens"] for row in flat], truncated], size, 0.5)

@@ -85,11 +85,10 @@ _TOOL_KEYS = {
     "max_tool_calling_iterations",
     "adora_tool_options",
 }  # of a run with none, before there were any
-_NOISY = "adora_extensions.noisy_rollouts"
 _LENGTH_KEYS = {
     "max_steps",
     "num_train_epochs",
-}  # these matter only if learning rate or noise depend on the last step
+}  # these matter only if the learning rate or an extension depends on the last step
 Fingerprint = dict[str, str]
 
 
@@ -117,10 +116,8 @@ def fingerprint(
     if isinstance(rewards, list):
         values["adora_reward"] = [without_address(entry) for entry in rewards]
     constant = spelled(values.get("lr_scheduler_type")) == "constant"
-    annealed = (
-        bool(values.get(f"{_NOISY}.share")) and values.get(f"{_NOISY}.schedule") != "constant"
-    )
-    free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
+    extended = any(key.startswith("adora_extensions.") for key in values)
+    free = _FREE_KEYS | (_LENGTH_KEYS if constant and not extended else set())
     free |= {"adora_rollouts.ahead"} if not values.get("adora_rollouts.ahead") else set()
     free |= {"environment_factory"} if not values.get("environment_factory") else set()
     tooled = values.get("tools") or any(name.startswith("tool ") for name in own or ())

@@ -79,6 +79,7 @@ RANGES: dict[str, Any] = {
     "min_p": Annotated[float, Field(ge=0, le=1)] | None,
     "lora_dropout": Annotated[float, Field(ge=0, lt=1)],
     "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],  # numpy's
+    "data_seed": Annotated[int, Field(ge=0, le=2**32 - 1)] | None,
     "attn_implementation": Literal[
         "eager",
         "sdpa",

@@ -328,12 +328,7 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
         try:
             _register_heif(encoded)
             with open_picture(io.BytesIO(encoded)) as image:
-                if image.width * image.height > MAX_DECODED_PIXELS:
-                    why = (
-                        f"{image.width} x {image.height} pixels are over the limit of "
-                        f"{MAX_DECODED_PIXELS}"
-                    )
-                    raise UnreadableImageError("image_too_large", why)
+                _refuse_large(image)
                 # a phone's second one is no motion
                 frames = (
                     1 if first_frame or image.format in _JPEGS else getattr(image, "n_frames", 1)
@@ -345,31 +340,105 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
                 ):  # the only one that shows a lost end: each chunk has a checksum
                     image.verify()
             with open_picture(io.BytesIO(encoded)) as image:
-                deep = re.search(";16[BLN]", str(getattr(image, "tile", "")))  # of a colour
-                image.load()
-                if deep and not (image.mode == "I" or image.mode.startswith("I;16")):
-                    _refuse_dark(image)
+                _load(image)
                 ImageOps.exif_transpose(image, in_place=True)
                 return _flattened(image)
         except UnreadableImageError:
             raise
-        except Image.DecompressionBombError as error:
-            raise UnreadableImageError("image_too_large", str(error)) from error
         except UnidentifiedImageError as error:  # its own text has a memory address in it
             word, why = named_content(encoded[:512]) or (
                 "undecodable",
                 "not in any known picture format",
             )
             raise UnreadableImageError(f"image_{word}", why) from error
-        except (
-            Exception
-        ) as error:  # Pillow raises nearly anything here: OSError, SyntaxError, struct.error, ...
-            why = str(error) or type(error).__name__
-            kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
-            if _HEIF.match(encoded):
-                kind = "image_heic"
-                why = f"a photograph in HEIC that cannot be read ({why}); save it as JPEG"
-            raise UnreadableImageError(kind, why) from error
+        except Exception as error:
+            unreadable = _unreadable(error)
+            if unreadable.kind != "image_too_large" and _HEIF.match(encoded):
+                why = f"a photograph in HEIC that cannot be read ({unreadable}); save it as JPEG"
+                unreadable = UnreadableImageError("image_heic", why)
+            raise unreadable from error
+
+
+def as_shown(image: Image.Image) -> Image.Image:
+    """A new picture of what a person sees in this one: upright, flattened on white, in mode RGB;
+    of several frames the present one.
+
+    It is the door for each picture that somebody else's code hands over as an object: a row of
+    Python's, or the answer of a tool. `decoded_image` is the same for encoded ones. The object that
+    was handed over is not changed, and shares no pixel with the new one. Raises
+    `UnreadableImageError` as `decoded_image` does.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in `decoded_image`
+        try:
+            _refuse_large(image)
+            _load(image)
+            upright = ImageOps.exif_transpose(image)  # a copy, also where nothing is turned
+            return _flattened(upright)
+        except UnreadableImageError:
+            raise
+        except Exception as error:
+            raise _unreadable(error) from error
+
+
+class _Lent(Image.Image):
+    """A picture whose pixels are somebody else's until anything asks for them, and then its own."""
+
+    @property
+    def im(self) -> Any:
+        """Pillow's pixels, through which every method of it reads and writes."""
+        shared = super().im
+        self.__class__ = Image.Image
+        self.im = shared.copy()
+        return self.im
+
+    @im.setter
+    def im(self, pixels: Any) -> None:
+        self.__class__ = Image.Image
+        self.im = pixels
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.load()  # then it is a plain picture, as which it is pickled and copied
+        return self.__reduce_ex__(protocol)
+
+
+def lent(image: Image.Image) -> Image.Image:
+    """A copy for code of somebody else's, which may draw on it.
+
+    The pixels are copied at their first use, since most functions that are handed pictures never
+    look at them, and the rollouts of a group are handed the same one many times.
+    """
+    image.load()  # a file is read late
+    copied = image._new(image.im)
+    copied.__class__ = _Lent
+    return copied
+
+
+def _refuse_large(image: Image.Image) -> None:
+    """Refuse a picture by its header, before any memory is taken for its pixels."""
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        why = f"{image.width} x {image.height} pixels are over the limit of {MAX_DECODED_PIXELS}"
+        raise UnreadableImageError("image_too_large", why)
+
+
+def _load(image: Image.Image) -> None:
+    """Decode the pixels, where that is still to be done, and refuse what would be nearly black."""
+    deep = re.search(";16[BLN]", str(getattr(image, "tile", "")))  # of a colour
+    image.load()
+    if deep and not (image.mode == "I" or image.mode.startswith("I;16")):
+        _refuse_dark(image)
+
+
+def _unreadable(error: Exception) -> UnreadableImageError:
+    """What Pillow raised while it decoded, in our words.
+
+    It raises nearly anything: OSError, SyntaxError, struct.error, ...
+    """
+    why = str(error) or type(error).__name__
+    if isinstance(error, Image.DecompressionBombError):
+        return UnreadableImageError("image_too_large", why)
+    kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
+    return UnreadableImageError(kind, why)
 
 
 def _refuse_degenerate(image: Image.Image) -> None:
@@ -448,6 +517,8 @@ def _flattened(image: Image.Image) -> Image.Image:
         image = _scaled(image)
     if not image.has_transparency_data:
         return _rgb(image)
+    if image.mode == "La":  # premultiplied grey, which Pillow converts to no other mode but this
+        image = image.convert("LA")
     drawn = image if image.mode == "RGBA" else image.convert("RGBA")
     cover = drawn.getchannel("A")
     if cover.getextrema() == (255, 255):  # nothing shows through

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ from datasets import (
 )
 
 from adora_vl.data.dataset import load_split
-from adora_vl.data.images import open_picture
+from adora_vl.data.images import UnreadableImageError, as_shown, decoded_image
 from adora_vl.data.prompts import Template, conversations, template
 from adora_vl.data.rows import (
     has_choices,
+    images_of,
     problem_with_prompt,
     require_sound_rows,
     rows_without_pixels,
@@ -53,10 +53,14 @@ def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 def _decoded(stored: dict[str, Any]) -> Any:
     try:
-        source = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
-        if isinstance(source, BytesIO) or Path(source or "").is_file():
-            open_picture(source).close()  # `datasets` would open a file of any format
-        return Image().decode_example(stored)
+        encoded = stored["bytes"]
+        if encoded is None and Path(stored["path"] or "").is_file():
+            encoded = Path(stored["path"]).read_bytes()
+        if encoded is None:  # an address, which `datasets` fetches
+            return as_shown(Image().decode_example(stored))
+        return decoded_image(encoded, first_frame=True)
+    except UnreadableImageError as error:
+        return UnreadableImage(str(error))
     except (
         Exception
     ) as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
@@ -94,7 +98,7 @@ def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Id and reason of each row with an image that could not be read, each id once."""
     found: dict[str, str] = {}
     for number, row in enumerate(rows):
-        for image in row.get("images") or []:
+        for image in images_of(row):
             if isinstance(image, UnreadableImage):
                 found.setdefault(str(row.get("id", f"#{number} of the batch")), image.reason)
     return list(found.items())

@@ -12,15 +12,15 @@ from typing import Any
 
 import pyarrow as pa
 
+from adora_vl.evals.compare import Difference, ScoreFile, between_problems, read_run
+from adora_vl.evals.inference.predictions import SCORE
+from adora_vl.evals.scoring.score import share_of_the_data
+from adora_vl.evals.scoring.statistics import welch
+from adora_vl.evals.scoring.table import name_of_data, percent
 from adora_vl.record.metrics import PASS, kind_of
 from adora_vl.record.rollouts import ROLLOUTS, parts, read_part
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
-from eval.compare import Difference, ScoreFile, between_problems, read_run
-from eval.inference.predictions import SCORE
-from eval.scoring.score import share_of_the_data
-from eval.scoring.statistics import welch
-from eval.scoring.table import name_of_data, percent
 
 # Below the folder of a run: the score of its model, and of the model before the training.
 AFTER = Path("eval") / SCORE

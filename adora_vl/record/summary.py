@@ -8,13 +8,13 @@ from typing import Any
 
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.evals.benchmark import for_data
 from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of, no_signal
 from adora_vl.record.result import REWARD, interval_of, result_of, training_change
 from adora_vl.record.rollouts import ROLLOUTS
 from adora_vl.utils.cli import amount, spelled
-from eval.benchmark import for_data
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:

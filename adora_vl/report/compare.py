@@ -16,10 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from adora_vl.rewards.judge import without_address
-from adora_vl.utils.cli import Parser, amount, dotted, exit_code_of, text
-from adora_vl.utils.errors import UserError
-from eval.compare import (
+from adora_vl.evals.compare import (
     Difference,
     ScoreFile,
     between_problems,
@@ -28,9 +25,12 @@ from eval.compare import (
     read_run,
     shortened,
 )
-from eval.inference.predictions import SCORE
-from eval.scoring.score import missing_answers
-from eval.scoring.statistics import paired_t, welch
+from adora_vl.evals.inference.predictions import SCORE
+from adora_vl.evals.scoring.score import missing_answers
+from adora_vl.evals.scoring.statistics import paired_t, welch
+from adora_vl.rewards.judge import without_address
+from adora_vl.utils.cli import Parser, amount, dotted, exit_code_of, text
+from adora_vl.utils.errors import UserError
 
 Axis = Literal["rollouts", "seconds"]
 _UNITS: dict[Axis, str] = {"rollouts": "rollouts", "seconds": "s"}

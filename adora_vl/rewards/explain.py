@@ -27,8 +27,8 @@ TRY_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
 
 # What the reasons of a grade mean. A reason `gold_x` is `x`, found in the reference answer.
 RULES = {
-    "same_number": "both are numbers, or both percentages, and equal to within 1e-6 relative (integers "
-    "exactly)",
+    "same_number": "both are numbers, or both percentages, and equal, or one is a long decimal for the "
+    "other",
     "same_value": "expressions with the same value at six points",
     "same_text": "no plain numbers, but the same text",
     "letter": "the letter of the right choice",
@@ -61,7 +61,7 @@ RULES = {
     "letter_with_another_value": "a letter beside a value that is not that of its choice",
     "another_choice": "another choice has the same value, and the answer has not the text of the right one",
     "not_a_number": "a readable text or expression, but not the reference answer",
-    "unevaluated": "arithmetic that is still to be done",
+    "unevaluated": "a rational number, as arithmetic that is still to be done",
     "enumeration": "several answers, or a set, or a plus-minus",
     "interval": "an interval, a pair or a vector",
     "relation": "an inequality, an approximation or a membership",

@@ -52,7 +52,7 @@ class Rollout:
     # by itself, at the run's limit, with a call that nobody answers, or at the end of the room in
     # the answer or the engine
     ended: Literal["", "stop", "length", "calls", "room"] = ""
-    distorted: bool = False  # sampled on another image than the trainer's
+    compared: bool = True  # whether it was sampled on the trainer's images
     pictures: tuple[Picture, ...] = ()
     calls: tuple[Call, ...] = ()
     environment: Any = field(
@@ -87,7 +87,12 @@ class Rollout:
         return [logp for span in self.spans for logp in span.logps or (None,) * len(span.tokens)]
 
     def stale(self, step: int) -> int:
-        """How many tokens came before this step; those of this one follow them."""
+        """How many tokens at the beginning cannot be compared with the present policy's.
+
+        They are those of earlier steps, or all of a rollout that saw other images.
+        """
+        if not self.compared:
+            return len(self.tokens)
         return sum(len(span.tokens) for span in self.spans if span.step != step)
 
 

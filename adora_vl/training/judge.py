@@ -20,6 +20,7 @@ from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.thinking import closes_block, opens_thinking
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup, graded
 from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.extensions import Extension
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
@@ -73,6 +74,7 @@ class Judge:
     scored: bool  # whether who samples says log-probabilities
     multiple: int | None = None  # of which the widths of columns are multiples; None for any
     tools: bool = False  # whether not all tokens are the policy's
+    other_images: bool = False  # whether some rollouts see other images than the trainer
 
     def __call__(
         self,
@@ -170,10 +172,9 @@ class Judge:
             prompts, [rollout.tokens for rollout in rollouts], logps, counted, own
         )
         facts: dict[str, Any] = {}
-        if generation.mode == "train" and config.adora_extensions.noisy_rollouts.share:
-            facts["distorted"] = [rollout.distorted for rollout in rollouts]
-        if aged:
+        if aged or (self.other_images and generation.mode == "train"):
             facts["stale_tokens"] = [rollout.stale(generation.step) for rollout in rollouts]
+        if aged:
             facts["segments"] = [
                 sum(span.logps is not None for span in one.spans) for one in rollouts
             ]
@@ -251,16 +252,7 @@ class Judge:
             moved["num_images"] = prompts.num_images
         return moved
 
-    def again(self, groups: Sequence[RolloutGroup]) -> Batch:
-        """The columns of groups of an earlier generation that are remade for the present one."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rows = [group.row for group in groups for _ in group.rollouts]
-        prompts = self.images.prompts(rows, "train", further=True)
-        ended = [self.ends.has_end(one, self.ends.decode(one.turn)) for one in rollouts]
-        now = Generation(rows, "train", 0, "0/0", 1, len(groups[0].rollouts))
-        return self.columns(now, groups, prompts, ended, aged=False)
-
-    def weigh(self, generation: Generation, extensions: Sequence[Any]) -> None:
+    def weigh(self, generation: Generation, extensions: Sequence[Extension]) -> None:
         """Weigh the groups that are learned from, once: no later part replaces one."""
         batch = generation.batch
         accelerator = self.context.accelerator

@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
+from adora_vl.builtin.small_model import build_start
+from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
+from adora_vl.synthetic.generate import generate
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
 from tests.integration.support import REPOSITORY, history, launch, run
 
 pytestmark = pytest.mark.slow
@@ -246,7 +247,7 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
 def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch):
     model = tmp_path / "model"
     out = tmp_path / "out"
-    build_tiny_text_model(model, TextStart(steps=2, batch_size=4, rows=8))  # knows nothing yet
+    build_start(model, TextStart(steps=2, batch_size=4, rows=8), begin_text)  # knows nothing yet
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     run(
         [

@@ -15,9 +15,9 @@ import pytest
 
 from adora_vl.report.__main__ import main as report
 from adora_vl.rewards.explain import main as explain
+from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
 from eval.command import main as evaluate
 from eval.problems import BENCHMARK
 from tests.integration.support import REPOSITORY, run

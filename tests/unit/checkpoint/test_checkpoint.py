@@ -413,6 +413,20 @@ def test_an_epoch_has_its_own_order_however_the_run_came_there():
     assert sorted(set(order(1)[0])) == list(range(40))
 
 
+def test_rows_that_are_not_shuffled_all_have_their_turn():
+    """Eleven rows in generations of four leave three over, which begin the next epoch."""
+    sampler = EpochRepeatSampler(range(11), 2, batch_size=4, repeat_count=3, shuffle=False)
+    drawn = []
+    for epoch in range(11):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        assert len(order) == len(sampler)
+        drawn += order
+    generations = [drawn[first : first + 8] for first in range(0, len(drawn), 24)]
+    rows = [row for generation in generations for row in generation[::2]]
+    assert rows == [*range(11)] * 8, "in the order of the data set, eleven epochs of eight rows"
+
+
 def test_every_rollout_has_its_own_seed_and_the_same_one_again():
     where = [
         (run, f"train/{step}/{micro}", group, member)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.compare import read_run
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
 from adora_vl.report.compare import main as gain
-from eval.compare import main, read_run
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
+from eval.compare import main
 from eval.suite import row
 
 

@@ -1,4 +1,4 @@
-"""Every benchmark of the list keeps the promises of `eval.benchmark.Benchmark`, and a new one needs
+"""Every benchmark of the list keeps the promises of `adora_vl.evals.benchmark.Benchmark`, and a new one needs
 nothing else.
 """
 
@@ -18,19 +18,19 @@ from transformers import Trainer
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
+from adora_vl.evals.benchmark import NAMES, for_data, loaded, named
+from adora_vl.evals.inference.requests import AnswerRequest
+from adora_vl.evals.inference.views import shown_as
+from adora_vl.evals.options import DataOptions, ScoreOptions
+from adora_vl.evals.records import Benchmark, LoadedProblems, OwnFigures, Problem
+from adora_vl.evals.scoring.files import figures_in_training as figures
+from adora_vl.evals.scoring.score import cell, score
 from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
-from eval import benchmark as list_of_benchmarks
-from eval.benchmark import NAMES, for_data, loaded, named
-from eval.command import figures_in_training as figures
-from eval.command import parse, score_defaults
+from eval.command import parse
 from eval.compare import main as compare
-from eval.inference.requests import AnswerRequest
-from eval.inference.views import shown_as
-from eval.records import Benchmark, OwnFigures, Problem
-from eval.scoring.score import cell, score
 from tests.conftest import REPOSITORY
 from tests.support import benchmark_data as support
 
@@ -76,8 +76,8 @@ def knights(folder: Path) -> Path:
 
 def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
     words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
-    problems, hashed = benchmark.load(parse(words, benchmark))
-    assert hashed == benchmark.load(parse(words, benchmark))[1]
+    problems, hashed, _ = benchmark.load(parse(words, benchmark).ask.data)
+    assert hashed == benchmark.load(parse(words, benchmark).ask.data).data_hash
     return problems
 
 
@@ -104,7 +104,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
     rows = [json.loads(json.dumps(row)) for row in rows]  # what a predictions row keeps
     assert [benchmark.check(row) for row in rows if benchmark.check] in ([], [None] * count)
-    made = score(benchmark, rows, score_defaults(benchmark)).score
+    made = score(benchmark, rows, benchmark.score_options()).score
     assert made["benchmark"] == name and made["total"] == count and made["rules"]
     assert [item["verdict"] == "correct" for item in made["items"]][3] is False and made[
         "image_failed"
@@ -154,7 +154,7 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
 
 
 def test_the_list_stands_once(capsys):
-    files = Path(list_of_benchmarks.__file__).parent.glob("*.py")
+    files = (REPOSITORY / "eval").glob("*.py")
     assert (
         {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
         == set(NAMES)
@@ -222,7 +222,7 @@ def of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
 def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_training(
     of_the_page, monkeypatch, capsys
 ):
-    monkeypatch.setattr("eval.command.build_engine", lambda settings: Rounds())
+    monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: Rounds())
     words = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
     assert evaluate.main(["lengths.py:LENGTHS", *words]) == 0
     shown = capsys.readouterr().out
@@ -241,6 +241,7 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
         adora_eval_limit=2,
         eval_steps=1,
         eval_on_start=False,
+        eval_delay=0,
     )
     (beside := Path("beside").resolve()).mkdir()
     (beside / "mine.py").write_text(Path("lengths.py").read_text())
@@ -271,12 +272,12 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
 )
 def test_problems_that_ones_own_benchmark_makes_are_checked(of_the_page, second, fault):
     made = [Problem({"pid": pid}, text, 0, list) for pid, text in (("a", "Side 7"), second)]
-    own = replace(named("lengths.py:LENGTHS"), load=lambda options: (made, "hash"))
+    own = replace(named("lengths.py:LENGTHS"), load=lambda options: LoadedProblems(made, "hash"))
     with pytest.raises(UserError, match=fault):
-        loaded(own, Namespace())
+        loaded(own, DataOptions(data="lengths", split="test"))
 
 
-def _summary(rows: Sequence[Any], graded: Sequence[Any], options: Namespace) -> OwnFigures:
+def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) -> OwnFigures:
     return OwnFigures(
         {
             "halves": {
@@ -364,6 +365,10 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         callback.on_step_end(None, Namespace(global_step=step), None)
     assert [values["eval_geometry3k_accuracy"] for values in logged] == [0.75, 0.75]
     assert built == [{"template": {"a": 1}, "processor": "p"}] * 2, "the prompt of the training"
+    late = evaluation.EvaluateOnTheWay(trainer, replace(plan, delay=3), None)
+    for step in range(1, 5):
+        late.on_step_end(None, Namespace(global_step=step), None)
+    assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
     assert trainer.control.should_log, "the log of the step itself would be left out"
     assert (
         "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out)

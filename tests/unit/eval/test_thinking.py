@@ -8,20 +8,19 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.benchmark import NAMES, named
+from adora_vl.evals.inference.local import Conversations
+from adora_vl.evals.inference.requests import AnswerRequest
+from adora_vl.evals.records import Scored
+from adora_vl.evals.scoring.choice import extract_choice
+from adora_vl.evals.scoring.judge import Question, by_rules, messages_for, reported
+from adora_vl.evals.scoring.number import extract_list, extract_number
+from adora_vl.evals.scoring.score import score
+from adora_vl.evals.scoring.table import table
 from adora_vl.rollout.rollouts import RolloutAnswer
 from data_prep.filter import tallies
-from eval.benchmark import NAMES, named
-from eval.command import score_defaults
-from eval.inference.local import Conversations
-from eval.inference.requests import AnswerRequest
 from eval.logicvista import by_rules as letters_by_rules
 from eval.mathvista import BENCHMARK as MATHVISTA
-from eval.records import Scored
-from eval.scoring.choice import extract_choice
-from eval.scoring.judge import Question, by_rules, messages_for, reported
-from eval.scoring.number import extract_list, extract_number
-from eval.scoring.score import score
-from eval.scoring.table import table
 from tests.support import benchmark_data
 from tests.support.endpoint_server import completion
 
@@ -51,9 +50,7 @@ def choice(pid: str, response: str, **fields: Any) -> dict[str, Any]:
 
 
 def scored(rows: list[dict[str, Any]], **options: Any) -> Scored:
-    asked = score_defaults(MATHVISTA)
-    vars(asked).update(options)
-    return score(MATHVISTA, rows, asked)
+    return score(MATHVISTA, rows, MATHVISTA.score_options(**options))
 
 
 @pytest.mark.parametrize("rules", ["official", "vlmevalkit"])
@@ -148,7 +145,7 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
     right: dict[str, Any] = {}
     for response in (f"<think>Hm.</think>\n\n{said}", f"<think>{said}</think>", f"<think>{said}"):
         row = {**fields, **renamed, "pid": "1", "response": response, "finish_reason": "stop"}
-        right[response] = score(benchmark, [row], score_defaults(benchmark)).score["correct"]
+        right[response] = score(benchmark, [row], benchmark.score_options()).score["correct"]
     assert list(right.values()) == [1, 0, 0]
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
+from adora_vl.evals.scoring.statistics import welch
 from adora_vl.record.metrics import PASS, read_metrics
 from adora_vl.record.result import AFTER, BEFORE, is_noise, result_of, training_change
 from adora_vl.record.rollouts import Record
 from adora_vl.record.summary import summary_lines
 from adora_vl.report.run_view import load_run
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
-from eval.scoring.statistics import welch
 from tests.support.recorded_runs import SETTINGS
 
 Rates = list[list[float]]

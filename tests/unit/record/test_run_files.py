@@ -295,18 +295,11 @@ def test_figures_that_are_not_finite_are_null():
 
 
 ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
-NEUTRAL = {
-    "adora_rollouts": {"replay": 0},
-    "adora_extensions": {
-        "noisy_rollouts": {"share": 0.0},
-        "visual_tokens": {"share": 1.0, "scale_min": 1.0},
-    },
-}
+NEUTRAL = {"adora_extensions": {}}
 
 
 RECIPES: list[tuple[dict[str, Any], str]] = [
     ({}, "ADORA attenuation, factor 0.1"),
-    ({"adora_method": "adora"}, "ADORA"),  # recorded by an earlier version
     ({"adora_method": {"grpo": {}}}, "GRPO"),
     ({"adora_method": {"dapo": {}, **ADORA}}, "DAPO + ADORA attenuation, factor 0.1"),
     ({"adora_method": {"dapo": {}, "adora": {"mode": "off"}}, "loss_type": "dapo"}, "DAPO"),
@@ -331,18 +324,17 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
         {"adora_method": {"adora": {"steps": [0, 30]}}},
         "ADORA attenuation, factor 0.1, steps [0, 30]",
     ),
-    ({"adora_method": "grpo", "loss_type": "sapo"}, "GRPO, SAPO loss"),
+    ({"adora_method": {"grpo": {}}, "loss_type": "sapo"}, "GRPO, SAPO loss"),
     (
-        {"adora_method": "grpo", "adora_extensions": {"noisy_rollouts": {"share": 0.5}}},
-        "GRPO, noisy rollouts 0.5",
+        {"adora_method": {"grpo": {}}, "adora_extensions": {"noisy.py:Noisy": {"share": 0.5}}},
+        "GRPO, extension Noisy",
     ),
-    ({"adora_method": "grpo", "adora_rollouts": {"replay": 64}}, "GRPO, replay of 64 groups"),
     (
         {
-            "adora_method": "rrb",
-            "adora_extensions": {"visual_tokens": {"share": 0.4, "scale_min": 0.9}},
+            "adora_method": {"docs/rrb.py:Rrb": {}},
+            "adora_extensions": {"a.py:One": {}, "b.py:Two": {}},
         },
-        "RRB, visual tokens 0.4, visual scale from 0.9",
+        "Rrb, extension One, extension Two",
     ),
 ]
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
+from adora_vl.evals.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 from adora_vl.report.__main__ import main
 from adora_vl.report.compare import (
     PASS_RATE,
@@ -16,9 +19,6 @@ from adora_vl.report.compare import (
 )
 from adora_vl.report.compare import main as gain
 from eval.geometry3k import BENCHMARK
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
-from eval.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 
 CONFIG = {
     "seed": 0,

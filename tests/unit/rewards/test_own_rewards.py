@@ -13,8 +13,10 @@ import textwrap
 import time
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
@@ -385,28 +387,64 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
     assert {**given, "prompts": None} == before
 
 
+EDITS: list[Any] = [
+    lambda image: ImageDraw.Draw(image).line((0, 0, 7, 7), fill=1),
+    lambda image: image.putpixel((7, 0), 1),
+    lambda image: image.load().__setitem__((0, 0), 1),
+    lambda image: image.paste(1, (4, 0, 8, 4)),
+    lambda image: image.frombytes(bytes(255 - value for value in image.tobytes())),
+    lambda image: image.putdata([1] * 64),
+    lambda image: image.thumbnail((4, 4)),
+]
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
 def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
-    """The rollouts of a group have one image.
-
-    Its pixels are copied for a function only when it draws.
-    """
+    """The rollouts of a group have one image, and each place where it stands is a copy."""
     image = kept(Image.new(mode, (8, 8)))
     given = {"completions": ["a", "b"], "images": [[image], [image]]}
-    shared: list[bool] = []
-    failures: list[RewardFailure] = []
-
-    def draws(images: Any, **rest: Any) -> list[float]:
-        (one,), (other,) = images
-        shared.append(one.im is image.im and other.tobytes() == image.tobytes())
-        ImageDraw.Draw(one).line((0, 0, 7, 7), fill=1)
-        one.putpixel((7, 0), 1)
-        one.paste(1, (4, 0, 8, 4))
-        return [float(one.tobytes() != image.tobytes()), float(other.tobytes() == image.tobytes())]
-
     before = image.tobytes()
-    assert safe_call(draws, "mine", 5.0, failures)(**given) == [1.0, 1.0] and failures == []
-    assert image.tobytes() == before and shared == [True]
+    one_band = len(image.getbands()) == 1
+    for edit in EDITS if one_band else [edit for n, edit in enumerate(EDITS) if n not in (2, 5)]:
+        failures: list[RewardFailure] = []
+
+        def draws(images: Any, edit: Any = edit, **rest: Any) -> list[float]:
+            (one,), (other,) = images
+            edit(one)
+            return [float(one.tobytes() != before), float(other.tobytes() == before)]
+
+        assert safe_call(draws, "mine", 5.0, failures)(**given) == [1.0, 1.0] and failures == []
+        assert image.tobytes() == before and image.size == (8, 8)
+
+
+def test_a_function_that_edits_arrays_sets_and_the_log_edits_its_own():
+    """The instances of environments are the rollouts' own: a reward may ask them, and change them."""
+    environment = SimpleNamespace(asked=0)
+    given: dict[str, Any] = {
+        "completions": ["a"],
+        "points": [np.zeros(3)],
+        "weights": [torch.zeros(3)],
+        "tags": [{"a"}],
+        "trainer_state": TrainerState(log_history=[{"loss": 1.0, "more": [1]}]),
+        "environments": [environment],
+    }
+
+    def edits(
+        points: Any, weights: Any, tags: Any, trainer_state: Any, environments: Any, **_: Any
+    ):
+        points[0][:] = 1
+        weights[0].fill_(1)
+        tags[0].add("b")
+        trainer_state.log_history[0]["loss"] = 2.0
+        trainer_state.log_history[0]["more"].append(2)
+        environments[0].asked += 1
+        return [0.0]
+
+    failures: list[RewardFailure] = []
+    assert safe_call(edits, "mine", 5.0, failures)(**given) == [0.0] and failures == []
+    assert not given["points"][0].any() and not given["weights"][0].any()
+    assert given["tags"] == [{"a"}] and environment.asked == 1
+    assert given["trainer_state"].log_history == [{"loss": 1.0, "more": [1]}]
 
 
 async def exits_later(**kwargs: Any) -> Any:

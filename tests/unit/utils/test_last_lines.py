@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adora_vl.builtin.assets import resolve_model
+from adora_vl.evals.inference.engines import check_model
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.manifest import as_called, interpreter, write_manifest
@@ -25,7 +26,6 @@ from adora_vl.report.page import write_page
 from adora_vl.train import main as train
 from adora_vl.utils.errors import RunError, UserError
 from eval.__main__ import main as evaluate
-from eval.inference.engines import check_model
 
 ROOT = Path(__file__).parents[3]
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")

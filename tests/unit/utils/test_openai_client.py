@@ -30,9 +30,9 @@ from adora_vl.data.dataset import write_split
 from adora_vl.rewards import choose_rewards, try_rewards
 from adora_vl.rewards.judge import KEY_VARIABLE, score_in
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url, is_here
-from data_prep.synthetic.generate import generate
 from eval.command import main
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
