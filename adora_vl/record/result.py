@@ -60,9 +60,10 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
         return None
     size = max(1, len(lines) // 5)
     ends = (lines[:size], lines[-size:])
-    first, second = ([float(line[key]) for line in end] for end in ends)
+    first = [float(line[key]) for line in ends[0]]
+    second = [float(line[key]) for line in ends[1]]
     grouped = _groups_at_the_ends(folder, ends[0], ends[1], key)
-    what = "group" if grouped else "logged step"
+    unit = "group" if grouped else "logged step"
     samples = grouped or (first, second)
     difference = Difference(fmean(first), fmean(second), over="no interval")
     if min(map(len, samples)) < 2:
@@ -74,7 +75,7 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
         second=difference.second,
         low=difference.value - half,
         high=difference.value + half,
-        over=f"{len(samples[0])} and {amount(len(samples[1]), what)}",
+        over=f"{len(samples[0])} and {amount(len(samples[1]), unit)}",
     )
 
 
@@ -108,7 +109,7 @@ def _recorded(folder: Path, column: str) -> list[tuple[int, float]]:
         for row in table.to_pylist():
             if _is_number(row[column]):
                 values.setdefault((row["step"], row["group"]), []).append(float(row[column]))
-    return [(step, fmean(found)) for (step, _), found in values.items()]
+    return [(step, fmean(of_group)) for (step, _), of_group in values.items()]
 
 
 def _scored(folder: Path) -> str | None:
@@ -118,15 +119,15 @@ def _scored(folder: Path) -> str | None:
         return None
     score = after.score
     part = share_of_the_data(score)
-    of = f"{part or score['total']} problems"
+    problems = f"{part or score['total']} problems"
     where = f"held-out accuracy, {name_of_data(score)}"
     before = _read(folder / BEFORE)
     change = None
     if before is not None and before.score["benchmark"] == score["benchmark"]:
         change = between_problems([before], [after])
     if change is None:
-        return f"{where} {percent(score['accuracy'], score['wilson_95'])} of {of} ({AFTER})"
-    return f"{where} {_arrow(change)} ({change.over}, of {of}; {BEFORE}, {AFTER})"
+        return f"{where} {percent(score['accuracy'], score['wilson_95'])} of {problems} ({AFTER})"
+    return f"{where} {_arrow(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
 
 
 def _read(file: Path) -> ScoreFile | None:
@@ -140,8 +141,8 @@ def _read(file: Path) -> ScoreFile | None:
 def _evaluated(log: Log) -> str | None:
     """The first and the last evaluation on the way; of several views that with the pictures."""
     keys = {key for line in log for key in line if _EVALUATED.fullmatch(key)}
-    known = sorted(keys, key=lambda key: (not key.endswith("_image_accuracy"), key))
-    for key in known:
+    by_rank = sorted(keys, key=lambda key: (not key.endswith("_image_accuracy"), key))
+    for key in by_rank:
         lines = [line for line in log if _is_number(line.get(key))]
         if lines:
             name = key.removeprefix("eval_").removesuffix("_accuracy")
@@ -160,9 +161,8 @@ def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Dif
     ends = [line.get(f"{key}_{end}") for line in (first, last) for end in ("low", "high")]
     if not all(_is_number(end) for end in ends) or first is last:
         return change
-    first_low, first_high, last_low, last_high = (float(end) for end in ends if end is not None)
-    below = hypot(change.second - last_low, first_high - change.first)
-    above = hypot(last_high - change.second, change.first - first_low)
+    below = hypot(change.second - last[f"{key}_low"], first[f"{key}_high"] - change.first)
+    above = hypot(last[f"{key}_high"] - change.second, change.first - first[f"{key}_low"])
     return Difference(
         first=change.first,
         second=change.second,
@@ -173,17 +173,19 @@ def _between(first: Mapping[str, Any], last: Mapping[str, Any], key: str) -> Dif
 
 
 def _trained(folder: Path, log: Log) -> str | None:
-    for key, title, scale in ((PASS, "pass rate in training", True), (REWARD, REWARD, False)):
+    for key, title in ((PASS, "pass rate in training"), (REWARD, REWARD)):
         lines = [line for line in log if _is_number(line.get(key))]
         if not lines:
             continue
+        is_share = key == PASS
         change = training_change(folder, log, key)
         if change is None:
             value = lines[-1][key]
-            return f"{title} {_share(value) if scale else f'{value:.3g}'} (one logged step)"
+            text = _share(value) if is_share else f"{value:.3g}"
+            return f"{title} {text} (one logged step)"
         over = "" if change.low is None else f", {change.over}"
-        shown = _arrow(change) if scale else _plain_arrow(change)
-        return f"{title} {shown} (first and last fifth of the steps{over})"
+        text = _arrow(change) if is_share else _plain_arrow(change)
+        return f"{title} {text} (first and last fifth of the steps{over})"
     return None
 
 
