@@ -12,6 +12,7 @@ from adora_vl.evals.benchmark import BENCHMARK_FILES, for_data
 from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of, no_signal
+from adora_vl.record.result import REWARD, interval_of, result_of, training_change
 from adora_vl.record.rollouts import ROLLOUTS
 from adora_vl.utils.cli import amount, spelled
 
@@ -112,11 +113,8 @@ def summary_lines(
     lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
     silence = no_signal(history)
     lines += ["", f"warning: {silence}"] if silence else []
-    rows = figure_rows(history)
-    if rows:
-        lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}"]
-        lines += [f"{title:20}{first:>12}{last:>12}" for title, first, last in rows]
     folder = Path(config.output_dir)
+    lines += _figures(folder, history)
     merge = merge_command(model)
     alone = (
         "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this memory; "
@@ -137,6 +135,30 @@ def summary_lines(
         "Train longer": _longer(config, command),
     }
     return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]
+
+
+# The figures of the table that have an interval over groups; the record has them by group.
+_BY_GROUP = {"reward": REWARD, "pass rate": PASS}
+
+
+def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What came of the run, and the table of its figures, with the interval of a change where the
+    groups tell it.
+    """
+    rows = figure_rows(history)
+    if not rows:
+        return []
+    result = result_of(folder, history)
+    lines = ["", result] if result else []
+    lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}   change"]
+    for title, first, last in rows:
+        line = f"{title:20}{first:>12}{last:>12}"
+        key = _BY_GROUP.get(title)
+        change = training_change(folder, history, key) if key else None
+        if change is not None and change.low is not None:
+            line += f"   {interval_of(change)}"
+        lines.append(line)
+    return lines
 
 
 def _longer(config: AdoraGRPOConfig, command: str) -> str | None:

@@ -25,6 +25,7 @@ from adora_vl.record.manifest import (
     recipe_of,
 )
 from adora_vl.record.metrics import METRICS, no_signal, read_metrics
+from adora_vl.record.result import result_of
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
 from adora_vl.rewards.grade import comparison
 from adora_vl.utils.cli import amount
@@ -164,6 +165,7 @@ class RunView:
     problems: dict[str, Json] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    result: str | None = None  # what came of it, in one line
 
     @property
     def images(self) -> list[str]:
@@ -208,7 +210,12 @@ def _load(folder: Path, max_rollouts: int) -> RunView:
             "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
         )
         raise UserError(f"RUN: {str(folder)!r} {missing}; name the output_dir of a training run")
-    view = RunView(folder.resolve().name, metrics, facts=facts_of_run(read_manifest(folder)))
+    view = RunView(
+        name=folder.resolve().name,
+        metrics=metrics,
+        facts=facts_of_run(read_manifest(folder)),
+        result=result_of(folder, metrics),
+    )
     if silence := no_signal(metrics):
         view.notes.append(f"Warning: {silence}.")
     if found:

@@ -171,6 +171,8 @@ def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
     }
     answers = [[{"role": "assistant", "content": text}] for text in forms]
     assert reward(answers) == list(forms.values())
+    begun = [[{"role": "assistant", "content": r"a</think> \boxed{4}"}]] * 2
+    assert reward(begun, thinking_opened=[True, False]) == [1.0, 0.0]
 
 
 def test_visual_tokens_weigh_a_batch_by_hand():
