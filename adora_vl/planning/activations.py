@@ -31,9 +31,8 @@ class MicroBatch:
     completion_tokens: int
     image_tokens: int = 0  # per sequence
     unit: int = 1  # sequences of one problem, for which its image is looked at once
-    packed: bool = (
-        False  # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
-    )
+    # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
+    packed: bool = False
 
     @property
     def rows(self) -> int:
@@ -83,12 +82,10 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
     """
     queries = tower.heads * tower.head_size
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
-    attention = (
-        2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT
-    )  # q, out, k, v, logsumexp
-    if (
-        tower.head_norms
-    ):  # their input in float32 and the normalised one; the queries may be fewer than repeated keys
+    # q, out, k, v, logsumexp
+    attention = 2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT
+    # their input in float32 and the normalised one; the queries may be fewer than repeated keys
+    if tower.head_norms:
         attention += (tower.heads + tower.kv_heads) * (
             tower.head_size * (FLOAT + dtypes.stream) + FLOAT
         )
@@ -172,7 +169,8 @@ def saved(
     # `text_layer` already.
     inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width) if casts else 0
     one_text = (
-        text_layer(text, batch, dtypes, masked=masked) + batch.tokens * inputs * dtypes.compute
+        text_layer(text, batch=batch, dtypes=dtypes, masked=masked)
+        + batch.tokens * inputs * dtypes.compute
     )
     stream = batch.tokens * text.width * dtypes.stream
     final_norm = batch.tokens * text.width * (FLOAT + dtypes.stream)
@@ -204,13 +202,16 @@ def saved(
                 patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
             )
         if shape.trainable["projector"]:
-            vision_bytes += merger(eye, patches, dtypes, shape.deepstack)
+            vision_bytes += merger(eye, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
             if not reached:  # then no block keeps what the norms of the deepstack features read
                 vision_bytes += shape.deepstack * patches * eye.width * dtypes.stream
         elif reached:  # the norm's input and the GELU's
             vision_bytes += patches * eye.width * (FLOAT + dtypes.compute)
     return Saved(
-        text_bytes, vision_bytes, max(one_text, one_block) if checkpointing else 0, gradients
+        text=text_bytes,
+        vision=vision_bytes,
+        recomputed=max(one_text, one_block) if checkpointing else 0,
+        layer_gradients=gradients,
     )
 
 

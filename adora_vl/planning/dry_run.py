@@ -91,7 +91,9 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
             "Qwen2.5-VL, and what its vision tower keeps for the backward pass is not in the "
             "prediction"
         )
-    setup = make_setup(run.config, run.model, run.shape, sharding, lengths)
+    setup = make_setup(
+        run.config, model=run.model, shape=run.shape, sharding=sharding, lengths=lengths
+    )
     rows = len(run.dataset) if run.dataset is not None else None
     return Plan(
         run,
@@ -184,9 +186,8 @@ def make_setup(
             else None,
         )
     cached = config.own("cache_images")
-    shares = cached and not regroup_obstacle(
-        config
-    )  # else the rollouts of a group lie in any micro-batch
+    # else the rollouts of a group lie in any micro-batch
+    shares = cached and not regroup_obstacle(config)
     sharing = Sharing(
         cached, shares and config.own("share_vision"), shares and config.own("share_prompt")
     )
@@ -194,7 +195,10 @@ def make_setup(
         shape=shape,
         sharding=sharding,
         batch=MicroBatch(
-            sequences, prompt, config.max_completion_length, image if shape.vision else 0
+            sequences=sequences,
+            prompt_tokens=prompt,
+            completion_tokens=config.max_completion_length,
+            image_tokens=image if shape.vision else 0,
         ),
         generation=generation,
         generations=config.num_generations,
@@ -485,9 +489,9 @@ def _check_outputs(options: DryRunOptions) -> None:
     if options.json is not None:
         check_json(
             "--json",
-            options.json,
-            "the figures of a dry run",
-            lambda figures: "peak_bytes" in figures,
+            path=options.json,
+            what="the figures of a dry run",
+            is_ours=lambda figures: "peak_bytes" in figures,
         )
     config = options.write_config
     if config is not None:

@@ -16,9 +16,8 @@ from adora_vl.planning import activations
 from adora_vl.planning.activations import FLOAT, Dtypes, MicroBatch
 from adora_vl.utils.files import GIB
 
-BUCKET = (
-    500_000_000  # reduce_bucket_size, in parameters: allocated whole, however small the model is
-)
+# reduce_bucket_size, in parameters: allocated whole, however small the model is
+BUCKET = 500_000_000
 LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
 SUB_GROUP = 1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
 _ADAM = 2  # moments of a parameter
@@ -85,9 +84,8 @@ def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
     )
 
 
-WORKSPACE = (
-    2 * GIB
-)  # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
+# assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
+WORKSPACE = 2 * GIB
 CPU_WORKSPACE = 2**29  # assumed likewise for vLLM's CPU build
 ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
 
@@ -102,9 +100,8 @@ class Engine:
     max_sequences: int
     tensor_parallel: int = 1
     sleep: bool = False
-    cpu_cache: int | None = (
-        None  # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
-    )
+    # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
+    cpu_cache: int | None = None
 
 
 @dataclass(frozen=True)
@@ -141,15 +138,15 @@ def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
         shape, engine.dtype_bytes, engine.tensor_parallel
     )
     return EngineMemory(
-        weights, workspace, cache, min(tokens // max(engine.max_length, 1), engine.max_sequences)
+        weights=weights,
+        workspace=workspace,
+        cache=cache,
+        concurrent=min(tokens // max(engine.max_length, 1), engine.max_sequences),
     )
 
 
-_SMALL = (
-    2 * 2**20
-    # scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small
-    # model
-)
+# scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
+_SMALL = 2 * 2**20
 
 
 def checkpoint_bytes(
@@ -175,7 +172,7 @@ def checkpoint_bytes(
 def checkpoint_of(config: Any, shape: ModelShape, sharding: Sharding) -> int:
     """Bytes of one checkpoint of a run."""
     mixed = bool(config.bf16 or config.fp16)
-    return checkpoint_bytes(shape, sharding, mixed=mixed, reference=config.sync_ref_model)
+    return checkpoint_bytes(shape, sharding=sharding, mixed=mixed, reference=config.sync_ref_model)
 
 
 def run_bytes(checkpoint: int, model: int, kept: int) -> int:
@@ -188,12 +185,13 @@ def run_bytes(checkpoint: int, model: int, kept: int) -> int:
 CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
 FRAGMENTS = 0.05  # assumed: share of all else that the allocator cannot use
 MOST_IMAGE_TOKENS = 16384  # of the published processors
+# vLLM stays within its share
 _ENGINE = (
     "engine weights",
     "engine workspace",
     "engine asleep",
     "KV cache",
-)  # vLLM stays within its share
+)
 _PIXEL = 4  # pixel_values are float32
 
 
@@ -225,9 +223,8 @@ class Setup:
     reference: bool = False
     engine: Engine | None = None
     accelerator: bool = True  # a GPU: its context, its kernels
-    micro_batches: int = (
-        2  # of an optimizer step: at the second all gradients are there from the beginning
-    )
+    # of an optimizer step: at the second all gradients are there from the beginning
+    micro_batches: int = 2
 
     @property
     def micro_batch(self) -> MicroBatch:
@@ -281,7 +278,9 @@ def predict(setup: Setup, card: int) -> Prediction:
     """What a card of `card` bytes would hold in the rollouts, in forward and backward, and in the
     optimizer step.
     """
-    held = states(setup.shape, setup.sharding, reference=setup.reference, mixed=setup.mixed)
+    held = states(
+        setup.shape, sharding=setup.sharding, reference=setup.reference, mixed=setup.mixed
+    )
     engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
     features, passing = frozen_tower(setup)
     resident = {
@@ -371,8 +370,10 @@ def _learning(setup: Setup, gradients: int) -> dict[str, int]:
     dtypes = setup.dtypes
     masked = setup.masked and not batch.packed
     kept = activations.saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=masked)
-    text = kept.text + activations.head_saved(shape, batch, dtypes, compact=setup.accelerator)
-    head = activations.head_transient(shape, batch, dtypes, compact=setup.accelerator)
+    text = kept.text + activations.head_saved(
+        shape, batch=batch, dtypes=dtypes, compact=setup.accelerator
+    )
+    head = activations.head_transient(shape, batch=batch, dtypes=dtypes, compact=setup.accelerator)
     # What the head adds to the gradient of a weight that it shares waits for the embedding's part,
     # at the end; there both and their sum are held
     weight = (
@@ -384,9 +385,8 @@ def _learning(setup: Setup, gradients: int) -> dict[str, int]:
         ("logits", head, text, gradients),
         ("one layer going back", max(layer, 3 * waiting), text, gradients),
     ]
-    if (
-        setup.sharding.stage is None and setup.micro_batches == 1
-    ):  # they come as the layers go back, and activations go
+    # they come as the layers go back, and activations go
+    if setup.sharding.stage is None and setup.micro_batches == 1:
         byte = FLOAT if shape.adapters else shape.weight_bytes
         others = shape.text.layers - 1
         standing = gradients - shape.trained * byte
