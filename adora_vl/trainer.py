@@ -89,14 +89,28 @@ class AdoraGRPOTrainer(TrainerParts):
         Raises `UserError` for what cannot work, in one line.
         """
         if run is None:
-            refuse_objects(train_dataset, reward_funcs, rollout_func, environment_factory)
+            refuse_objects(
+                train_dataset,
+                reward_funcs=reward_funcs,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
             args = config_of(args, model)
             loaded = None if isinstance(model, str) else model
-            keys = model_keys(model, args, peft_config, quantization_config)
-            source = ModelSource(keys, peft_config, loaded, processing_class)
+            keys = model_keys(
+                model, config=args, peft_config=peft_config, quantised=quantization_config
+            )
+            source = ModelSource(
+                keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
+            )
             rows = Datasets(train_dataset, eval_dataset)
             asked = Asked(
-                args, source, rows, reward_funcs, tools=tools or (), environment=environment_factory
+                config=args,
+                model=source,
+                rows=rows,
+                rewards=reward_funcs,
+                tools=tools or (),
+                environment=environment_factory,
             )
             run = walk(asked, Where.of_launch("leave"))
             train_dataset = run.dataset
@@ -171,7 +185,12 @@ class AdoraGRPOTrainer(TrainerParts):
             if from_python and run.finished is not None:
                 return self._nothing_left(run.finished)
             self._begin_run(output_dir)
-            with failure_noted(self.manifest, output_dir, lambda: self.state.global_step, is_main):
+            with failure_noted(
+                self.manifest,
+                output_dir=output_dir,
+                steps=lambda: self.state.global_step,
+                is_main=is_main,
+            ):
                 with errors_with_step(
                     lambda: self.state.global_step, self.checkpoints.where_to_go_on
                 ):
@@ -179,7 +198,12 @@ class AdoraGRPOTrainer(TrainerParts):
                 if self.bad_steps.reason:
                     raise RunError(f"step {self.state.global_step}: {self.bad_steps.reason}")
             if from_python and is_main:
-                end_manifest(self.manifest, output_dir, "finished", self.state.global_step)
+                end_manifest(
+                    self.manifest,
+                    output_dir=output_dir,
+                    status="finished",
+                    steps=self.state.global_step,
+                )
             return found
         finally:
             if from_python:
@@ -249,9 +273,8 @@ class AdoraGRPOTrainer(TrainerParts):
     def _sample(self, rows: list[Row]) -> Generation:
         """A generation from these rows, ready to be learned from."""
         with self._engine_awake():
-            batch = self._generate_and_score_completions(
-                rows
-            )  # TRL's name for it, which a subclass may override
+            # TRL's name for it, which a subclass may override
+            batch = self._generate_and_score_completions(rows)
         generation = self._collecting
         assert generation is not None
         generation.batch = batch
@@ -340,9 +363,8 @@ class AdoraGRPOTrainer(TrainerParts):
                     policy, adapter_name="ref" if "ref" in policy.peft_config else None
                 ):
                     batch["ref_per_token_logps"] = scored(self.model)
-                freeze(
-                    policy, args.adora_freeze
-                )  # PEFT has made all of the adapter trainable again
+                # PEFT has made all of the adapter trainable again
+                freeze(policy, args.adora_freeze)
 
     @property
     def _step_key(self) -> str:
@@ -407,7 +429,9 @@ class AdoraGRPOTrainer(TrainerParts):
         """
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
         with evaluating(self.model):
-            return generation_logps(batch, policy, self.args.per_device_train_batch_size, pixels)
+            return generation_logps(
+                batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+            )
 
     @property
     def _skips_old_pass(self) -> bool:
@@ -563,11 +587,21 @@ class AdoraGRPOTrainer(TrainerParts):
         numbered = asked.budget is not None or asked.ahead > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(
-                dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+                dataset,
+                description=description,
+                batch_size=batch_size,
+                sampler_fn=sampler_fn,
+                is_training=is_training,
+                dataloader_key=dataloader_key,
             )
         rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered, share=share)
         loader = super()._get_dataloader(
-            rows, description, batch_size, sampler_fn, is_training, dataloader_key
+            rows,
+            description=description,
+            batch_size=batch_size,
+            sampler_fn=sampler_fn,
+            is_training=is_training,
+            dataloader_key=dataloader_key,
         )
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
         return loader

@@ -81,13 +81,11 @@ class HostRows:
     prompt_mask: Tensor  # (B, P)
     token_types: Tensor | None  # (B, P), 1 at the tokens of images
     lengths: list[int]  # completion tokens of each row
-    images: list[
-        tuple[Tensor, Tensor] | None
-    ]  # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    images: list[tuple[Tensor, Tensor] | None]
     own: Tensor | None = None  # (B, C), not 0 where the policy has sampled; None: everywhere
-    answer_types: Tensor | None = (
-        None  # (B, C), as `token_types`; None where completions have no images
-    )
+    # (B, C), as `token_types`; None where completions have no images
+    answer_types: Tensor | None = None
 
     @classmethod
     def of(
@@ -149,7 +147,15 @@ class HostRows:
         )
         lengths = [self.lengths[row] for row in own]
         images = [self.images[row] for row in own]
-        return HostRows(ids, mask, types, lengths, images, sampled, answers)
+        return HostRows(
+            prompt_ids=ids,
+            prompt_mask=mask,
+            token_types=types,
+            lengths=lengths,
+            images=images,
+            own=sampled,
+            answer_types=answers,
+        )
 
 
 def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -161,9 +167,8 @@ def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else next(back) for tensor in tensors]
 
 
-SaveNow = Callable[
-    [], Path
-]  # the checkpoint of the present step, written by all ranks unless it is there
+# the checkpoint of the present step, written by all ranks unless it is there
+SaveNow = Callable[[], Path]
 LogFigure = Callable[[str, float], None]  # name and value, for the next log; the same on every rank
 
 

@@ -26,7 +26,7 @@ from adora_vl.synthetic.generated import (
 )
 from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
 from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
 from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
@@ -148,12 +148,8 @@ def _knights(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{name}: {value} does not go with --source {arguments.source}; leave one of them out"
         )
-    refuse(
-        (
-            getattr(arguments, needed) is None,
-            f"{needed}: --source {arguments.source} needs it; give --{needed}",
-        )
-    )
+    if getattr(arguments, needed) is None:
+        raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
     if is_drawn:
         drawn = puzzles(**_given(arguments, *_DRAWN_ONLY))
         manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
@@ -265,15 +261,15 @@ def _filter(arguments: argparse.Namespace) -> None:
         print("\n".join(forecast.of(arguments.attenuation).lines()))
         return
     for name in ("input", "output"):
-        refuse((getattr(arguments, name) is None, f"{name}: give --{name} DIR"))
+        if getattr(arguments, name) is None:
+            raise UserError(f"{name}: give --{name} DIR")
     if (arguments.model is None) == (arguments.predictions is None):
         raise UserError(
             "model: give --model, to sample answers with, or --predictions, answers that are there"
         )
     for name in ("prompt", "system_prompt") if arguments.predictions is not None else ():
-        if (
-            getattr(arguments, name) is not OF_THE_RUN
-        ):  # answers that are there were asked for in their own words
+        # answers that are there were asked for in their own words
+        if getattr(arguments, name) is not OF_THE_RUN:
             option = name.replace("_", "-")
             raise UserError(
                 f"{name}: --{option} is for sampling, and --predictions has answers already; "

@@ -24,7 +24,7 @@ from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.geometry.forms import Form, form_of
 from adora_vl.utils.cli import amount, read_json
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words, read_forms
 from data_prep.redraw import can_be_drawn, drawn
 
@@ -201,10 +201,11 @@ def _archive(path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+# point: with every vertex lettered
 DIAGRAMS = {
     "plain": "img_diagram.png",
     "point": "img_diagram_point.png",
-}  # point: with every vertex lettered
+}
 _OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # theirs: ours
 
 
@@ -234,7 +235,11 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
     except OSError as error:
         wrong = f"{folder}/{name} cannot be read ({error.strerror})"
         raise RowError(
-            row_id, "file_missing", wrong, "put the file there", originals=originals
+            row_id=row_id,
+            kind="file_missing",
+            wrong=wrong,
+            remedy="put the file there",
+            originals=originals,
         ) from error
     refuse = partial(RowError, row_id, originals=originals)
     try:
@@ -324,13 +329,13 @@ def _redrawn(form: Form, split: str, number: str, question: str, answer: str) ->
     problem = readable(without_instruction(question.replace(PLACEHOLDER, " ").strip())[0])
     facts = with_facts(facts_in_words(form, problem), row_id)
     return RawProblem(
-        row_id,
-        split,
-        REDRAWN,
-        f"problem {number}",
-        (png_bytes(drawn(form)),),
-        problem,
-        answer,
+        id=row_id,
+        split=split,
+        source=REDRAWN,
+        origin=f"problem {number}",
+        images=(png_bytes(drawn(form)),),
+        problem=problem,
+        answer=answer,
         **facts,
     )
 
@@ -381,12 +386,8 @@ def open_source(
             raise UserError(
                 f"{name}: {value!r} is for --source {of} alone; leave it out with --source {kind}"
             )
-    refuse(
-        (
-            kind != "hub" and not location,
-            f"input: missing; --source {kind} needs the path of the data",
-        )
-    )
+    if kind != "hub" and not location:
+        raise UserError(f"input: missing; --source {kind} needs the path of the data")
     if kind == "intergps":
         return problems_of_folders(Path(location or ""), diagram or "plain"), None
     if kind == FORMS:
@@ -445,7 +446,7 @@ def prepare_geometry3k(
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
         splits, commit = open_source(
-            source, location, revision=revision, diagram=wanted.diagram, texts=wanted.texts
+            source, location=location, revision=revision, diagram=wanted.diagram, texts=wanted.texts
         )
         description: dict[str, Any] = {
             "source": f"geometry3k/{source}",

@@ -269,7 +269,7 @@ class _Diagram:
                         self._arcs(names, number + 1)  # one arc belongs to a value
                     else:
                         towards = self.at[group[0][1]] - self.at[group[0][0]]
-                        self._strokes(names, towards, number, wing, part)
+                        self._strokes(names, towards=towards, count=number, wing=wing, part=part)
         return marked
 
     def _crossing(self, term: Term) -> complex | None:

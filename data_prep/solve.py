@@ -325,7 +325,7 @@ def _solve(arguments: argparse.Namespace) -> None:
         raise UserError(
             "picture: it is for a text of facts alone; leave --picture out, or give one problem as a text"
         )
-    problems = list(solved(forms, golds, looks=arguments.looks, repair=arguments.repair))
+    problems = list(solved(forms, golds=golds, looks=arguments.looks, repair=arguments.repair))
     if arguments.output is not None:
         lines = [json.dumps(problem.record(), ensure_ascii=False) for problem in problems]
         with written_to("output", arguments.output):

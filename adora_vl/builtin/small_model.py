@@ -100,13 +100,18 @@ def build_start(folder: Path, plan: Any, begin: Callable[[Any], Untaught]) -> di
     untaught = begin(plan)
     losses = []
     for lesson in untaught.lessons:
-        loss = fit(untaught.model, lesson.loss_of, lesson.steps, lesson.learning_rate)
+        loss = fit(
+            untaught.model,
+            loss_of=lesson.loss_of,
+            steps=lesson.steps,
+            learning_rate=lesson.learning_rate,
+        )
         losses.append(round(loss, 4))
     return save_built(
         folder,
-        untaught.model,
-        untaught.processor,
-        plan,
+        model=untaught.model,
+        processor=untaught.processor,
+        plan=plan,
         final_losses=losses,
         **untaught.facts,
     )

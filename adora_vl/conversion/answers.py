@@ -20,9 +20,8 @@ from adora_vl.rewards.completion import last_boxed
 from adora_vl.utils.cli import GivenTwiceError, read_json, shown
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
-_LETTERED = re.compile(
-    r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)"
-)  # before an option: `A. 3`, `(A) 3`
+# before an option: `A. 3`, `(A) 3`
+_LETTERED = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")
 _ANSWER_BLOCK = re.compile(
     r"(?:\s*<think>.*</think>)?\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL
 )
@@ -54,9 +53,8 @@ def answer_of(record: Record, columns: Columns, refuse: Refuse) -> str:
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
     block = _ANSWER_BLOCK.fullmatch(found)
     found = block[1] if block else found
-    inside = (
-        last_boxed(found) if found.count("\\boxed") == 1 else None
-    )  # also that of a whole solution
+    # also that of a whole solution
+    inside = last_boxed(found) if found.count("\\boxed") == 1 else None
     after = _AFTER_SOLUTION.fullmatch(found)
     found = inside or (after[1] if after else found).strip()
     return with_points(found, refuse) if columns.decimal_comma and isinstance(value, str) else found
@@ -207,9 +205,8 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
     match = _LETTER.fullmatch(answer)
     by_letter = match[1] if match and match[1] in letters else None
     by_text = [letter for letter, choice in zip(letters, choices, strict=True) if choice == answer]
-    if (
-        not by_text and not by_letter
-    ):  # a prepared folder has the canonical form of the right option
+    # a prepared folder has the canonical form of the right option
+    if not by_text and not by_letter:
         by_text = [
             letters[i]
             for i, choice in enumerate(choices)

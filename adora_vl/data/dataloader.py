@@ -82,9 +82,8 @@ def _shown(image: Image.Image) -> Any:
         return UnreadableImage(str(error))
 
 
-ROW_NUMBER = (
-    "adora_row"  # the column with the number of a row in the data set, where rows are numbered
-)
+# the column with the number of a row in the data set, where rows are numbered
+ROW_NUMBER = "adora_row"
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
@@ -169,9 +168,8 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 
-Process = Callable[
-    [dict[str, Any]], int
-]  # puts the images of a row into the cache, and returns their bytes there
+# puts the images of a row into the cache, and returns their bytes there
+Process = Callable[[dict[str, Any]], int]
 
 
 class NoPrefetch:
@@ -211,9 +209,8 @@ class ImagePrefetch(NoPrefetch):
         self.finish()
         latest = self._rows.latest
         coming = dict.fromkeys([*latest, *self._order.following(latest, self._order.epoch)])
-        self._rows.forget_ahead(
-            but=coming
-        )  # what was asked for ahead has read the next ones already
+        # what was asked for ahead has read the next ones already
+        self._rows.forget_ahead(but=coming)
         self._ending.clear()
         self._thread = threading.Thread(target=self._work, args=(list(coming),), name="prefetch")
         self._thread.start()

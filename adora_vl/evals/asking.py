@@ -121,9 +121,8 @@ def ask(
     problems = asked.problems[: options.limit]
     left_out = asked.left_out
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
-    hashed = (
-        None if settings.endpoint else model_hash(settings.model, settings.revision)
-    )  # a server shows no weights
+    # a server shows no weights
+    hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)
     if hashed is not None and processes.rank == 0:
         print(*(f"{line}\n" for line in notes_on(settings.model)), sep="", end="", file=sys.stderr)
     fingerprint |= {"model_hash": hashed, "data_hash": asked.data_hash}
@@ -139,9 +138,9 @@ def ask(
     fingerprint |= {"benchmark_file": benchmark.file} if benchmark.file else {}
     summary = infer(
         problems,
-        options.output,
-        settings,
-        fingerprint,
+        output=options.output,
+        settings=settings,
+        fingerprint=fingerprint,
         system_prompt=settings.told(options.system_prompt),
         build=build or build_engine,
         samples=options.samples,

@@ -13,7 +13,7 @@ from types import ModuleType
 
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.records import Benchmark, LoadedProblems
-from adora_vl.utils.errors import UserError, did_you_mean, refuse
+from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own
 
 NAMES = (
@@ -88,12 +88,8 @@ def loaded(benchmark: Benchmark, options: DataOptions) -> LoadedProblems:
     everything = LoadedProblems(*benchmark.load(options))  # of a user's own it may be a plain tuple
     seen: set[str] = set()
     for problem in everything.problems:
-        refuse(
-            (
-                problem.pid in seen,
-                f"data: the id {problem.pid!r} occurs twice; ids have to be unique",
-            )
-        )
+        if problem.pid in seen:
+            raise UserError(f"data: the id {problem.pid!r} occurs twice; ids have to be unique")
         if fault := unaskable(problem.prompt, has_image=problem.n_images > 0):
             raise UserError(f"data: the problem {problem.pid!r} {fault}")
         seen.add(problem.pid)

@@ -57,7 +57,7 @@ def outcome(
         return _without_places(problem, pool, budget)
     best = min(pool, key=_unlikeness)
     if is_free(best):
-        return _at_free(problem, best, pool, budget)
+        return _at_free(problem, best=best, alike=pool, budget=budget)
     share = _SAME_ROUNDED if rounded else _SAME
     rivals = [solution for solution in pool if _is_rival(solution, best, share)]
     agreeing = sum(1 for solution in sound if is_same(solution.value, best.value, share))

@@ -194,7 +194,10 @@ def _equals(measures: Measures, term: Term) -> Iterator[Relation]:
         return  # it says which shape is called so, which the drawing knows
     if left.head == "Line" and right.head in ("AltitudeOf", "HeightOf"):
         yield from _foot(
-            measures, measures.drawing.segment(left), right.arguments[0].names, is_median=False
+            measures,
+            line=measures.drawing.segment(left),
+            names=right.arguments[0].names,
+            is_median=False,
         )
         return
     if left.head == "Line" and right.head == "HypotenuseOf" and len(right.arguments[0].names) == 3:
@@ -357,7 +360,7 @@ def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation
             raise UnreadError("the form does not say where the perpendicular bisectors meet")
         for i in range(3):
             yield _same(measures, (meeting[0], names[i]), (meeting[0], names[i - 1]))
-            yield from _feet_in_the_middle(drawing, names[i], names[i - 1], names)
+            yield from _feet_in_the_middle(drawing, start=names[i], end=names[i - 1], names=names)
         return
     start, end = drawing.segment(term.arguments[0])
     if len(names) != 2:
@@ -613,7 +616,7 @@ def _median(measures: Measures, term: Term) -> Iterator[Relation]:
     if len(names) == 4:
         yield from _midsegment_of(measures, line, names)
         return
-    yield from _foot(measures, line, names, is_median=term.head == "IsMedianOf")
+    yield from _foot(measures, line=line, names=names, is_median=term.head == "IsMedianOf")
 
 
 def _midsegment(measures: Measures, term: Term) -> Iterator[Relation]:

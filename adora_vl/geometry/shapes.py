@@ -36,9 +36,8 @@ COLOURS = ("Shaded", "Blue", "Green", "Red")
 WRAPPERS = (*COLOURS, "Regular", "Right", "Isosceles", "Equilateral")
 _POINT = re.compile(r"[A-Z]'?|point_\d+")
 _SAME_RAY = 12.0  # degrees; two drawn rays closer than this are one
-_STRAIGHT = (
-    0.025  # share of a segment's length that a point may lie beside it and still seem to be on it
-)
+# share of a segment's length that a point may lie beside it and still seem to be on it
+_STRAIGHT = 0.025
 _MOST_FACES = 40  # corners of a region; a walk that is longer has lost its way
 _UNLIKE = 0.15  # step in which a polygon's likeness to its kind is counted
 
@@ -699,7 +698,7 @@ class Drawing:
             return names
         places = [self.places[name] for name in names]
         crossed = any(
-            cross_each_other(places[i - 1], places[i], places[j - 1], places[j])
+            cross_each_other(places[i - 1], b=places[i], c=places[j - 1], d=places[j])
             for i in range(len(names))
             for j in range(i)
         )

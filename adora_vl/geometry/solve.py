@@ -21,9 +21,8 @@ from adora_vl.geometry.system import System, Vector
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
 STARTS = 8
 STARTS_WITHOUT_PLACES = 12
-_MOST_STARTS = (
-    40  # of a form without places, until so many figures are found that are as its facts say
-)
+# of a form without places, until so many figures are found that are as its facts say
+_MOST_STARTS = 40
 _WANTED = 4
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
 # The noise of the starts, in shares of the figure's size.
@@ -83,7 +82,12 @@ class Problem:
         self.drawing = reading.drawing
         self.is_scaled = False  # whether a given length says how large the figure is
         self.size, self.pixels = self._size()
-        self.system = System(self.drawing.points, reading.relations, reading.goal, self.size)
+        self.system = System(
+            points=self.drawing.points,
+            relations=reading.relations,
+            goal=reading.goal,
+            size=self.size,
+        )
         self.places = {
             name: self.drawing.places[name]
             for name in self.drawing.points
@@ -231,9 +235,11 @@ class Problem:
         """The figure that one start leads to; None where it does not fulfil the relations up to `loose`."""
         v = self.start(number)
         if self.system.unknowns:
-            v, _ = self.improved(v, budget, steps=_LETTER_STEPS, first=self.system.first_unknown)
+            v, _ = self.improved(
+                v, budget=budget, steps=_LETTER_STEPS, first=self.system.first_unknown
+            )
         for pull in _PULLS:
-            v, _ = self.improved(v, budget, steps=_PULLED_STEPS, pull=pull)
+            v, _ = self.improved(v, budget=budget, steps=_PULLED_STEPS, pull=pull)
         v, residual = self.improved(v, budget, steps=_STEPS)
         if not math.isfinite(residual) or residual > loose:
             return None

@@ -272,7 +272,7 @@ class System:
         parts: list[Vector] = []
         derivatives: list[Vector] = []
         if len(self._is_perpendicular):
-            self._directions(v, parts, derivatives, slopes=slopes)
+            self._directions(v, parts=parts, derivatives=derivatives, slopes=slopes)
         if len(self._means):
             parts.append(self._means @ v)
             derivatives.append(self._means)

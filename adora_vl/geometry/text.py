@@ -208,7 +208,12 @@ def _shape_behind(draft: _Draft, names: str, kind: str) -> None:
 
 def _special_behind(draft: _Draft, names: str, adjective: str, kind: str | None) -> None:
     by_count = {3: "triangle", 4: "quadrilateral", 5: "pentagon", 6: "hexagon", 8: "octagon"}
-    _special(draft, adjective, kind or by_count.get(len(_split(names)), "polygon"), names)
+    _special(
+        draft,
+        adjective=adjective,
+        kind=kind or by_count.get(len(_split(names)), "polygon"),
+        names=names,
+    )
 
 
 def _two_lines(draft: _Draft, a: str, b: str, relation: str, c: str, d: str) -> None:

@@ -60,7 +60,7 @@ def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
     unread = tuple(unread_of(form, reading))
     if reading.goal is None:
         return Verdict(status="unread", why=reading.goal_fault, unread=unread)
-    return replace(_solved(form, reading, looks=looks, repair=repair), unread=unread)
+    return replace(_solved(form, reading=reading, looks=looks, repair=repair), unread=unread)
 
 
 def unread_of(form: Form, reading: Reading) -> Iterator[str]:
@@ -90,7 +90,11 @@ def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdi
     if found.status == "answered":
         return _seen(form, problem, found)
     if found.status == "open":
-        return _with_looks(form, problem, found, budget) if looks else _open(form, problem, found)
+        return (
+            _with_looks(form, problem=problem, found=found, budget=budget)
+            if looks
+            else _open(form, problem, found)
+        )
     if found.status == "ambiguous":
         return _ambiguous(form, problem, found)
     if not repair:
@@ -170,7 +174,7 @@ def _seen(form: Form, problem: Problem, found: Outcome) -> Verdict:
         value=_plain(found.value),
         answer=answer_of(found.value, problem.reading),
         how="looks",
-        figure=figure_of(problem, found.solution, form, assumed=assumed),
+        figure=figure_of(problem, solution=found.solution, form=form, assumed=assumed),
         assumed=assumed,
         why=f"not determined by the facts; as the picture looks, {_listed(assumed)}",
     )

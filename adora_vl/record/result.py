@@ -62,7 +62,7 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
     ends = (lines[:size], lines[-size:])
     first = [float(line[key]) for line in ends[0]]
     second = [float(line[key]) for line in ends[1]]
-    grouped = _groups_at_the_ends(folder, ends[0], ends[1], key)
+    grouped = _groups_at_the_ends(folder, first=ends[0], last=ends[1], key=key)
     unit = "group" if grouped else "logged step"
     samples = grouped or (first, second)
     difference = Difference(fmean(first), fmean(second), over="no interval")

@@ -131,7 +131,9 @@ def summary_lines(
         "View it": view_command(folder),
         "Merge it": merge,
         # The evaluators answer no calls.
-        "Evaluate it": None if calls else evaluate_command(model, data, folder / "eval", longest),
+        "Evaluate it": None
+        if calls
+        else evaluate_command(model, data=data, output=folder / "eval", max_tokens=longest),
         "Train longer": _longer(config, command),
     }
     return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]

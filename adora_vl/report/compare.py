@@ -76,9 +76,8 @@ class ComparedRun:
     seed: int
     settings: dict[str, Any]
     recipe: str
-    curves: dict[str, list[Point]] = field(
-        repr=False
-    )  # the pass rate in training, and evaluations on the way
+    # the pass rate in training, and evaluations on the way
+    curves: dict[str, list[Point]] = field(repr=False)
     scores: dict[str, ScoreFile] = field(repr=False)
     notes: tuple[str, ...] = ()
 
@@ -158,7 +157,13 @@ def read_compared(folder: Path) -> ComparedRun:
     scores, more = _scores(folder)
     curves = _curves(lines, rollouts_per_step(config))
     return ComparedRun(
-        str(folder), int(config.get("seed") or 0), settings, recipe, curves, scores, (*notes, *more)
+        name=str(folder),
+        seed=int(config.get("seed") or 0),
+        settings=settings,
+        recipe=recipe,
+        curves=curves,
+        scores=scores,
+        notes=(*notes, *more),
     )
 
 
@@ -344,9 +349,8 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
             for side in (a, b)
         )
         seeds = between_seeds(*accuracies)
-        if (
-            seeds.low is not None
-        ):  # first, because what another seed would give is the wider question
+        # first, because what another seed would give is the wider question
+        if seeds.low is not None:
             rows.append(ComparedFigure(f"{benchmark}, held out", seeds))
         rows.append(ComparedFigure(f"{benchmark}, held out", problems))
     return rows
@@ -373,7 +377,14 @@ def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
             budget = min(getattr(run.curves[name][-1], axis) for run in (*a.runs, *b.runs))
             first, second = (_at(side, name, axis, budget) for side in (a, b))
             if budget and first and second:
-                rows.append(ComparedFigure(title, between_seeds(first, second), axis, budget))
+                rows.append(
+                    ComparedFigure(
+                        figure=title,
+                        difference=between_seeds(first, second),
+                        axis=axis,
+                        budget=budget,
+                    )
+                )
     return rows
 
 
@@ -393,7 +404,7 @@ def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]
     rest = budget_rows(a, b)
     differing = config_differences(a, b)
     lines = [
-        _paragraph(a, b, held_out, rest, list(differing)),
+        _paragraph(a, b=b, held_out=held_out, rest=rest, keys=list(differing)),
         "",
         *_table(a, b, [*held_out, *rest]),
         "",

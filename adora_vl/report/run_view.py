@@ -86,9 +86,8 @@ def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     sayings = {"length": _length, "difficulty": _difficulty}
     criteria = options["criteria"]
     alone = [*criteria] == ["difficulty"] or options["combine"] == "any"
-    hard_is_enough = (
-        "difficulty" in criteria and alone and not options["needs_correct"]
-    )  # with no length to compare
+    # with no length to compare
+    hard_is_enough = "difficulty" in criteria and alone and not options["needs_correct"]
     if not group["pass_rate"] and not group["tds"] and not hard_is_enough:
         return "neither TAS nor TDS, since no rollout is right"
     return ", ".join(
@@ -233,9 +232,8 @@ def _add_groups(view: RunView, found: list[Part], max_rollouts: int) -> None:
             continue
         table = read_part(part).filter(pc.field("step").isin(wanted))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
-        for _, rows in groupby(
-            table.to_pylist(), key=itemgetter("step", "group")
-        ):  # those of a group in a row
+        # those of a group in a row
+        for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
             view.groups.append(_group(list(rows), settings, view.problems))
     shown = sum(len(group["rollouts"]) for group in view.groups)
     if shown < total:

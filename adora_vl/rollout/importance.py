@@ -163,14 +163,14 @@ class ImportanceRatio:
         config = self.config
         ratio = importance_ratio(
             logps_BC,
-            sampling_BC,
-            mask_BC,
+            sampling_BC=sampling_BC,
+            mask_BC=mask_BC,
             mode=config.vllm_importance_sampling_mode,
             clip_min=config.vllm_importance_sampling_clip_min,
             clip_max=config.vllm_importance_sampling_clip_max,
         )
         micro["importance_sampling_ratio"] = ratio
-        own_5 = ratio_figures(ratio, logps_BC, sampling_BC, mask_BC)
+        own_5 = ratio_figures(ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC)
         ranks = self.accelerator.gather(own_5[None]).tolist()
         columns = zip(_FIGURES.items(), zip(*ranks, strict=True), strict=True)
         return {name: combined(values) for (name, combined), values in columns}

@@ -17,9 +17,8 @@ class Span:
     """Tokens in a row from one hand."""
 
     tokens: tuple[int, ...]
-    logps: (
-        tuple[float | None, ...] | None
-    )  # of the weights that sampled it; None: not the policy's own, as a tool's
+    # of the weights that sampled it; None: not the policy's own, as a tool's
+    logps: tuple[float | None, ...] | None
     step: int  # optimizer steps that had been made when it came
 
 
@@ -55,9 +54,8 @@ class Rollout:
     compared: bool = True  # whether it was sampled on the trainer's images
     pictures: tuple[Picture, ...] = ()
     calls: tuple[Call, ...] = ()
-    environment: Any = field(
-        default=None, compare=False, repr=False
-    )  # its own, of a run that has some
+    # its own, of a run that has some
+    environment: Any = field(default=None, compare=False, repr=False)
 
     @property
     def tokens(self) -> list[int]:
@@ -132,7 +130,9 @@ class RolloutGroup:
         problem = self.problem
         number = sum(span.logps is not None for span in rollout.spans)
         where = f"{problem.where}/segment-{number}" if number else problem.where
-        return rollout_seed(run_seed, where, problem.place, self.first_member + member)
+        return rollout_seed(
+            run_seed, position=where, group=problem.place, member=self.first_member + member
+        )
 
 
 def graded(row: Row, rollout: Rollout) -> Row:
@@ -157,7 +157,15 @@ def groups_of(
         own = dict(row)
         empty = (Rollout(),) * (1 + len(others))
         problem = DrawnProblem(own.pop(ROW_NUMBER, -1), where, place)
-        found.append(RolloutGroup(problem, cast("Row", own), began, empty, number % generations))
+        found.append(
+            RolloutGroup(
+                problem=problem,
+                row=cast("Row", own),
+                began=began,
+                rollouts=empty,
+                first_member=number % generations,
+            )
+        )
     return found
 
 

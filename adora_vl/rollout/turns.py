@@ -113,9 +113,8 @@ class Turns:
     most: int | None  # turns that are answered; None: any number
     decode: Callable[[Sequence[int]], str] = field(repr=False)
     tokens: int | None = None  # of a turn, at the most; None: as many as the answer has left
-    room: int | None = (
-        None  # tokens that the engine has for a prompt with its answer; None: for any
-    )
+    # tokens that the engine has for a prompt with its answer; None: for any
+    room: int | None = None
 
     def __call__(
         self,

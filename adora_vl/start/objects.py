@@ -25,7 +25,7 @@ from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_own, source_hash
 
 _ROWS = 1000  # that are read at once
@@ -153,7 +153,9 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
         functions.append(one)
         hashes[entries[-1]] = _identity_of_reward(one)
     tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
-    return ChosenRewards(tuple(entries), tuple(functions), hashes, frozenset(tried))
+    return ChosenRewards(
+        entries=tuple(entries), functions=tuple(functions), hashes=hashes, given=frozenset(tried)
+    )
 
 
 def _identity_of_reward(function: Any) -> str:
@@ -246,7 +248,8 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
         number += table.num_rows
         for name, prompt in zip(names, table["prompt"].to_pylist(), strict=True):
             fault = problem_with_messages(prompt, tokens)
-            refuse((fault is not None, f"{key}: row {name}: {fault}"))
+            if fault is not None:
+                raise UserError(f"{key}: row {name}: {fault}")
 
 
 def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | None]]]:

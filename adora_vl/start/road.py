@@ -50,7 +50,7 @@ from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
 from adora_vl.tools.tries import unsteady_tools
 from adora_vl.training.extensions import check_extensions, chosen_extensions
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import no_hub, notes_on
 from adora_vl.utils.own_files import function_name
 from adora_vl.utils.versions import check_versions
@@ -101,9 +101,8 @@ def machine(run: Checked) -> None:
         return
     checks.check_optimizer(run.config)
     check_trackers(run.config.report_to)
-    if (
-        run.config.push_to_hub and no_hub()
-    ):  # Transformers makes the repository when the weights are loaded
+    # Transformers makes the repository when the weights are loaded
+    if run.config.push_to_hub and no_hub():
         raise UserError(
             f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards"
         )
@@ -134,21 +133,17 @@ def _graded_by(run: Checked, environments: Environments) -> None:
     weights = run.config.reward_weights
     name = environments.name
     if not environments.grades:
-        refuse(
-            (
-                not found.functions,
+        if not found.functions:
+            raise UserError(
                 f"reward_funcs: None would train on nothing, as {name} has no "
-                "get_reward; give a function",
+                "get_reward; give a function"
             )
-        )
         return
     same = name in (*found.entries, *map(function_name, found.functions))
-    refuse(
-        (
-            same,
-            f"environment_factory: a reward function has the name {name!r}, too; rename the class",
+    if same:
+        raise UserError(
+            f"environment_factory: a reward function has the name {name!r}, too; rename the class"
         )
-    )
     if weights is not None and len(weights) == len(found.entries):
         run.config.reward_weights = [*weights, 1.0]
     entries = (*found.entries, name)
@@ -171,9 +166,8 @@ def model(run: Checked) -> None:
         _find_adapters(run)
         with config.main_process_first(desc="building the tiny model where it is missing"):
             run.name = resolve_model(run.name)
-        if (
-            run.where.paper
-        ):  # whose report, and the config that it writes, name the model as the user does
+        # whose report, and the config that it writes, name the model as the user does
+        if run.where.paper:
             run.model_config, note = config_for_planning(run.name, run.revision)
             run.unknown += [note] if note else []
         else:
@@ -255,7 +249,10 @@ def processor(run: Checked) -> None:
     if run.processor is not None:
         limit_pixels(run.processor, config.min_pixels, config.max_pixels)
     pixels = lengths.limits_of(
-        run.processor, run.model_config, config.min_pixels, config.max_pixels
+        run.processor,
+        model=run.model_config,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
     )
     tokens = control_tokens(run.processor)
     _refuse_in_template(config.chat_template_kwargs or {}, tokens)
@@ -263,7 +260,9 @@ def processor(run: Checked) -> None:
         run.tools.environments.control_tokens = tokens
     if run.tools.functions:
         view = view_of(run.model_config, pixels)
-        run.toolbox = Toolbox(run.tools, config.adora_tool_options, view, tokens)
+        run.toolbox = Toolbox(
+            chosen=run.tools, options=config.adora_tool_options, view=view, control_tokens=tokens
+        )
     unknown = lengths.uncountable(run.model_config)
     run.overlong = lengths.OverlongPrompts(
         None if unknown else _limit(run),
@@ -285,12 +284,10 @@ def _refuse_in_template(options: Mapping[str, Any], tokens: Sequence[str]) -> No
     """What a chat template is given stands in every prompt. A whole template has tokens of right."""
     given = {name: value for name, value in options.items() if name != "chat_template"}
     token = control_token_in(given, tokens)
-    refuse(
-        (
-            token is not None,
-            f"chat_template_kwargs: it has the model's own token {token}; remove it from the text",
+    if token is not None:
+        raise UserError(
+            f"chat_template_kwargs: it has the model's own token {token}; remove it from the text"
         )
-    )
 
 
 def _load_processor(run: Checked, name: str, revision: str | None) -> Any:
@@ -374,7 +371,9 @@ def rows(run: Checked) -> None:
             return
         told = copy(asked)
         told.adora_system_prompt = run.system_prompt
-        run.dataset = load_rows(told, run.data, run.config.seed_of_rows, partial(_fitting, run))
+        run.dataset = load_rows(
+            told, folders=run.data, seed=run.config.seed_of_rows, fitting=partial(_fitting, run)
+        )
         objects.refuse_unusable_prompts("dataset", run.dataset, control_tokens(run.processor))
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
@@ -385,13 +384,11 @@ def rows(run: Checked) -> None:
 def _check_stream(config: AdoraGRPOConfig, dataset: Any) -> None:
     """Raise `UserError` for a seed that TRL does not shuffle a streamed data set by."""
     seed = config.data_seed
-    refuse(
-        (
-            isinstance(dataset, IterableDataset) and seed is not None,
+    if isinstance(dataset, IterableDataset) and seed is not None:
+        raise UserError(
             f"data_seed: {seed}, but a streamed data set is shuffled by seed; set that one, or "
-            "load the data set whole",
+            "load the data set whole"
         )
-    )
 
 
 def room(run: Checked) -> None:
@@ -408,7 +405,12 @@ def room(run: Checked) -> None:
         prompt=min(prompts, default=None),
         pictures=objects.fewest_pictures(run.dataset),
     )
-    refuse_no_room(run.toolbox, run.processor, config.chat_template_kwargs or {}, limits)
+    refuse_no_room(
+        run.toolbox,
+        processor=run.processor,
+        template=config.chat_template_kwargs or {},
+        room=limits,
+    )
 
 
 def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
@@ -444,7 +446,11 @@ def tries(run: Checked) -> None:
         groups = environments.entered(groups, run.config.seed, anew=True)
     given = [graded(group.row, rollout) for group in groups for rollout in group.rollouts]
     try_rewards(
-        run.rewards, given, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here
+        run.rewards,
+        rows=given,
+        timeout=run.config.adora_reward_timeout,
+        state=TrainerState(),
+        asks=run.where.here,
     )
     if run.toolbox is not None:
         run.notes += _unsteady(run.toolbox, groups)
@@ -470,13 +476,11 @@ def evaluations(run: Checked) -> None:
         batch = config.per_device_eval_batch_size
         group = getattr(config, key)
         processes = run.plan.processes
-        refuse(
-            (
-                batch * processes % group,
+        if batch * processes % group:
+            raise UserError(
                 f"per_device_eval_batch_size: {batch} x {processes} processes is no whole "
-                f"number of groups of {key}: {group}; set it to {group}",
+                f"number of groups of {key}: {group}; set it to {group}"
             )
-        )
         return
     prompt = run.script.adora_prompt if run.script is not None else None
     try:  # the report of a dry run reads the config again

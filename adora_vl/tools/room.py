@@ -43,13 +43,20 @@ def refuse_no_room(
     counted. `template`: arguments of its chat template. Raises `UserError`.
     """
     for name, tool in toolbox.chosen.functions.items():
-        _refuse_no_pictures(toolbox, name, tool, room)
+        _refuse_no_pictures(toolbox, name=name, tool=tool, room=room)
         _refuse_no_text(toolbox, name, tool)
     if processor is None:
         return
-    turns = Turns(toolbox, processor, template, lambda image: 0, None, decode=str)
+    turns = Turns(
+        tools=toolbox,
+        processor=processor,
+        template=template,
+        tokens_of=lambda image: 0,
+        most=None,
+        decode=str,
+    )
     for schema in toolbox.schemas:
-        _refuse_no_tokens(toolbox, turns, schema["function"], room)
+        _refuse_no_tokens(toolbox, turns=turns, function=schema["function"], room=room)
 
 
 def _refuse_no_pictures(toolbox: Toolbox, name: str, tool: Callable[..., Any], room: Room) -> None:
@@ -147,5 +154,7 @@ def _shortest_picture(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
     view = toolbox.view
     if view is None or not _shows_a_picture(tool):
         return 0
-    (width, height) = model_size(view.unit, view.unit, view.unit, view.low, view.high)
+    (width, height) = model_size(
+        view.unit, height=view.unit, unit=view.unit, min_pixels=view.low, max_pixels=view.high
+    )
     return width // view.unit * (height // view.unit)

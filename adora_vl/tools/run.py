@@ -123,7 +123,11 @@ def view_of(config: Any, pixels: Limits) -> View | None:
     family = family_of(config)
     vision = family.vision if family is not None else None
     relative = vision is not None and vision.relative
-    return View(pixels.low, pixels.high, pixels.unit, relative) if sees_images(config) else None
+    return (
+        View(low=pixels.low, high=pixels.high, unit=pixels.unit, relative=relative)
+        if sees_images(config)
+        else None
+    )
 
 
 @dataclass(frozen=True)
@@ -361,7 +365,13 @@ class Toolbox:
                 f"the tool's picture has {wide} x {high} pixels; sides of at least {unit}"
             )
         try:
-            size = size_within(wide, high, None, self.options.max_pixels or self.view.high, unit)
+            size = size_within(
+                wide,
+                height=high,
+                min_pixels=None,
+                max_pixels=self.options.max_pixels or self.view.high,
+                unit=unit,
+            )
         except ValueError as error:
             raise CallError(f"the picture has {wide} x {high} pixels: {error}") from None
         return image if size == image.size else image.resize(size, Image.Resampling.BICUBIC)

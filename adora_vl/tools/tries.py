@@ -35,7 +35,7 @@ def unsteady_tools(
         if OURS.get(name) is toolbox.chosen.functions[name] or (is_method and not environments):
             continue
         pair = environments if is_method else (None, None)
-        answers = _two_answers(toolbox, function, images, pair)
+        answers = _two_answers(toolbox, function=function, images=images, environments=pair)
         if answers is not None:
             lines.append(
                 f"tools: {name!r} answers the same call in two ways ({answers[0]} and "

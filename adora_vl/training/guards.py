@@ -117,9 +117,8 @@ class RewardGuard:
     """
 
     def __init__(self, context: StepContext) -> None:
-        self.timeout = (
-            context.config.adora_reward_timeout
-        )  # seconds for a function; presets have their own
+        # seconds for a function; presets have their own
+        self.timeout = context.config.adora_reward_timeout
         self.save = context.save_now
         self.failures: list[RewardFailure] = []  # of this rank, in the present generation
         self._unscored: list[
@@ -137,10 +136,10 @@ class RewardGuard:
             if isinstance(function, torch.nn.Module)
             else safe_call(
                 function,
-                name,
-                None if _is_bounded(function) else self.timeout,
-                self.failures,
-                unscored,
+                name=name,
+                timeout=None if _is_bounded(function) else self.timeout,
+                failures=self.failures,
+                unscored=unscored,
             )
             for function, name, unscored in zip(functions, names, self._unscored, strict=True)
         ]
@@ -236,13 +235,14 @@ class DriftGuard:
         """
         sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
-        if (
-            not drift.tokens
-        ):  # nothing that could be compared, as where all rollouts saw other images
+        # nothing that could be compared, as where all rollouts saw other images
+        if not drift.tokens:
             return
         self.log("adora/drift", drift.mean)
         if self.bound is not None and not drift.mean <= self.bound:
-            raise RolloutError(drift_message(drift, self.bound, step + 1, str(self.save())))
+            raise RolloutError(
+                drift_message(drift, bound=self.bound, step=step + 1, checkpoint=str(self.save()))
+            )
 
 
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
@@ -252,9 +252,8 @@ def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") 
     `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's
     `importance_sampling_level`.
     """
-    counted_BC = torch.where(
-        mask_BC.bool(), log_ratios_BC.float(), 0.0
-    )  # a padded place may hold anything
+    # a padded place may hold anything
+    counted_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)
     if level == "sequence":
         counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(
             min=1
@@ -281,9 +280,8 @@ class RatioGuard:
         `logps_BC`: the policy's log-probabilities from its pass for this loss.
         """
         old_BC = micro.get("old_per_token_logps")
-        if (
-            old_BC is None or logps_BC is None
-        ):  # nothing was learned since sampling: every ratio is 1
+        # nothing was learned since sampling: every ratio is 1
+        if old_BC is None or logps_BC is None:
             return loss
         largest = largest_ratio(logps_BC - old_BC, loss_mask(micro), self.level)
         worst = self.accelerator.gather(largest[None]).max().item()  # NaN where one is NaN

@@ -193,9 +193,8 @@ def _module(where: str, path: Path, wanted: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if (
-        str(path.parent) not in sys.path
-    ):  # at the end: files beside it can be imported, and hide nothing installed
+    # at the end: files beside it can be imported, and hide nothing installed
+    if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:

@@ -36,7 +36,7 @@ def train(settings: Settings, job: Trial, output: Path) -> dict[str, Any]:
     start = start_folder(output, job)
     build_arithmetic(arithmetic, settings.start, job.model)
     build_start(start, arithmetic, settings.start, job.seed)
-    result = run_job(settings, job, start, {"arithmetic": fingerprint(arithmetic)})
+    result = run_job(settings, job=job, start=start, facts={"arithmetic": fingerprint(arithmetic)})
     write_result(file, result)
     return result
 

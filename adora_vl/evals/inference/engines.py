@@ -111,12 +111,21 @@ def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolb
 
     chosen = choose_tools(options.tools)
     chat = ChatProcessor.of(settings)
-    pixels = limits_of(chat.processor, chat.config, settings.min_pixels, settings.max_pixels)
+    pixels = limits_of(
+        chat.processor,
+        model=chat.config,
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+    )
     view = view_of(chat.config, pixels)
     limits = options.tool_options or ToolOptions()
-    toolbox = Toolbox(chosen, limits, view, control_tokens(chat.processor))
-    room = Room("max_tokens", settings.max_tokens, context=None, prompt=None, pictures=None)
-    refuse_no_room(toolbox, chat.processor, settings.template, room)
+    toolbox = Toolbox(
+        chosen=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
+    )
+    room = Room(
+        key="max_tokens", completion=settings.max_tokens, context=None, prompt=None, pictures=None
+    )
+    refuse_no_room(toolbox, processor=chat.processor, template=settings.template, room=room)
     for line in unsteady_tools(toolbox):
         print(f"warning: {line}", file=sys.stderr)
     return toolbox

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Self
 
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.cli import MistakesError, read_json
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, unwritable, written_to
 
 # in the output folder of `run`
@@ -50,9 +50,8 @@ def read_predictions(
     line for each row (counted from 1) that is no JSON object, has a fault (`row_fault`), or has an
     id that an earlier row has.
     """
-    refuse(
-        (not path.is_file(), f"predictions: no file {str(path)!r}; make it with the `infer` verb")
-    )
+    if not path.is_file():
+        raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -72,7 +71,8 @@ def read_predictions(
         if fault:
             faults.append(f"row {number} {fault}")
     refuse_rows(f"predictions: {path}", faults)
-    refuse((not rows, f"predictions: {path} has no rows"))
+    if not rows:
+        raise UserError(f"predictions: {path} has no rows")
     return [row for _, row in rows.values()]
 
 

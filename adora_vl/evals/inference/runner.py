@@ -165,7 +165,7 @@ def infer(
         done = {key(row) for row in read_rows(output / PREDICTIONS)}
         answer_slice(done)
         ranks.barrier("end")
-        return Summary(len(asks), len(done), 0, 0, 0.0)
+        return Summary(total=len(asks), resumed=len(done), asked=0, image_failed=0, seconds=0.0)
     with PredictionLog(output / PREDICTIONS) as log, _nothing_left(output):
         absorbed = absorb_parts(output, log)
         asked = {"answers": len(asks), "in_data": samples * (in_data or len(problems))}
@@ -188,16 +188,21 @@ def infer(
             seconds = answer_slice(before)
             ranks.barrier("end")
             absorbed |= absorb_parts(output, log)
-        late = (
-            resumed and pending and (settings.endpoint or samples > 1)
-        )  # such answers are last in the file
+        # such answers are last in the file
+        late = resumed and pending and (settings.endpoint or samples > 1)
         if absorbed or late:
             sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
     rows = read_rows(output / PREDICTIONS)
     ends = Counter(row["finish_reason"] for row in rows if key(row) not in before)
     missing = len(asks) - len(rows)
     return Summary(
-        len(asks), resumed, pending, ends[IMAGE_FAILED], seconds, missing, ends[TOO_LONG]
+        total=len(asks),
+        resumed=resumed,
+        asked=pending,
+        image_failed=ends[IMAGE_FAILED],
+        seconds=seconds,
+        missing=missing,
+        too_long=ends[TOO_LONG],
     )
 
 

@@ -172,9 +172,8 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
         ["5", "5 \\sqrt { 3 }"],
     )
     assert row["meta"]["shapes"] == ["Circle", "Triangle"]
-    _problem_folder(
-        tmp_path / "points", choices=["C", "D"]
-    )  # `D` would be read as the letter of a choice
+    # `D` would be read as the letter of a choice
+    _problem_folder(tmp_path / "points", choices=["C", "D"])
     assert prepare("intergps", tmp_path / "points", tmp_path / "out2") == 0
     assert only_row(tmp_path / "out2")["answer"] == "B"
     assert stored_image(row).getpixel((2, 2)) == (0, 0, 0) and stored_image(row).getpixel(

@@ -250,10 +250,11 @@ def assert_same(model: Any, rows: Batch) -> None:
         assert (own[name] - gradient).norm() <= bound * max(gradient.norm(), 1e-3 * scale), name
 
 
+# rollouts alone in their call, and with others
 TWO_GROUPS = [
     (5, [4, 1, 9, 4, 2]),
     (11, [3, 3, 3]),
-]  # rollouts alone in their call, and with others
+]
 KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 

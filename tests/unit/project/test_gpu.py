@@ -128,9 +128,8 @@ def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
 @pytest.mark.parametrize(("gap", "verdict"), [(0.9, Verdict.OK), (3.0, Verdict.FAIL)])
 def test_pinned_weights_are_judged_by_the_noise_of_two_unpinned_runs(gap, verdict):
     unpinned = torch.ones(100)
-    noise = torch.linspace(
-        -0.01, 0.01, 100
-    )  # ten times 1e-3, which no rounding of a GPU's sums keeps to
+    # ten times 1e-3, which no rounding of a GPU's sums keeps to
+    noise = torch.linspace(-0.01, 0.01, 100)
     assert (
         offload.same_weights(unpinned - gap * noise, unpinned, unpinned + noise).verdict is verdict
     )

@@ -342,10 +342,11 @@ def test_the_page_is_self_contained(tmp_path):
         )
         assert (attributes.get("href") or "#").startswith("#")
     assert ATTACK not in text and "<script>document" not in text and "<img" not in text
+    # names, which nothing fetches
     namespaces = {
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1998/Math/MathML",
-    }  # names, which nothing fetches
+    }
     assert set(re.findall(r"https?://[^\s\"']*", text)) <= namespaces
     assert unpacked(attacked)["runs"][0]["groups"][0]["id"] == ATTACK
     for name in _SCRIPTS:

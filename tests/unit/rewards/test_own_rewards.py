@@ -647,9 +647,8 @@ def test_reward_models_and_the_time_of_presets_are_left_alone():
     assert around[0] is model
     assert call(around[1], [r"\boxed{5}"], answer=["5"]) == [1.0]
     call(around[1], ["5"])
-    with pytest.raises(
-        UserError, match="step 1: .*no column 'answer'"
-    ):  # a mistake of the data stays one
+    # a mistake of the data stays one
+    with pytest.raises(UserError, match="step 1: .*no column 'answer'"):
         guard.check(0)
 
 
