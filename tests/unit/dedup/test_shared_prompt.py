@@ -402,9 +402,9 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
         )
     add_fused_lm_head(model)
 
-    def packed(*given: Any) -> Any:
-        seen.append(given[3])
-        return pack(*given)
+    def packed(*arguments: Any, **named: Any) -> Any:
+        seen.append(named["groups"])
+        return pack(*arguments, **named)
 
     monkeypatch.setattr(packed_module, "pack", packed)
 
