@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -60,13 +60,15 @@ class Solution:
     """A figure that fulfils the relations: its unknowns, the answer in it, and how well it is the one that is meant.
 
     `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it move.
-    `faults`: how much it differs in kind from the picture. `far`: how far its points lie from the picture's.
+    `flattest`: how steep the equations are where they are flattest; small at a double root, which no
+    computer finds to many digits. `faults`: how much it differs in kind from the picture. `far`: how far its points lie from the picture's.
     """
 
     v: Vector
     value: float
     residual: float
     free: float
+    flattest: float
     faults: int
     far: float
     start: int
@@ -237,37 +239,46 @@ class Problem:
         value, gradient = self.system.goal_at(v)
         if not math.isfinite(value):
             return None
+        free, _, flattest = self.freedom(v, gradient)
         return Solution(
             v=v,
             value=value,
             residual=residual,
-            free=self.freedom(v, gradient)[0],
+            free=free,
+            flattest=flattest,
             faults=self.faults(v, value),
             far=self.far(v),
             start=start,
         )
 
-    def freedom(self, v: Vector, gradient: Vector) -> tuple[float, Vector]:
-        """How much of the goal's gradient lies along movements that all relations allow, and the strongest of these."""
+    def freedom(self, v: Vector, gradient: Vector) -> tuple[float, Vector, float]:
+        """How much of the goal's gradient lies along movements that all relations allow.
+
+        Also the strongest of these movements, and how steep the equations are where they are flattest
+        without being flat.
+        """
         _, jacobian = self.system.residuals(v)
-        scales = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
-        scales = 1 / np.maximum(scales, 1e-9)
-        scaled = np.nan_to_num(jacobian * scales)
-        steepness = gradient * scales
-        whole = float(np.linalg.norm(steepness))
+        lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
+        scales = 1 / np.maximum(lengths, 1e-9)
+        slope = gradient * scales
+        whole = float(np.linalg.norm(slope))
         if whole < 1e-12:
-            return 0.0, np.zeros_like(v)
-        if not len(scaled):
-            return 1.0, steepness
+            return 0.0, np.zeros_like(v), 1.0
+        if not len(jacobian):
+            return 1.0, slope, 1.0
         try:
-            _, sizes, directions = np.linalg.svd(scaled, full_matrices=True)
+            _, sizes, directions = np.linalg.svd(
+                np.nan_to_num(jacobian * scales), full_matrices=True
+            )
         except np.linalg.LinAlgError:
-            return 1.0, steepness
-        rank = int((sizes > _RANK * max(float(sizes[0]), 1e-9)).sum())
+            return 1.0, slope, 1.0
+        largest = max(float(sizes[0]), 1e-9)
+        rank = int((sizes > _RANK * largest).sum())
+        flattest = float(sizes[rank - 1]) / largest if rank else 1.0
         allowed = directions[rank:]
-        shares = allowed @ steepness
+        shares = allowed @ slope
         movement = (shares @ allowed) * scales
-        return float(np.linalg.norm(shares)) / whole, movement
+        return float(np.linalg.norm(shares)) / whole, movement, flattest
 
     # The kind of figure
 
@@ -327,10 +338,7 @@ class Problem:
                 count += _COLLAPSED
         if len(self.used) > 2 and self._is_flat(list(at.values())):
             count += _COLLAPSED
-        for row in self.orders:
-            along = [dot(self.place(v, name) - self.place(v, row[0]), self.place(v, row[-1]) - self.place(v, row[0]))
-                     for name in row]  # fmt: skip
-            count += sum(1 for i in range(1, len(along)) if along[i - 1] >= along[i])
+        count += len(self.disordered(v))
         for first, corner, last, bend in self.turns:
             if bend * sine(at[first] - at[corner], at[last] - at[corner]) < 0:
                 count += 1
@@ -344,6 +352,16 @@ class Problem:
         if self._has_to_be_positive and value <= _LEAST * self.size:
             count += _COLLAPSED
         return count
+
+    def disordered(self, v: Vector) -> list[str]:
+        """The lines whose points do not lie in the order that the picture or the facts give."""
+        lines = []
+        for row in self.orders:
+            start = self.place(v, row[0])
+            way = self.place(v, row[-1]) - start
+            along = [dot(self.place(v, name) - start, way) for name in row]
+            lines += ["".join(row) for before, behind in pairwise(along) if before >= behind]
+        return lines
 
     @property
     def _has_to_be_positive(self) -> bool:
@@ -407,7 +425,7 @@ class Problem:
         At a double root the equations look as if they left the goal open, and do not.
         """
         _, gradient = self.system.goal_at(solution.v)
-        _, movement = self.freedom(solution.v, gradient)
+        _, movement, _ = self.freedom(solution.v, gradient)
         length = float(np.linalg.norm(movement))
         if length == 0:
             return True

@@ -20,6 +20,7 @@ from adora_vl.geometry.words import words_of
 MAX_POINTS, MAX_FACTS, MAX_SEGMENTS, MAX_FACT_LENGTH = 60, 120, 200, 400
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
 EVALUATIONS, REPAIR_EVALUATIONS = 6000, 9000
+_FLAT = 1e-4  # steepness below which the equations have a double root, or nearly so
 _DOUBLE_ROOT = 2e-4  # share by which an answer at a double root may miss its exact form
 
 
@@ -86,6 +87,8 @@ def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdi
         return _with_looks(form, problem, found, budget) if looks else _open(form, problem, found)
     if found.status == "ambiguous":
         return _ambiguous(form, problem, found)
+    if found.disordered:
+        return _out_of_order(problem, found)
     if not repair:
         return Verdict(status=found.status, why=_no_figure(found, None, reading))
     return _repaired(form, problem, found, budget)
@@ -125,8 +128,11 @@ def _plain(value: float) -> float:
 def _answered(form: Form, problem: Problem, found: Outcome) -> Verdict:
     assert found.value is not None and found.solution is not None, "an answer has a figure"
     value = _plain(found.value)
-    answer = answer_of(found.value, problem.reading, share=_DOUBLE_ROOT if found.doubled else None)
-    if found.doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
+    answer = answer_of(found.value, problem.reading)
+    is_doubled = found.doubled or found.solution.flattest < _FLAT
+    if answer is None and is_doubled:
+        answer = answer_of(found.value, problem.reading, share=_DOUBLE_ROOT)
+    if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
         value = float(answer)
     return Verdict(
         status="answered",
@@ -198,6 +204,22 @@ def _ambiguous(form: Form, problem: Problem, found: Outcome) -> Verdict:
         why = f"only one figure was found, and it differs from the picture; there {_goal_words(problem.reading)} is "
         return Verdict(status="ambiguous", why=f"{why}{examples}")
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
+
+
+def _out_of_order(problem: Problem, found: Outcome) -> Verdict:
+    """Where figures fit only with the points of a line in another order than facts or picture have them."""
+    lines = tuple(f"{line} in this order" for line in found.disordered)
+    why = f"no figure: the other facts contradict {_listed(lines)} on one line"
+    if found.value is None:
+        return Verdict(status="conflict", why=why)
+    return Verdict(
+        status="conflict",
+        value=_plain(found.value),
+        answer=answer_of(found.value, problem.reading),
+        how="without a fact",
+        left_out=lines,
+        why=f"{why}; in another order {_goal_words(problem.reading)} is {found.value:.6g}",
+    )
 
 
 def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> Verdict:
