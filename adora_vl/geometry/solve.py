@@ -59,9 +59,10 @@ class Budget:
 class Solution:
     """A figure that fulfils the relations: its unknowns, the answer in it, and how well it is the one that is meant.
 
-    `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it move.
-    `flattest`: how steep the equations are where they are flattest; small at a double root, which no
-    computer finds to many digits. `faults`: how much it differs in kind from the picture. `far`: how far its points lie from the picture's.
+    `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it
+    move. `flattest`: how steep the equations are where they are flattest; small at a double root,
+    which no computer finds to many digits. `faults`: how much the figure differs in kind from the
+    picture. `far`: how far its points lie from the picture's.
     """
 
     v: Vector
@@ -275,6 +276,9 @@ class Problem:
         largest = max(float(sizes[0]), 1e-9)
         rank = int((sizes > _RANK * largest).sum())
         flattest = float(sizes[rank - 1]) / largest if rank else 1.0
+        # A letter whose own equation is flat, as x^2 - 6x + 9 at 3, is scaled to be as steep as any.
+        letters = lengths[self.system.first_unknown :] * max(self.size, 1.0)
+        flattest = min([flattest, *(float(length) for length in letters if length > 0)])
         allowed = directions[rank:]
         shares = allowed @ slope
         movement = (shares @ allowed) * scales
