@@ -27,6 +27,7 @@ from data_prep.quarantine import MAX_SHARE
 from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
 from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
+from data_prep.variants import add_variants
 from eval.inference.provenance import OF_THE_RUN, add_asking, settle_prompts, unusual_prompts
 
 MAX_ROWS = 10_000_000
@@ -222,6 +223,7 @@ def parser() -> Parser:
     _add_convert(commands)
     add_filter(commands)
     add_solve(commands)
+    add_variants(commands)
 
     inspect = commands.add_parser("inspect", help="what a prepared folder holds, as text and as an HTML page")
     inspect.add_argument("folder", type=path, metavar="DIR")
@@ -246,7 +248,7 @@ def _add_geometry3k(commands: Any) -> None:
     add("--input", type=optional(text), metavar="ID_OR_PATH", help=f"an id for hub (default: {PRESET.id}), else a path")
     add("--revision", type=optional(text), metavar="COMMIT", help="of the hub: commit, tag or branch, default: newest")
     add("--diagram", choices=DIAGRAMS, help="intergps: the picture as printed, or with every vertex lettered")
-    what = "logic-forms: a table with the questions (messages, solution, images), whose diagrams are redrawn"
+    what = "logic-forms, facts: a table with the questions (messages, solution, images), whose diagrams are redrawn"
     add("--texts", type=optional(text), metavar="FILE", help=what)
     _add_cleaning(command)
     add("--limit", type=optional(whole(1)), metavar="N", help="only N rows a split: the first, or with --seed a sample")

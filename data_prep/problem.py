@@ -75,6 +75,8 @@ class RawProblem:
     goal: str = ""
     shapes: tuple[str, ...] = ()
     solution: str = ""
+    family: str = ""
+    kind: str = ""
     value_answer: bool = False
     text_only: bool = False  # it needs no image
     extras: Mapping[str, str | None] = field(default_factory=dict)  # more columns, as texts
@@ -112,6 +114,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         images = tried(lambda: [_clean_image(raw, number, limits) for number in range(len(raw.images))])
         gold = tried(_gold, raw)
     meta = {**dict.fromkeys(META, ""), "goal": raw.goal, "shapes": list(raw.shapes), "solution": raw.solution}
+    meta |= {"family": raw.family, "kind": raw.kind}
     row: Row = {
         "id": raw.id, "images": images, "problem": raw.problem, "answer": gold, "answer_raw": raw.answer,
         "choices": list(raw.choices) if raw.choices else None, "split": raw.split, "source": raw.source, "meta": meta,
