@@ -30,6 +30,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
 from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
+from data_prep.variants import add_variants
 
 MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
@@ -342,6 +343,7 @@ def parser() -> Parser:
     _add_convert(commands)
     add_filter(commands)
     add_solve(commands)
+    add_variants(commands)
 
     inspect = commands.add_parser(
         "inspect", help="what a prepared folder holds, as text and as an HTML page"
@@ -389,8 +391,8 @@ def _add_geometry3k(commands: Any) -> None:
         help="intergps: the picture as printed, or with every vertex lettered",
     )
     what = (
-        "logic-forms: a table with the questions (messages, solution, images), whose diagrams "
-        "are redrawn"
+        "logic-forms, facts: a table with the questions (messages, solution, images), whose "
+        "diagrams are redrawn"
     )
     add("--texts", type=optional(text), metavar="FILE", help=what)
     _add_cleaning(command)

@@ -54,6 +54,13 @@ def drawn(form: Form) -> Image.Image:
     return _Diagram(form).picture()
 
 
+def drawn_legibly(form: Form) -> Image.Image | None:
+    """The diagram; None where a label hides another one or a point. `can_be_drawn` has to hold."""
+    diagram = _Diagram(form)
+    picture = diagram.picture()
+    return picture if diagram.is_legible() else None
+
+
 class _Diagram:
     def __init__(self, form: Form) -> None:
         self.form = form
@@ -114,6 +121,22 @@ class _Diagram:
         edges += [max(box[i] for box in boxes) + _PAD for i in (2, 3)]
         left, top, right, end = (round(_SIZE * min(1, max(0, edge))) for edge in edges)
         return self.canvas.picture().crop((left, top, right, end))
+
+    def is_legible(self) -> bool:
+        """Whether no label of the picture lies on another one, on a point, or outside."""
+        for number, box in enumerate(self.boxes):
+            left, top, right, bottom = box
+            if min(left, top) < 0 or max(right, bottom) > 1:
+                return False
+            if any(
+                left < place.real < right and top < place.imag < bottom
+                for place in self.at.values()
+            ):
+                return False
+            for other in self.boxes[:number]:
+                if left < other[2] and other[0] < right and top < other[3] and other[1] < bottom:
+                    return False
+        return True
 
     def _line(self, *points: complex) -> None:
         self.canvas.line(*((place.real, place.imag) for place in points))

@@ -257,8 +257,8 @@ def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
             f" ({len(right) / max(1, len(compared)):.1%})"
         )
         lines.append(
-            f"  with the suggestions beside open and contradictory ones {len(valued)} are as labelled"
-            f" ({len(valued) / len(problems):.1%} of all)"
+            f"  with the suggestions beside open and contradictory ones {len(valued)} are as "
+            f"labelled ({len(valued) / len(problems):.1%} of all)"
         )
     return "\n".join(lines)
 
@@ -315,15 +315,17 @@ def _solve(arguments: argparse.Namespace) -> None:
         if not both:
             some = next(iter(golds))
             raise UserError(
-                f"golds: none of its {amount(len(golds), 'row')} is a problem of {str(arguments.facts)!r}; the first "
-                f"is {some!r}, and there {next(iter(forms))!r}"
+                f"golds: none of its {amount(len(golds), 'row')} is a problem of "
+                f"{str(arguments.facts)!r}; the first is {some!r}, and there "
+                f"{next(iter(forms))!r}"
             )
         forms = both
     forms = dict(list(forms.items())[: arguments.limit])
     is_text = not arguments.facts.name.lower().removesuffix(".gz").endswith(".json")
     if arguments.picture is not None and not is_text:
         raise UserError(
-            "picture: it is for a text of facts alone; leave --picture out, or give one problem as a text"
+            "picture: it is for a text of facts alone; leave --picture out, or give one problem "
+            "as a text"
         )
     problems = list(solved(forms, golds=golds, looks=arguments.looks, repair=arguments.repair))
     if arguments.output is not None:
@@ -355,7 +357,10 @@ def _said(problem: Solved, form: Form) -> str:
     short = f"{found.answer}" if found.answer is not None else f"{value} (no short form)"
     if found.answer is not None and found.answer != value:
         short = f"{found.answer} = {value}"
-    return f"{asked} = {short}   {'' if found.status == 'answered' else f'{found.status}: '}{found.why}"
+    return (
+        f"{asked} = {short}   "
+        f"{'' if found.status == 'answered' else f'{found.status}: '}{found.why}"
+    )
 
 
 def _draw(found: Verdict, arguments: argparse.Namespace) -> None:

@@ -86,6 +86,8 @@ class RawProblem:
     goal: str = ""
     shapes: tuple[str, ...] = ()
     solution: str = ""
+    family: str = ""
+    kind: str = ""
     value_answer: bool = False
     text_only: bool = False  # it needs no image
     extras: Mapping[str, str | None] = field(default_factory=dict)  # more columns, as texts
@@ -143,6 +145,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         "shapes": list(raw.shapes),
         "solution": raw.solution,
     }
+    meta |= {"family": raw.family, "kind": raw.kind}
     row: Row = {
         "id": raw.id,
         "images": images,

@@ -1,8 +1,8 @@
 """Angles alone: the relations of a figure as linear equations of directions.
 
-Textbooks make up lengths that do not fit the angles beside them, and leave lengths out where angles suffice. Each line
-has an unknown direction; the picture says by how many half turns two directions differ. Where these equations fix the
-goal, it is right whatever the lengths are.
+Textbooks make up lengths that do not fit the angles beside them, and leave lengths out where angles
+suffice. Each line has an unknown direction; the picture says by how many half turns two directions
+differ. Where these equations fix the goal, it is right whatever the lengths are.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ class Chase:
     # Directions and angles
 
     def _direction(self, start: str, end: str) -> _Sum:
-        """The direction from one point to another: that of their line in the sense that the picture shows."""
+        """The direction from one point to another: that of their line in the sense that the picture
+        shows.
+        """
         if start not in self.places or end not in self.places:
             raise _NotLinearError
         way = self.places[end] - self.places[start]
@@ -139,7 +141,9 @@ class Chase:
         )
 
     def _between(self, first: str, corner: str, last: str) -> tuple[_Sum, float]:
-        """The turn from one ray of a corner to the other, and what it is in the picture, from -180 to 180."""
+        """The turn from one ray of a corner to the other, and what it is in the picture, from -180
+        to 180.
+        """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
         seen = (
             math.degrees(
@@ -220,7 +224,9 @@ class Chase:
 
 
 def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
-    """For each pair of points on one line the name of that line; lines with two common points are one."""
+    """For each pair of points on one line the name of that line; lines with two common points are
+    one.
+    """
     lines: dict[frozenset[str], str] = {}
     renamed: dict[str, str] = {}
 

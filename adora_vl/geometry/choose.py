@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,10 +22,13 @@ _NEAR = 0.02  # and this counts as no distance at all
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the figures of a problem say: a status, and where there is one the answer with its figure.
+    """What the figures of a problem say: a status, and where there is one the answer with its
+    figure.
 
-    `others` are the answers of other figures that fulfil the facts as well. `doubled`: the answer is known to about
-    four digits alone, since the equations have a double root there.
+    `others` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
+    is known to about four digits alone, since the equations have a double root there. `disordered`:
+    lines on which the only figures have the points in another order, which is a conflict with what
+    lies on them.
     """
 
     status: Status
@@ -33,12 +36,24 @@ class Outcome:
     solution: Solution | None = None
     others: tuple[float, ...] = ()
     doubled: bool = False
+    disordered: tuple[str, ...] = ()
 
 
 def outcome(
     problem: Problem, budget: Budget, *, starts: int | None = None, rounded: bool = False
 ) -> Outcome:
     """Solve a problem. `rounded`: facts may be off by as much as a book rounds them."""
+    found = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
+    if found.solution is None or found.status in ("conflict", "collapsed"):
+        return found
+    disordered = tuple(dict.fromkeys(problem.disordered(found.solution.v)))
+    if not disordered:
+        return found
+    value = found.value if found.status == "answered" else None
+    return replace(found, status="conflict", value=value, disordered=disordered)
+
+
+def _outcome(problem: Problem, budget: Budget, *, starts: int | None, rounded: bool) -> Outcome:
     loose = _ROUNDED if rounded else TIGHT
     solutions = problem.solutions(budget, starts, loose)
     if not solutions:
@@ -113,7 +128,9 @@ def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget)
 def _at_free(
     problem: Problem, best: Solution, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
-    """Where the goal seems free: open, but at a double root, where pushing the figure does not move the goal."""
+    """Where the goal seems free: open, but at a double root, where pushing the figure does not move
+    the goal.
+    """
     same = [solution for solution in alike if is_same(solution.value, best.value, _SAME_DOUBLE)]
     if len(same) == len(alike) and problem.stays(best, budget):
         value = float(np.median([solution.value for solution in same]))

@@ -22,8 +22,9 @@ _FULFILLED = 1e-6  # largest residual of a stored figure
 class Figure:
     """A figure that fulfils the facts of a form.
 
-    `at`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles (`angle 1`).
-    `assumed`: what only the picture shows, in words. `left_out`: the facts that conflict with the others.
+    `at`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles
+    (`angle 1`). `assumed`: what only the picture shows, in words. `left_out`: the facts that
+    conflict with the others.
     """
 
     at: Mapping[str, Point]
@@ -67,7 +68,9 @@ def figure_of(
     assumed: tuple[str, ...] = (),
     left_out: tuple[str, ...] = (),
 ) -> Figure:
-    """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits of its size."""
+    """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits
+    of its size.
+    """
     v = solution.v
     names = problem.system.points
     places = {name: problem.place(v, name) for name in names}
@@ -109,7 +112,10 @@ def written(figure: Figure) -> str:
 
 
 def figure_from(text: str) -> Figure:
-    """Read what `written` gave. Raises `ValueError` where it is none, or where its places do not fulfil its facts."""
+    """Read what `written` gave.
+
+    Raises `ValueError` where it is none, or where its places do not fulfil its facts.
+    """
     try:
         record = json.loads(text)
         figure = Figure(
@@ -130,7 +136,9 @@ def figure_from(text: str) -> Figure:
 
 
 def residual_of(figure: Figure) -> float:
-    """By how much the places of a figure miss its facts, at worst, in shares of its size or in radians."""
+    """By how much the places of a figure miss its facts, at worst, in shares of its size or in
+    radians.
+    """
     reading = read(figure.form, without_words=figure.left_out)
     problem = Problem(reading)
     v = problem.start(0)

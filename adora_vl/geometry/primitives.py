@@ -1,7 +1,8 @@
 """One table: what each fact of a diagram says in primitives.
 
-`read` turns a form into relations on a figure, and its question into the quantity that is asked. Solver, angle chase
-and checks read the relations alone, so that each kind of fact is understood in one place, its function below.
+`read` turns a form into relations on a figure, and its question into the quantity that is asked.
+Solver, angle chase and checks read the relations alone, so that each kind of fact is understood in
+one place, its function below.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ _AT_MIDDLE = 0.05
 class Reading:
     """What a form says.
 
-    `relations` hold in the figure; `sources` has for each the number of the fact that it comes of, in the order of the
-    drawing's terms, or None where the picture shows it. `assumed` says these in words. `unread` has the facts that
-    could not be read, with the reason.
+    `relations` hold in the figure; `sources` has for each the number of the fact that it comes of,
+    in the order of the drawing's terms, or None where the picture shows it. `assumed` says these in
+    words. `unread` has the facts that could not be read, with the reason.
     """
 
     drawing: Drawing
@@ -97,8 +98,8 @@ def read(
 ) -> Reading:
     """Read a form, without the facts of these numbers, or whose words are these.
 
-    `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on chords, where the
-    picture shows them and no fact says so.
+    `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on
+    chords, where the picture shows them and no fact says so.
     """
     drawing = Drawing(form)
     measures = Measures(drawing)
@@ -374,7 +375,9 @@ def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation
 def _feet_in_the_middle(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """The point of a side that looks like its midpoint is where the perpendicular bisector stands; one for a side."""
+    """The point of a side that looks like its midpoint is where the perpendicular bisector stands;
+    one for a side.
+    """
     places = drawing.places
     candidates = []
     for row in drawing.rows:
@@ -402,7 +405,9 @@ def _tangent(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
-    """A line touches a circle: perpendicular to the radius at the point that they share, else at its distance."""
+    """A line touches a circle: perpendicular to the radius at the point that they share, else at
+    its distance.
+    """
     drawing = measures.drawing
     shared = [name for name in line if name in circle.points]
     if not shared:
@@ -537,7 +542,9 @@ def _regular(measures: Measures, term: Term) -> Iterator[Relation]:
 def _all_equal(
     measures: Measures, names: Sequence[str], *, angles: bool | None = None
 ) -> Iterator[Relation]:
-    """All sides are equal, and all angles; the centre and the middles of sides that are drawn are such."""
+    """All sides are equal, and all angles; the centre and the middles of sides that are drawn are
+    such.
+    """
     count = len(names)
     for i in range(1, count):
         yield _same(measures, (names[i - 1], names[i]), (names[i - 2], names[i - 1]))
@@ -607,7 +614,9 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _median(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A median or an altitude of a triangle; the median of a trapezoid joins the middles of its legs."""
+    """A median or an altitude of a triangle; the median of a trapezoid joins the middles of its
+    legs.
+    """
     drawing = measures.drawing
     line = drawing.segment(term.arguments[0])
     names = drawing.shape(term.arguments[1]) if len(term.arguments[1].names) > 2 else []
@@ -645,7 +654,9 @@ def _midsegment_of(
 def _foot(
     measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool
 ) -> Iterator[Relation]:
-    """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to it."""
+    """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to
+    it.
+    """
     tops = [name for name in line if name in names]
     feet = [name for name in line if name not in names]
     ends = [name for name in names if name not in line]
@@ -727,7 +738,9 @@ def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, st
 
 
 def _seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
-    """Lines that meet a circle in one point and look perpendicular to the radius there, up to `limit` degrees."""
+    """Lines that meet a circle in one point and look perpendicular to the radius there, up to
+    `limit` degrees.
+    """
     drawing = measures.drawing
     places = drawing.places
     lines = [*drawing.rows, *([*line] for line in drawing.form.lines if set(line) <= places.keys())]

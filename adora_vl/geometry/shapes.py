@@ -1,7 +1,8 @@
 """What the picture of a form shows: lines with their points in order, regions, polygons, circles.
 
-Facts often name a shape only by its kind, as `Parallelogram($)` does, or an angle by its corner alone. This module
-finds which corners are meant. Places are complex numbers with y upwards, in pixels of the picture.
+Facts often name a shape only by its kind, as `Parallelogram($)` does, or an angle by its corner
+alone. This module finds which corners are meant. Places are complex numbers with y upwards, in
+pixels of the picture.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def cosine(u: complex, w: complex) -> float:
 
 
 def cross_each_other(a: complex, b: complex, c: complex, d: complex, least: float = 0.0) -> bool:
-    """Whether segment ab crosses segment cd inside both; `least` is the area that counts as no crossing."""
+    """Whether segment ab crosses segment cd inside both; `least` is the area that counts as no
+    crossing.
+    """
     first = cross(b - a, c - a) * cross(b - a, d - a)
     second = cross(d - c, a - c) * cross(d - c, b - c)
     return first < -least and second < -least
@@ -149,7 +152,9 @@ class Drawing:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """A circle that the question names and the picture does not have is the only one that it has."""
+        """A circle that the question names and the picture does not have is the only one that it
+        has.
+        """
         drawn = {circle.centre for circle in self.circles}
         if len(drawn) != 1:
             return {}
@@ -248,7 +253,10 @@ class Drawing:
         return sum(reaches) / len(reaches) if reaches else None
 
     def circle_of_arc(self, names: Sequence[str]) -> Circle:
-        """The circle that an arc lies on. Raises `UnreadError` where none or several have its ends."""
+        """The circle that an arc lies on.
+
+        Raises `UnreadError` where none or several have its ends.
+        """
         ends = {names[0], names[-1]}
         having = [circle for circle in self.circles if ends <= set(circle.points)]
         if len(having) > 1:
@@ -260,7 +268,9 @@ class Drawing:
         return having[0]
 
     def goes_over(self, names: Sequence[str], centre: str) -> bool:
-        """Whether an arc of three letters, by the point between, is the longer way round in the picture."""
+        """Whether an arc of three letters, by the point between, is the longer way round in the
+        picture.
+        """
         first, middle, last = (phase(self.places[name] - self.places[centre]) for name in names)
         whole = (last - first) % math.tau
         through = (middle - first) % math.tau < whole
@@ -269,7 +279,9 @@ class Drawing:
     # Places that the annotation lacks
 
     def _imagine_places(self) -> None:
-        """Give a point without a place one that its facts suggest: a similar figure's copy, or a foot on a line."""
+        """Give a point without a place one that its facts suggest: a similar figure's copy, or a
+        foot on a line.
+        """
         self._copy_similar()
         for _ in range(2):
             for (first, last), points in sorted(self.on_segment.items()):
@@ -283,7 +295,9 @@ class Drawing:
                         self.imagined.add(name)
 
     def _share_of_foot(self, name: str, first: str, last: str) -> float:
-        """How far along a segment the foot of a perpendicular from a known point lies; the middle without one."""
+        """How far along a segment the foot of a perpendicular from a known point lies; the middle
+        without one.
+        """
         start = self.places[first]
         way = self.places[last] - start
         for term in self.facts:
@@ -328,7 +342,9 @@ class Drawing:
                     yield tuple(part.names)
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:
-        """Where AB, BC and AC are drawn and B lies between in the picture, ABC is one line: (B, A, C)."""
+        """Where AB, BC and AC are drawn and B lies between in the picture, ABC is one line: (B, A,
+        C).
+        """
         seen = []
         for first, last in self.form.lines:
             for middle in sorted(self.neighbours[first] & self.neighbours[last]):
@@ -369,7 +385,8 @@ class Drawing:
 
     @cached_property
     def lines(self) -> list[list[str]]:
-        """All lines: `rows`, and those with a point that has no place, in the order that the facts give.
+        """All lines: `rows`, and those with a point that has no place, in the order that the facts
+        give.
 
         That is: the ends outside, the points that lie on the line between them.
         """
@@ -388,7 +405,10 @@ class Drawing:
         return any(wanted <= set(row) for row in self.lines)
 
     def segment(self, term: Term) -> tuple[str, str]:
-        """The two points of a line; of `Line(m)`, of the segment whose length is m. Raises `UnreadError`."""
+        """The two points of a line; of `Line(m)`, of the segment whose length is m.
+
+        Raises `UnreadError`.
+        """
         names = term.names
         if term.head != "Line" or not names:
             raise UnreadError(f"{term} is no line")
@@ -401,7 +421,10 @@ class Drawing:
         raise UnreadError(f"the form does not say which line {names[0]} is")
 
     def parallel_looking(self, count: int) -> list[tuple[str, str]]:
-        """The rows that look most parallel, for lines whose names the picture does not have. Raises `UnreadError`."""
+        """The rows that look most parallel, for lines whose names the picture does not have.
+
+        Raises `UnreadError`.
+        """
         best: tuple[float, tuple[list[str], ...]] | None = None
         for rows in combinations(self.rows, count):
             if any(set(first) & set(second) for first, second in combinations(rows, 2)):
@@ -432,7 +455,10 @@ class Drawing:
     # Angles
 
     def angle(self, term: Term) -> tuple[str, str, str]:
-        """The three points of an angle. Raises `UnreadError` where the corner alone does not say which one is meant."""
+        """The three points of an angle.
+
+        Raises `UnreadError` where the corner alone does not say which one is meant.
+        """
         names = term.names
         if len(names) == 3 and len(set(names)) == 3:
             return self.point(names[0]), self.point(names[1]), self.point(names[2])
@@ -482,7 +508,10 @@ class Drawing:
         return rays
 
     def around(self, corner: str, inside: str) -> tuple[str, str, str]:
-        """The nearest rays on both sides of the ray from a corner to `inside`. Raises `UnreadError`."""
+        """The nearest rays on both sides of the ray from a corner to `inside`.
+
+        Raises `UnreadError`.
+        """
         if corner not in self.places or inside not in self.places:
             near = [name for name in self._near(corner) if name != inside]
             if len(near) != 2:
@@ -519,7 +548,9 @@ class Drawing:
 
     @cached_property
     def faces(self) -> list[list[str]]:
-        """The inner regions that the drawn lines enclose, each as the points around it against the clock."""
+        """The inner regions that the drawn lines enclose, each as the points around it against the
+        clock.
+        """
         seen: set[tuple[str, str]] = set()
         faces = []
         for start in sorted(self._borders):
@@ -556,7 +587,9 @@ class Drawing:
 
     @cached_property
     def polygons(self) -> list[list[str]]:
-        """The corners of all regions, of all pairs of regions that share a side, and of the outline."""
+        """The corners of all regions, of all pairs of regions that share a side, and of the
+        outline.
+        """
         polygons = [self.corners(face) for face in self.faces]
         for first, second in combinations(self.faces[:60], 2):
             joined = _joined(first, second)
@@ -568,7 +601,9 @@ class Drawing:
         return polygons
 
     def outline(self, within: Iterable[str] | None = None) -> list[str]:
-        """The corners of the outer boundary, without dead ends; empty where there is none that is simple."""
+        """The corners of the outer boundary, without dead ends; empty where there is none that is
+        simple.
+        """
         borders = {name: set(near) for name, near in self._borders.items()}
         if within is not None:
             borders = {name: near for name, near in borders.items() if name in set(within)}
@@ -624,7 +659,8 @@ class Drawing:
         )
 
     def shape(self, term: Term) -> list[str]:
-        """The corners of a shape in the order of the drawing; of one without names, of what is drawn.
+        """The corners of a shape in the order of the drawing; of one without names, of what is
+        drawn.
 
         Raises `UnreadError` where the picture does not show which shape is meant.
         """
@@ -661,7 +697,9 @@ class Drawing:
         return self._needed(same_size or self._cycle(count), term)
 
     def _cycle(self, count: int | None) -> list[str] | None:
-        """The only way round over drawn lines through all points that lie inside no line; None where it is not."""
+        """The only way round over drawn lines through all points that lie inside no line; None
+        where it is not.
+        """
         inside = set().union(*self.on_segment.values()) if self.on_segment else set()
         corners = sorted(name for name in self.neighbours if name not in inside)
         if len(corners) < 3 or len(corners) > 8 or (count is not None and len(corners) != count):
@@ -692,7 +730,9 @@ class Drawing:
         return names
 
     def in_drawing_order(self, names: Sequence[str]) -> list[str]:
-        """Corners in the order round the shape, where they are named crosswise, as ABCD for A, B, D, C."""
+        """Corners in the order round the shape, where they are named crosswise, as ABCD for A, B,
+        D, C.
+        """
         names = list(names)
         if len(names) < 4 or not set(names) <= self.places.keys():
             return names
@@ -708,7 +748,9 @@ class Drawing:
         return sorted(names, key=lambda name: phase(self.places[name] - middle))
 
     def _likest(self, head: str, count: int) -> list[str] | None:
-        """The drawn polygon with so many corners that looks most like its kind; of equals, the largest."""
+        """The drawn polygon with so many corners that looks most like its kind; of equals, the
+        largest.
+        """
         ranked = [
             (round(self._unlikeness(head, names) / _UNLIKE), -abs(self.signed_area(names)), names)
             for names in self.polygons
@@ -741,7 +783,9 @@ class Drawing:
     # Parts of shapes
 
     def right_corner(self, names: Sequence[str]) -> str:
-        """The corner of a triangle with the right angle: the marked one, else the one that looks most like it."""
+        """The corner of a triangle with the right angle: the marked one, else the one that looks
+        most like it.
+        """
         for term in self.facts:
             if term.head == "Perpendicular" and len(term.arguments) == 2:
                 shared = set(term.arguments[0].names) & set(term.arguments[1].names)
@@ -759,7 +803,9 @@ class Drawing:
         return names[min(range(3), key=leaning)]
 
     def side_with(self, point: str, names: Sequence[str]) -> tuple[str, str]:
-        """The side of a polygon that a point lies on; without a line through it, the side whose middle is nearest."""
+        """The side of a polygon that a point lies on; without a line through it, the side whose
+        middle is nearest.
+        """
         sides = [(names[i - 1], names[i]) for i in range(len(names))]
         for side in sides:
             if self.are_on_one_row((point, *side)):
@@ -844,7 +890,9 @@ class Drawing:
         return best[1], best[2]
 
     def _marked_pair(self) -> tuple[list[str], list[str]] | None:
-        """Two polygons whose corners facts make equal one by one, where the picture has not the places of both."""
+        """Two polygons whose corners facts make equal one by one, where the picture has not the
+        places of both.
+        """
         partners: dict[str, str] = {}
         for fact in self.facts:
             if fact.head == "Equals" and len(fact.arguments) == 2:

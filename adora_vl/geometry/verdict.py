@@ -1,4 +1,6 @@
-"""What a form says: its answer, whether the facts determine it, and what is wrong with them where they do not."""
+"""What a form says: its answer, whether the facts determine it, and what is wrong with them where
+they do not.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,18 @@ MAX_FACT_LENGTH = 400
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
 EVALUATIONS = 6000
 REPAIR_EVALUATIONS = 9000
+_FLAT = 1e-4  # steepness below which the equations have a double root, or nearly so
 _DOUBLE_ROOT = 2e-4  # share by which an answer at a double root may miss its exact form
 
 
 def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
-    """Solve a form. It never raises for what a form says.
+    """Solve a form.
 
-    `looks`: whether what only the picture shows is tried where the facts leave the goal open. `repair`: whether facts
-    are left out one by one where they contradict each other, to name those that do. Neither makes a form `answered`.
+    It never raises for what a form says.
+
+    `looks`: whether what only the picture shows is tried where the facts leave the goal open.
+    `repair`: whether facts are left out one by one where they contradict each other, to name those
+    that do. Neither makes a form `answered`.
     """
     fault = too_large(form)
     if fault:
@@ -97,6 +103,8 @@ def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdi
         )
     if found.status == "ambiguous":
         return _ambiguous(form, problem, found)
+    if found.disordered:
+        return _out_of_order(problem, found)
     if not repair:
         return Verdict(status=found.status, why=_no_figure(found, None, reading))
     return _repaired(form, problem, found, budget)
@@ -136,8 +144,11 @@ def _plain(value: float) -> float:
 def _answered(form: Form, problem: Problem, found: Outcome) -> Verdict:
     assert found.value is not None and found.solution is not None, "an answer has a figure"
     value = _plain(found.value)
-    answer = answer_of(found.value, problem.reading, share=_DOUBLE_ROOT if found.doubled else None)
-    if found.doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
+    answer = answer_of(found.value, problem.reading)
+    is_doubled = found.doubled or found.solution.flattest < _FLAT
+    if answer is None and is_doubled:
+        answer = answer_of(found.value, problem.reading, share=_DOUBLE_ROOT)
+    if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
         value = float(answer)
     return Verdict(
         status="answered",
@@ -181,7 +192,9 @@ def _seen(form: Form, problem: Problem, found: Outcome) -> Verdict:
 
 
 def _with_looks(form: Form, problem: Problem, found: Outcome, budget: Budget) -> Verdict:
-    """Where the facts leave the goal open: what the picture shows beside them, first tangents, then everything."""
+    """Where the facts leave the goal open: what the picture shows beside them, first tangents, then
+    everything.
+    """
     for level in (1, 2):
         reading = read(form, looks=level)
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
@@ -206,9 +219,30 @@ def _ambiguous(form: Form, problem: Problem, found: Outcome) -> Verdict:
     values = [value for value in (found.value, *found.others) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
-        why = f"only one figure was found, and it differs from the picture; there {_goal_words(problem.reading)} is "
+        why = (
+            "only one figure was found, and it differs from the picture; there "
+            f"{_goal_words(problem.reading)} is "
+        )
         return Verdict(status="ambiguous", why=f"{why}{examples}")
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
+
+
+def _out_of_order(problem: Problem, found: Outcome) -> Verdict:
+    """Where figures fit only with the points of a line in another order than facts or picture have
+    them.
+    """
+    lines = tuple(f"{line} in this order" for line in found.disordered)
+    why = f"no figure: the other facts contradict {_listed(lines)} on one line"
+    if found.value is None:
+        return Verdict(status="conflict", why=why)
+    return Verdict(
+        status="conflict",
+        value=_plain(found.value),
+        answer=answer_of(found.value, problem.reading),
+        how="without a fact",
+        left_out=lines,
+        why=f"{why}; in another order {_goal_words(problem.reading)} is {found.value:.6g}",
+    )
 
 
 def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> Verdict:
@@ -238,7 +272,8 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
             status=status,
             value=_plain(rounded.value),
             how="rounded",
-            why=f"{why}; with the facts rounded {_goal_words(reading)} is about {rounded.value:.4g}",
+            why=f"{why}; with the facts rounded {_goal_words(reading)} is about "
+            f"{rounded.value:.4g}",
         )
     return Verdict(status=status, why=why)
 
@@ -264,7 +299,10 @@ def _no_figure(found: Outcome, clash: Conflict | None, reading: Reading) -> str:
             None,
         )
         values.append("-" if value is None else f"{value:.6g}")
-    return f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: {', '.join(values)})"
+    return (
+        f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: "
+        f"{', '.join(values)})"
+    )
 
 
 def _goal_words(reading: Reading) -> str:
