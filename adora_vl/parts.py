@@ -15,7 +15,7 @@ from adora_vl.config.batch_plan import Shape
 from adora_vl.data.dataloader import NoPrefetch
 from adora_vl.data.prompts import control_tokens
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.dedup.policy_pass import PolicyPass, has_dropout
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.record import metrics, trackers
@@ -114,6 +114,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
+        self.has_dropout = has_dropout(self.model)
         self.extensions = [*self.run.extensions.values()]
         for extension in self.extensions:
             extension.start(context, self.images)

@@ -33,7 +33,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.where import Where
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
-from adora_vl.dedup.policy_pass import evaluating, generation_logps, has_dropout
+from adora_vl.dedup.policy_pass import evaluating, generation_logps
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_alone
@@ -58,6 +58,7 @@ from adora_vl.types import Batch, Row
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import usual_modes
+from adora_vl.utils.seeding import drawn_at
 
 
 class AdoraGRPOTrainer(TrainerParts):
@@ -324,9 +325,10 @@ class AdoraGRPOTrainer(TrainerParts):
     def _turn(self, prompts: PromptBatch) -> list[list[int]]:
         """The policy's own rollouts.
 
-        Stock TRL takes settings of the model's folder where no key says another.
+        Stock TRL takes settings of the model's folder where no key says another, and samples with
+        dropout, of which the log-probabilities of the answers know nothing.
         """
-        with folder_settings_left_out(self.model):
+        with folder_settings_left_out(self.model), evaluating(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
@@ -394,10 +396,16 @@ class AdoraGRPOTrainer(TrainerParts):
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a
         micro-batch, however many, and clips the ratio of new to old policy on one side only. Ours
-        computes the former in the policy's own pass, weighs a micro-batch by its rows, and skips a
-        step in which the latter explodes.
+        computes the former in the policy's own pass, weighs a micro-batch by its rows, and skips
+        a step in which the latter explodes. What is drawn for a micro-batch, as dropout, depends on
+        its place alone, so that a run that goes on draws the same.
         """
         micro = cast("Batch", {**inputs})
+        if self.has_dropout and self.shape.has_one_step:
+            # The weights are those of the old pass, so the ratio of new to old policy is 1; with
+            # the old values it would be that of a pass with dropout to one without. TRL takes the
+            # values of this pass where there are none.
+            micro.pop("old_per_token_logps", None)
         logps: list[Tensor] = []
         corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
@@ -409,7 +417,10 @@ class AdoraGRPOTrainer(TrainerParts):
                 for name, value in self.ratio.complete(micro, logps_BC).items():
                     self.log_figure(name, value)
 
-        with self.policy_pass.watched(seen, micro):
+        rank = self.accelerator.process_index
+        place = f"micro-batch/{self.args.seed}/{self._step_key}/{rank}"
+        draws = drawn_at(place) if model.training else nullcontext()
+        with self.policy_pass.watched(seen, micro), draws:
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
@@ -424,23 +435,16 @@ class AdoraGRPOTrainer(TrainerParts):
         return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
-        """The log-probabilities of a generation's completions by the policy without dropout, (B,
-        C).
-        """
+        """The log-probabilities of a generation's completions by the policy, (B, C)."""
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
-        with evaluating(self.model):
-            return generation_logps(
-                batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
-            )
+        return generation_logps(
+            batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+        )
 
     @property
     def _skips_old_pass(self) -> bool:
         """Whether the old log-probabilities equal those of the policy's own pass."""
-        return (
-            self.args.own("skip_old_pass")
-            and self.shape.has_one_step
-            and not has_dropout(self.model)
-        )
+        return self.args.own("skip_old_pass") and self.shape.has_one_step and not self.has_dropout
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
 

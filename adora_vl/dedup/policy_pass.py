@@ -5,7 +5,7 @@ Its log-probabilities are compared with those of separate rows once per run.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -144,7 +144,7 @@ class PackedForward:
         if not gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
             return  # nowhere to be used yet
         self._checked = True
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model):  # else each pass would have a dropout of its own
             gap = (packed()[0] - separate()[0]).abs() * mask_BC
         mean = gap.sum() / mask_BC.sum().clamp(min=1)
         worst = float(gather(mean.reshape(1)).max())
@@ -419,7 +419,42 @@ class PolicyPass:
         The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
         Of tokens that the policy has not sampled (`tool_mask`) they are 0, so that no two passes
         differ where the loss looks at nothing.
+
+        A pass without gradients scores tokens for a comparison, with an engine, an older policy or
+        a reference. None of them has dropout, so the pass has none either; TRL's has.
         """
+        learns = torch.is_grad_enabled()
+        with nullcontext() if learns else evaluating(model):
+            result = self._computed(
+                separate_rows,
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size,
+                compute_entropy,
+                compute_aux_loss,
+                inputs,
+            )
+        if self._seen is not None:
+            seen = self._seen
+            self._seen = None
+            seen(result[0].detach())
+        return result
+
+    def _computed(
+        self,
+        separate_rows: Callable[..., Result],
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None,
+        compute_entropy: bool,
+        compute_aux_loss: bool,
+        inputs: dict[str, Any],
+    ) -> Result:
+        """The result of the pass, packed where that is less work."""
         own = inputs.get("tool_mask", self._micro.get("tool_mask"))
         inputs = inputs if own is None else {**inputs, "tool_mask": own}
         inputs = with_image_columns(inputs, input_ids) if self._images else inputs
@@ -438,8 +473,4 @@ class PolicyPass:
         if own is not None:
             logps, entropies, auxiliary = result
             result = torch.where(own.bool(), logps, 0.0), entropies, auxiliary
-        if self._seen is not None:
-            seen = self._seen
-            self._seen = None
-            seen(result[0].detach())
         return result

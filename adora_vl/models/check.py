@@ -181,6 +181,21 @@ def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: boo
         )
 
 
+def dropout_notes(peft_config: Any, config: Any, *, one_step: bool) -> list[str]:
+    """What dropout of an adapter does to a run: at most one line.
+
+    `one_step`: whether a generation is learned from in one optimizer step, where the ratio of new
+    to old policy is 1.
+    """
+    share = getattr(peft_config, "lora_dropout", 0.0)
+    if not share or one_step or config.disable_dropout:
+        return []
+    return [
+        f"lora_dropout: {share:g} with several optimizer steps per generation: the ratio of new to "
+        "old policy has the noise of dropout, and is clipped for it; lora_dropout: 0 has none"
+    ]
+
+
 def lora_of(model: ModelConfig) -> Any:
     """PEFT's config by a command's keys; None without LoRA.
 

@@ -21,7 +21,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.prompt_lengths import served_length
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import evaluating, generation_logps
+from adora_vl.dedup.policy_pass import generation_logps
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.models.precision import HasModels, dtype_name
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -276,7 +276,7 @@ def drift_measured(
     def judged() -> None:
         rollouts = _rollouts(trainer, prompts, ticket.join())
         # a rank may have an image among them where another one has none
-        with trainer.images.vision.unshared(), evaluating(trainer.model):
+        with trainer.images.vision.unshared():
             check(score(trainer, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
 
     return judged

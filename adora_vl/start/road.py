@@ -237,6 +237,7 @@ def parts(run: Checked) -> None:
             f"resume_from_checkpoint: {wanted} in the config is not read by train(), as in "
             "Transformers; write train(resume_from_checkpoint=...)"
         )
+    run.notes += fits.dropout_notes(run.peft_config, run.config, one_step=run.plan.has_one_step)
 
 
 def processor(run: Checked) -> None:

@@ -108,7 +108,11 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
     """
     processes = 2 if where == "zero3" else 1
     with vllm_server(tmp_path) if where == "server" else nullcontext() as server:
-        adapter = sft_adapter(tmp_path / "sft", modules_to_save=None if server else ["lm_head"])
+        adapter = sft_adapter(
+            tmp_path / "sft",
+            modules_to_save=None if server else ["lm_head"],
+            lora_dropout=0.05,  # TRL's default
+        )
         words = ["--model_name_or_path", str(adapter), "--beta", "0.1", "--learning_rate", "1e-3"]
         if where != "server":
             words += ["--adora_rollouts.budget", "9"]
