@@ -294,9 +294,8 @@ def _spelled(text: str) -> str:
         while wrapped:  # the innermost ones first: `\textbf{5\text{ cm}}`
             text, wrapped = _TEXT.subn(r" \1\2 ", text)
         text = _UNBRACED.sub(" ", text)
-    if "^" in text:
-        if "o" in text:
-            text = _SMALL_O.sub(r"^\\circ ", text)
+    if "^" in text and "o" in text:
+        text = _SMALL_O.sub(r"^\\circ ", text)
     text = in_degrees(text)
     text = _BARE_COMMAND.sub(r"\\\1", text)
     for word, pattern, replacement in _COMMANDS if "\\" in text else ():
