@@ -181,9 +181,12 @@ def reads(
             part.files,
             part.texts_only,
             drop_instruction,
-            part.said,
+            said=part.said,
         )
-        for place, record in part.begin():
+        for position, (place, record) in enumerate(part.begin()):
+            if position == 0 and not isinstance(record, BadRecord):
+                truths = isinstance(record.get(columns.answer), bool)
+                context = replace(context, truths=truths)
             wanted = tests is None or tests.takes(number, record, part) == (split == "test")
             number += 1
             if limit is not None and given >= limit:
@@ -243,7 +246,7 @@ def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
                 f"image_dir: there is no folder {columns.image_dir!r}; name the one that has the "
                 "pictures"
             )
-        files = FileRoot(folder.resolve(), folder.resolve())
+        files = FileRoot(folder.resolve(), folder.resolve(), by_tail=True)
     said, begin = open_table(file, columns)
     return TablePart(name, begin, files, format_of(file) in TEXT_TABLES, file, said)
 
