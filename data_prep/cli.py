@@ -469,7 +469,19 @@ def _add_convert(commands: Any) -> None:
         "--image-dir",
         type=optional(path),
         metavar="DIR",
-        help="where paths of images begin, default: by the table",
+        help="where paths of images begin, default: by the table; also of paths of another machine",
+    )
+    add(
+        "--keep-options-in-text",
+        action="store_true",
+        default=None,
+        help="options in the text of a problem do not become choices",
+    )
+    add(
+        "--text-answers",
+        action="store_true",
+        default=None,
+        help="sentences are reference answers too, right for the same text alone",
     )
     add(
         "--name",
@@ -559,6 +571,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     columns = preset.columns if preset else columns_of_words(arguments.columns)
     given = {"decimal_comma": arguments.decimal_comma, "answer_is": arguments.answer_is or ""}
     given["image_dir"] = str(arguments.image_dir or "")
+    given["text_answers"] = arguments.text_answers
+    given["keep_options_in_text"] = arguments.keep_options_in_text
     columns = replace(columns, **{name: value for name, value in given.items() if value})
     if preset and preset.id:
         name = name or arguments.preset  # the data set's own

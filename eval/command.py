@@ -88,6 +88,13 @@ def build_parser(benchmark: Benchmark) -> Parser:
         sub = verbs.add_parser(verb, help=what)
         if verb == "score":
             sub.add_argument("--predictions", type=optional(path), metavar="FILE.jsonl")
+            sub.add_argument(
+                "--columns",
+                nargs="+",
+                default=(),
+                metavar="OURS=THEIRS",
+                help="fields under another name: pid=index response=prediction",
+            )
             where = "a folder for score.json, or a file whose name ends in .json"
         else:
             _add_inference(sub, benchmark)

@@ -5,6 +5,7 @@ text, a number.
 import ast
 import math
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date, time
 from decimal import Decimal
@@ -15,8 +16,10 @@ from adora_vl.conversion.chat import answer_of_chat
 from adora_vl.conversion.columns import ANSWER_IS, Columns
 from adora_vl.conversion.placeholders import in_words
 from adora_vl.conversion.problem import RowError, reads_as_letter, storable
+from adora_vl.conversion.stated import stated_answer
 from adora_vl.rewards import canonical_gold, verify_gold
-from adora_vl.rewards.completion import last_boxed
+from adora_vl.rewards.completion import boxes_in_a_row
+from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import GivenTwiceError, read_json, shown
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
@@ -34,15 +37,18 @@ Refuse = Callable[[str, str, str], RowError]
 MISSING = type("Missing", (), {"__repr__": lambda self: "missing"})()
 
 
-def answer_of(record: Record, columns: Columns, refuse: Refuse) -> str:
-    """The reference answer: also that of a whole solution, or of a conversation's last turn.
+def answer_of(
+    record: Record, columns: Columns, refuse: Refuse, truths: bool = False
+) -> tuple[str, bool]:
+    """The reference answer: also that of a whole solution, or of a conversation's last turn; and
+    whether it was taken from behind words such as `The answer is`.
 
-    Raises `RowError`.
+    `truths`: the column has truth values. Raises `RowError`.
     """
     column = columns.answer
     value = record.get(column, MISSING)
     value = listed(value, isinstance(value, str) and value.lstrip().startswith("[{"))
-    found = number_or_text(answer_of_chat(value) if isinstance(value, list) else value)
+    found = number_or_text(answer_of_chat(value) if isinstance(value, list) else value, truths)
     if found is None or not found.strip():
         remedy = "make it a text or a finite number in"
         if isinstance(value, date | time):
@@ -53,11 +59,20 @@ def answer_of(record: Record, columns: Columns, refuse: Refuse) -> str:
         raise refuse("field_type", f"{column!r} is {shown(value)}", remedy)
     block = _ANSWER_BLOCK.fullmatch(found)
     found = block[1] if block else found
-    # also that of a whole solution
-    inside = last_boxed(found) if found.count("\\boxed") == 1 else None
+    found = final_part(found) or found  # a draft in a block of thinking is no answer
+    boxes = boxes_in_a_row(found, answer_tags=False)
     after = _AFTER_SOLUTION.fullmatch(found)
-    found = inside or (after[1] if after else found).strip()
-    return with_points(found, refuse) if columns.decimal_comma and isinstance(value, str) else found
+    stated = None
+    if boxes and all(boxes):
+        found = ", ".join(boxes)
+    elif after:
+        found = after[1].strip()
+    elif not columns.text_answers:
+        stated = stated_answer(found)
+        found = (stated or found).strip()
+    if columns.decimal_comma and isinstance(value, str):
+        found = with_points(found, refuse)
+    return found, stated is not None
 
 
 _COMMA = re.compile(r"(?<![\d,.])(\d{1,3}(?:\.\d{3})+|\d+)(?:,|\{,\})(\d+)(?![\d,.])")
@@ -96,11 +111,15 @@ def with_points(text: str, refuse: Refuse) -> str:
     return re.sub("\0", lambda _: kept.pop(0), made)
 
 
-def number_or_text(value: Any) -> str | None:
-    """A text, or a finite number as people write it; None for anything else."""
+def number_or_text(value: Any, truths: bool = False) -> str | None:
+    """A text or a finite number as people write it, with `truths` also a truth value; None for
+    anything else.
+    """
     if isinstance(value, str):
         return value if storable(value) else None
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+    if isinstance(value, bool):
+        return str(value) if truths else None
+    if not isinstance(value, int | float | Decimal):
         return None
     if isinstance(value, int):
         return str(value)
@@ -108,9 +127,27 @@ def number_or_text(value: Any) -> str | None:
         return None
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return str(int(value))  # a table with one null makes floats of all its whole numbers
-    return format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
+    return format(Decimal(_shortest(value)) if isinstance(value, float) else value, "f")
 
 
+def _shortest(value: float) -> str:
+    """The digits of a float: 0.1 also for 0.10000000149011612, which a column of float32 has for it."""
+    digits = repr(value)
+    if len(digits) < _DIGITS_OF_A_DOUBLE or abs(value) > _LARGEST_SINGLE or _single(value) != value:
+        return digits
+    return next(
+        text for places in range(1, 18) if _single(float(text := f"{value:.{places}g}")) == value
+    )
+
+
+def _single(value: float) -> float:
+    """The nearest float of 32 bits."""
+    found: float = struct.unpack("f", struct.pack("f", value))[0]
+    return found
+
+
+_DIGITS_OF_A_DOUBLE = 14  # characters that a number of single precision has by accident alone
+_LARGEST_SINGLE = 3e38
 _LONGEST_LIST = 100_000  # characters of a list in Python's spelling
 
 
@@ -213,12 +250,11 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
             if canonical_gold(choice) == canonical_gold(answer)
         ]
     labelled = _LETTERED.match(answer)  # `B. 4`
-    if (
-        labelled
-        and labelled[1] in letters
-        and choices[letters.index(labelled[1])] == answer[labelled.end() :]
-    ):
-        by_letter = labelled[1]
+    if labelled and labelled[1] in letters:
+        own = choices[letters.index(labelled[1])]
+        beside = answer[labelled.end() :].strip()
+        if own == beside or canonical_gold(own) == canonical_gold(beside):
+            by_letter = labelled[1]
     found = {*by_text, *([by_letter] if by_letter else [])}
     indexed = (
         []

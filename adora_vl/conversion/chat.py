@@ -40,7 +40,7 @@ def pictures_of_chat(value: Any) -> list[Any]:
     asked = _turns(value, "user")
     parts = asked[0] if len(asked) == 1 and isinstance(asked[0], list) else []
     found = [
-        _picture_of(part)
+        picture_of(part)
         for part in parts
         if isinstance(part, Mapping) and part.get("type") in _PICTURES
     ]
@@ -81,7 +81,7 @@ def _turns(value: Any, of: str) -> list[Any]:
     return found
 
 
-def _picture_of(part: Mapping[str, Any]) -> Any:
+def picture_of(part: Mapping[str, Any]) -> Any:
     """`{"image_url": {"url": X}}`, `{"image_url": X}`, `{"image": X}` and `{"url": X}` hold X."""
     for key in ("image_url", "image", "url", "path"):
         value = part.get(key)

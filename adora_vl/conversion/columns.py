@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from datasets import Features
 
 OURS = ("problem", "answer", "images", "choices", "id")
-OPTIONS = ("decimal_comma", "answer_is", "image_dir")  # of how columns are read, beside their names
+# Of how columns are read, beside their names.
+OPTIONS = ("decimal_comma", "answer_is", "image_dir", "text_answers", "keep_options_in_text")
+_SWITCHES = ("decimal_comma", "text_answers", "keep_options_in_text")
 # one of the options, or its place, counted from 0 or from 1
 ANSWER_IS = (
     "value",
@@ -70,6 +72,8 @@ class Columns:
     decimal_comma: bool = False  # `52,5` in an answer or option is a number
     answer_is: str = ""  # of `ANSWER_IS`: what a whole number beside choices is
     image_dir: str = ""  # where the paths of images begin, in place of the table's folder
+    text_answers: bool = False  # a sentence is a reference answer too
+    keep_options_in_text: bool = False  # options in the problem's text do not become choices
 
     @property
     def wanted(self) -> list[str]:
@@ -156,7 +160,8 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
             )
     found: dict[str, tuple[str, ...]] = {}
     given = {name: mapping[name] for name in OPTIONS if name in mapping}
-    for name, values in (("decimal_comma", (True, False)), ("answer_is", ANSWER_IS)):
+    switches = [(name, (True, False)) for name in _SWITCHES]
+    for name, values in (*switches, ("answer_is", ANSWER_IS)):
         if given.get(name, values[0]) not in values:
             raise UserError(
                 f"{key}: {name} is {given[name]!r:.60}; write one of "

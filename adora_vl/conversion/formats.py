@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import sys
+import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 
 from adora_vl.conversion.columns import Columns, class_names, picked, require_columns
 from adora_vl.conversion.records import BadRecord
+from adora_vl.conversion.webdataset import samples
 from adora_vl.data.images import named_content
 from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
 from adora_vl.utils.errors import UserError, in_one_line
@@ -31,7 +33,8 @@ Table = tuple[list[str], str, Callable[[], Records]]
 EXCEL = (".xlsx", ".xlsm")
 SAVED = "state.json"
 TEXT_TABLES = (".csv", ".tsv", *EXCEL)  # a cell is one value, so a list is written as JSON
-ENDINGS = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet", ".arrow")
+WEBDATASET = ".tar"
+ENDINGS = (".jsonl", ".ndjson", ".json", *TEXT_TABLES, ".parquet", ".arrow", WEBDATASET)
 _ARROW = (".parquet", ".arrow", SAVED)
 _BATCH_ROWS = 64  # in memory at a time
 _FIRST = 100  # JSON records that are looked through for a column
@@ -65,9 +68,8 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
         if format_of(path) in _ARROW:
             (present, said, begin), features = _arrow(path, columns)
         else:
-            text = {**dict.fromkeys(EXCEL, _workbook), ".csv": _csv, ".tsv": _csv}.get(
-                format_of(path), _json
-            )
+            readers = {**dict.fromkeys(EXCEL, _workbook), ".csv": _csv, ".tsv": _csv}
+            text = {**readers, WEBDATASET: _shard}.get(format_of(path), _json)
             present, said, begin = text(path, columns)
         double = next((name for name in columns.wanted if present.count(name) > 1), None)
         if double is not None:
@@ -91,7 +93,7 @@ def open_table(path: Path, columns: Columns) -> tuple[str, Callable[[], Records]
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, UnicodeError, csv.Error, pa.ArrowException) as error:
+    except (OSError, UnicodeError, csv.Error, pa.ArrowException, tarfile.TarError) as error:
         reason = (
             error.strerror if isinstance(error, OSError) and error.strerror else in_one_line(error)
         )
@@ -324,6 +326,15 @@ def _sheet_rows(sheet: Any, names: list[str]) -> Records:
             f"row {number}",
             dict(zip(names, [*values, *[None] * (len(names) - len(values))], strict=False)),
         )
+
+
+def _shard(path: Path, columns: Columns) -> Table:
+    """A tar of webdataset, whose columns are those of its first rows."""
+    begin = partial(samples, path)
+    names: dict[str, None] = {}
+    for _, record in islice(begin(), _FIRST):
+        names |= dict.fromkeys(record if isinstance(record, dict) else ())
+    return list(names), "", begin
 
 
 def _json(path: Path, columns: Columns) -> Table:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from adora_vl.conversion.chat import picture_of
 from adora_vl.conversion.problem import MAX_FILE_BYTES
 from adora_vl.data.images import UnreadableImageError, file_within, is_picture
 from adora_vl.utils.cli import read_json, shown
@@ -47,6 +48,9 @@ class FileRoot:
 
     folder: Path | None = None  # in which they start, the table's own
     root: Path | None = None  # which they may not leave, the input's
+    by_tail: bool = (
+        False  # paths of another machine lead to the file with the longest tail of theirs
+    )
     stored: str = ""  # the beginning of the paths of the hub's own files, whose bytes `fetch` gets
     fetch: Fetch | None = None
 
@@ -57,7 +61,7 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
     Raises `PictureError`.
     """
     if isinstance(value, dict):
-        value = value.get("bytes") if value.get("bytes") is not None else value.get("path")
+        value = value.get("bytes") if value.get("bytes") is not None else picture_of(value)
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str) or not value.strip():
@@ -107,7 +111,7 @@ def listed_pictures(value: Any) -> list[Any]:
 
 
 def _path_in(value: Any) -> str:
-    name = value.get("path") if isinstance(value, dict) and value.get("bytes") is None else value
+    name = picture_of(value) if isinstance(value, dict) and value.get("bytes") is None else value
     named = isinstance(name, str) and len(name) <= _LONGEST_PATH and name[:5].lower() != "data:"
     return str(name).strip() if named else ""
 
@@ -157,6 +161,9 @@ def _inside(name: str, files: FileRoot) -> Path:
             "not_a_file", f"is the path {shown(name)}, and there are no files", "put the bytes into"
         )
     path = unquote(name[len(_FILE_URL) :]) if name.lower().startswith(_FILE_URL) else name
+    elsewhere = _OF_A_MACHINE.match(path) and not Path(path).is_relative_to(files.root)
+    if elsewhere and files.by_tail:
+        path = _longest_tail(path, files.folder) or path
     if Path(path).is_absolute():
         path = os.path.relpath(path, files.folder)
     try:
@@ -167,7 +174,19 @@ def _inside(name: str, files: FileRoot) -> Path:
         if error.kind == "path_outside":
             wrong = "which leads out of the input's folder"
             remedy = "put the picture into it, and its path into"
+            if elsewhere:
+                remedy = "name the folder that has the end of the path, with --image-dir DIR, for"
         raise PictureError(error.kind, f"is the path {shown(name)}, {wrong}", remedy) from error
+
+
+_OF_A_MACHINE = re.compile(r"/|[A-Za-z]:[\\/]")  # an absolute path of any system
+
+
+def _longest_tail(path: str, folder: Path) -> str:
+    """The longest end of a path that is a file in `folder`; empty where none is."""
+    parts = [part for part in path.replace("\\", "/").split("/") if part not in ("", ".", "..")]
+    tails = ("/".join(parts[start:]) for start in range(len(parts)))
+    return next((tail for tail in tails if (folder / tail).is_file()), "")
 
 
 def located(name: str, files: FileRoot) -> Path:

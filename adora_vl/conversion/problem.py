@@ -229,6 +229,10 @@ def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
     rule, _, spelling = reason.partition(": ")
     if rule == "decimal_comma":
         spelling += "; --decimal-comma reads all as decimals"
+    if re.match(r"\s*[(（]?[A-H][)）]?\s*[.:：、)]\s*\S", gold):
+        spelling = (
+            "name the options, choices=COLUMN, so that the letter is one, or write the value alone"
+        )
     wrong = f"the gold answer {gold!r:.200} cannot be met by any answer ({rule})"
     return f"gold_{rule}" if spelling else "gold", wrong, f"{spelling or _A_GOLD}, in"
 

@@ -140,6 +140,14 @@ NOTES = {
         "have words beside a number as the answer, such as {example}: the number alone is wrong "
         "for them, so give the number, and say in the problem what it counts"
     ),
+    "stated": (
+        "have a solution or a sentence as the answer, such as {example}: what stands behind its last "
+        "`Answer:` or `The answer is` was taken"
+    ),
+    "options_in_text": (
+        "have their options in the text of the problem, such as {example}: they became choices, "
+        "which the prompt lists; --keep-options-in-text leaves them there"
+    ),
     "no_answer": (
         "have an answer that many tables write where there is none, such as {example}: it is "
         "taken as a text, so leave such rows out unless it is one"

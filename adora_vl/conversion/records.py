@@ -22,6 +22,7 @@ from adora_vl.conversion.chat import (
     without_instruction,
 )
 from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.options_in_text import options_in_text
 from adora_vl.conversion.pictures import (
     FileRoot,
     PictureError,
@@ -31,9 +32,12 @@ from adora_vl.conversion.pictures import (
 )
 from adora_vl.conversion.placeholders import place_images
 from adora_vl.conversion.problem import RawProblem, RowError, check_gold, several_faults, storable
+from adora_vl.conversion.stated import is_sentence
 from adora_vl.utils.cli import shown
 
 _EMPTY_PICTURES: tuple[Any, ...] = (None, "", [], (), {"bytes": None, "path": None})
+# What pandas and others write into a text table where there is no picture.
+_NO_PICTURE = ("nan", "NaN", "None", "null", "NULL")
 _LONGEST_ID = 200
 
 
@@ -56,6 +60,7 @@ class Context:
     files: FileRoot
     texts_only: bool = False  # cells are texts, as in CSV, so a list is written as JSON
     drop_instruction: bool = False
+    truths: bool = False  # the first answer of the table is true or false
     said: str = ""  # of how it is read, for the notes
 
 
@@ -84,20 +89,30 @@ def read_record(
     with several_faults() as read:
         found: tuple[str, dict[str, str]] | None = read(_problem, record, context, refuse)
         problem, notes = found or ("", {})
-        answer = read(answer_of, record, columns, refuse)
+        answer, stated = read(answer_of, record, columns, refuse, context.truths) or (None, False)
         choices, named = read(choices_of, record, columns, context.texts_only, refuse) or (
             None,
             False,
         )
         pictures = read(_images, record, context, refuse)
         images, spelled, has_none = pictures or ((), "", False)
-        if answer is not None and choices is not None:
+        in_text = None
+        if answer is not None and not columns.choices:
+            in_text = _options_in_text(problem, answer, columns, refuse)
+        if in_text is not None:
+            problem, choices, answer = in_text
+            notes["options_in_text"] = row_id
+        elif answer is not None and choices is not None:
             letter = read(letter_of, answer, choices, columns.answer_is, refuse)
             answer = gold_of(letter, choices) if letter else ""
+        elif answer is not None and not columns.text_answers and is_sentence(answer):
+            read(_refuse_sentence, answer, refuse)
         elif answer is not None and None in (found, pictures):
             read(check_gold, answer, refuse)
     if named:
         notes["options"] = row_id
+    if stated:
+        notes["stated"] = f"{row_id} ({shown(answer, 40)})"
     if spelled:
         notes["spelling"] = f"{row_id} ({spelled})"
     if context.said:
@@ -127,6 +142,29 @@ def read_record(
         extras=extras,
         notes=notes,
     )
+
+
+def _options_in_text(
+    problem: str, answer: str, columns: Columns, refuse: Refuse
+) -> tuple[str, list[str], str] | None:
+    """The problem without the options in its text, these, and the reference answer; None where it
+    has none, or the answer is none of them.
+    """
+    found = None if columns.keep_options_in_text else options_in_text(problem)
+    if found is None:
+        return None
+    rest, choices = found
+    try:
+        letter = letter_of(answer, choices, columns.answer_is or "value", refuse)
+    except RowError:
+        return None
+    return rest, choices, gold_of(letter, choices)
+
+
+def _refuse_sentence(answer: str, refuse: Refuse) -> None:
+    wrong = f"the gold answer {answer!r:.200} is a sentence, which hardly any answer repeats"
+    remedy = "write the answer alone, or keep such texts with --text-answers, in"
+    raise refuse("gold_sentence", wrong, remedy)
 
 
 def _refusal(
@@ -195,6 +233,10 @@ def pictures_beside(record: Record, columns: Columns, *, texts_only: bool) -> li
         ]
     value = listed(record.get(columns.images[0]), texts_only) if columns.images else None
     value = value.strip() if isinstance(value, str) else value
+    if isinstance(value, float) and value != value:
+        value = None
+    if texts_only and value in _NO_PICTURE:
+        value = None
     return [] if value in _EMPTY_PICTURES else listed_pictures(value)
 
 

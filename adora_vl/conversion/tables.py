@@ -183,7 +183,10 @@ def reads(
             drop_instruction=drop_instruction,
             said=part.said,
         )
-        for place, record in part.begin():
+        for position, (place, record) in enumerate(part.begin()):
+            if position == 0 and not isinstance(record, BadRecord):
+                truths = isinstance(record.get(columns.answer), bool)
+                context = replace(context, truths=truths)
             wanted = tests is None or tests.takes(number, record, part) == (split == "test")
             number += 1
             if limit is not None and given >= limit:
@@ -243,7 +246,7 @@ def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
                 f"image_dir: there is no folder {columns.image_dir!r}; name the one that has the "
                 "pictures"
             )
-        files = FileRoot(folder.resolve(), folder.resolve())
+        files = FileRoot(folder.resolve(), folder.resolve(), by_tail=True)
     said, begin = open_table(file, columns)
     return TablePart(
         location=name,

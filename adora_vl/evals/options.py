@@ -5,7 +5,7 @@ which a training makes without a command line.
 """
 
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -111,5 +111,7 @@ class ScoreOptions:
 
     answer_tags: bool = False
     """Whether the prompts asked for `<answer> </answer>`, so that an answer may stand in them."""
+    columns: Sequence[str] = ()
+    """The names of fields in a file of predictions, `OURS=THEIRS` each."""
     output: Path | None = None
     """Where the score is written: a folder, or a file whose name ends in `.json`."""

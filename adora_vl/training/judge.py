@@ -6,7 +6,7 @@ On the same rollouts every column is TRL 1.16's to the bit (`tests/parity/test_o
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -21,6 +21,7 @@ from adora_vl.rewards.thinking import closes_block, opens_thinking
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup, graded
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.extensions import Extension
+from adora_vl.training.first_answers import FirstAnswers
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
@@ -74,6 +75,7 @@ class Judge:
     scored: bool  # whether who samples says log-probabilities
     multiple: int | None = None  # of which the widths of columns are multiples; None for any
     tools: bool = False  # whether not all tokens are the policy's
+    first_answers: FirstAnswers = field(default_factory=FirstAnswers)
     other_images: bool = False  # whether some rollouts see other images than the trainer
 
     def __call__(
@@ -115,6 +117,8 @@ class Judge:
         scores = self.grader(grades, prompts.ids, completions, texts, ended, size, step)
         generation.scores = scores
         training = mode == "train"
+        if training and self.context.accelerator.is_main_process:
+            self.first_answers.look(rows, scores)
         if training:
             self.drift_guard.check_batch(batch, step)
         else:  # in a training those are counted that are learned from

@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -41,12 +41,17 @@ def key(row: Prediction) -> tuple[str, int]:
 
 
 def read_predictions(
-    path: Path, check: Callable[[Prediction], str | None] | None = None, id_column: str = "pid"
+    path: Path,
+    check: Callable[[Prediction], str | None] | None = None,
+    id_column: str = "pid",
+    columns: Mapping[str, str] | None = None,
 ) -> list[Prediction]:
-    """All rows of a predictions file, in its order.
+    """All rows of a predictions file, in its order: an object a line, or one list of objects, or one
+    object with a row under each id, as MathVista publishes them.
 
     `check` says what a benchmark finds wrong with a row. A numeric `pid` becomes text, a missing
-    one is taken from `id_column`, and a null response is an empty one. Raises `UserError` with a
+    one is taken from `id_column`, and a null response is an empty one. `columns`: from our names to
+    those of the file, in which a dot leads into an object or a list. Raises `UserError` with a
     line for each row (counted from 1) that is no JSON object, has a fault (`row_fault`), or has an
     id that an earlier row has.
     """
@@ -58,8 +63,8 @@ def read_predictions(
         raise UserError(f"predictions: {str(path)!r} cannot be read ({error.strerror})") from error
     rows: dict[tuple[str, int], tuple[int, Prediction]] = {}
     faults: list[str] = []
-    for number, line in enumerate(content.splitlines(), start=1):
-        row = _parsed(line, id_column)
+    for number, found in enumerate(_found_in(content), start=1):
+        row = _completed(found, id_column, columns or {}) if isinstance(found, dict) else found
         fault = row if isinstance(row, str) else row_fault(row) or (check(row) if check else None)
         if fault is None and isinstance(row, dict):
             first, _ = rows.setdefault(key(row), (number, row))
@@ -70,6 +75,8 @@ def read_predictions(
             )
         if fault:
             faults.append(f"row {number} {fault}")
+    if faults and "lacks the field" in faults[0]:
+        faults.append(": where fields have other names, say --columns pid=NAME response=NAME")
     refuse_rows(f"predictions: {path}", faults)
     if not rows:
         raise UserError(f"predictions: {path} has no rows")
@@ -140,13 +147,38 @@ def wrong_fields(row: Prediction, kinds: Mapping[str, Kind]) -> str | None:
     return missing_fields(row, tuple(kinds)) or next(wrong, None)
 
 
-def _parsed(line: bytes, id_column: str) -> Prediction | str:
+def _found_in(content: bytes) -> Iterator[Prediction | str]:
+    """The objects of a predictions file, and what is wrong in the place of one."""
+    lines = content.splitlines()
+    first = _parsed(lines[0]) if lines else ""
+    a_line_each = isinstance(first, dict) and not all(
+        isinstance(row, dict) for row in first.values()
+    )
+    whole = None
+    if not a_line_each:
+        with suppress(ValueError, RecursionError):
+            whole = read_json(content)
+    if isinstance(whole, list):
+        kind = "is no object of the list"
+        yield from (row if isinstance(row, dict) else kind for row in whole)
+    elif isinstance(whole, dict) and all(isinstance(row, dict) for row in whole.values()):
+        yield from ({"pid": name, **row} for name, row in whole.items())
+    else:
+        yield from map(_parsed, lines)
+
+
+def _parsed(line: bytes) -> Prediction | str:
     try:
         row = read_json(line)
     except (ValueError, RecursionError) as error:
         return f"is not JSON ({error}); expected one object a line"
-    if not isinstance(row, dict):
-        return f"is a JSON {type(row).__name__}, expected an object"
+    return row if isinstance(row, dict) else f"is a JSON {type(row).__name__}, expected an object"
+
+
+def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
+    """The row with its id as a text, and with the fields that have another name in the file."""
+    for ours, theirs in columns.items():
+        row |= {ours: value for value in _inside(row, theirs)}
     if "pid" not in row and id_column in row:
         row["pid"] = row[id_column]
     if isinstance(row.get("pid"), int) and not isinstance(row["pid"], bool):
@@ -154,6 +186,32 @@ def _parsed(line: bytes, id_column: str) -> Prediction | str:
     if "response" in row and row["response"] is None:
         row["response"] = ""
     return row
+
+
+def _inside(row: Any, path: str) -> list[Any]:
+    """What stands under a name, or under names with dots between them, in a list, which is empty
+    where nothing does.
+    """
+    if isinstance(row, dict) and path in row:
+        return [row[path]]
+    name, _, rest = path.partition(".")
+    if isinstance(row, list) and name.isdecimal() and int(name) < len(row):
+        value = row[int(name)]
+    elif isinstance(row, dict) and name in row:
+        value = row[name]
+    else:
+        return []
+    return _inside(value, rest) if rest else [value]
+
+
+def columns_of(words: Sequence[str]) -> dict[str, str]:
+    """`pid=index response=prediction` as a mapping from our names to theirs. Raises `UserError`."""
+    found = {}
+    for word in words:
+        ours, sign, theirs = word.partition("=")
+        refuse((not (ours and sign and theirs), f"columns: {word!r:.60} is not OURS=THEIRS"))
+        found[ours] = theirs
+    return found
 
 
 def row_fault(row: Prediction) -> str | None:

@@ -8,7 +8,14 @@ from collections.abc import Callable, Sequence
 
 from adora_vl.data.prompts import without_letters
 from adora_vl.evals.records import Extraction
-from adora_vl.evals.scoring.number import MAX_CHARS, concluding_number, plain, refuses, sentences
+from adora_vl.evals.scoring.number import (
+    MAX_CHARS,
+    concluding_number,
+    json_answer,
+    plain,
+    refuses,
+    sentences,
+)
 from adora_vl.rewards import grade
 from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import final_part
@@ -19,12 +26,13 @@ _STATED = (
     r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
     r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
     r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
-    r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b|\bit (?:must|should|has to) "
+    r"|\bfinal(?: (?:answer|choice|option))?\s*(?=[:：=])|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b|\bit (?:must|should|has to) "
     r"be\b"
     r"|\b(?:respuesta|r[ée]ponse|antwort|resposta|risposta|ответ)\b(?: correct[ae])?(?: "
     r"(?:es|est|ist|é|è)\b)?"
     r"|答案|选项|故选|应选|选择|选|答えは)"
     r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
+    r"(?:not\s+[(（]?[A-Z][)）]?,?\s+but\s+(?:rather\s+)?)?"
 )
 _SAYS_ANSWER = re.compile(
     r"(?:\banswers?\b(?: to [^.\n]{0,80}?)?(?: \w+)? (?:is|are|would be|should be|must "
@@ -48,6 +56,31 @@ _CONCLUDED = (
 )
 _CORRECTED = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*"
 _DENIED = re.compile(r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$")
+# A letter behind such words is ruled out: `not a square (B)`.
+_RULED_OUT = re.compile(
+    r"(?:\bnot\b|\brather than\b|\binstead of\b)"
+    r"(?:(?!\b(?:so|but|thus|therefore|hence|is|it)\b)[^.,;()（）\n]){0,40}$",
+    re.IGNORECASE,
+)
+# A letter before such words is the answer of another problem: `answer B would be right if ...`.
+_SUPPOSED = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
+_ASIDE = re.compile(r"[(（]\s*(?:note|n\.b\.|remark|注)[^()（）]*[)）]", re.IGNORECASE)
+# What joins a letter to the next one, so that neither is the answer: `A or C`, `(A) (B)`, `A, B`.
+_OR = r"\s*(?:/|,?\s*\b(?:or|and/or)\b|或)\s*"
+_AND = r"\s*(?:[,，、;；&+]|,?\s*\band\b|和|与|及|(?<=[)）])(?=\s*[(（]))\s*(?:\b(?:and|or)\b\s*)?"
+# What ends a list of letters, and not `A and B are wrong`.
+_LIST_ENDS = (
+    r"\s*(?:[.。!?)）}\]\"']|\n|$|\b(?:are|is) (?:all |both )?(?:correct|right|true|possible))"
+)
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+_ORDINAL = re.compile(
+    rf"\b({'|'.join(_ORDINALS)}|last)\s+(?:option|choice|answer|one)\b|第([一二三四五六])(?:个)?选?项",
+    re.IGNORECASE,
+)
+_LONGEST_ORDINAL = 60  # characters of a response that says no more than `The third option.`
+_REASON = re.compile(r",?\s+(?:since|because|given that)\b", re.IGNORECASE)
+_YES = r"(?:yes|correct|right|true|✓|✔|✅|√|正确)"
+_NOT_SO = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|✗|✘|❌|×|错误)"
 _LONGEST_VALUE = 100  # characters
 _WORD = re.compile(r"(?<![\\a-z])[a-z]{4}")
 _CONCLUDES = re.compile(
@@ -77,6 +110,13 @@ def lettered_options(text: str, mark: re.Pattern[str]) -> list[str]:
     ]
 
 
+# A quick look before the longer one.
+_OR_BEFORE = re.compile(
+    r"(?:(?:\bor|\band|[/,，、;；&+或和与及])\s*(?:(?:option|choice)\s+)?[(（]?|[)）]\s*[(（])$",
+    re.IGNORECASE,
+)
+
+
 class _Reader:
     """The choices of one item in the forms in which a response may name them."""
 
@@ -94,7 +134,7 @@ class _Reader:
         # case will do.
         self.letter = (
             rf"(?:[(（\[]\s*({either})\s*[)）\]]|({capital})(?=\s*(?:[.,:;)）、。，：で]|\n"
-            rf"|$))|({capital})(?![\w'’])"
+            rf"|$))|({capital})(?![A-Za-z0-9_'’])"
             rf"|({either})(?=[.!]?\s*$))"
         )
         self.stated = re.compile(rf"(?i:{_STATED})[\"'“‘]?{self.letter}")
@@ -113,6 +153,23 @@ class _Reader:
         )
         self.in_brackets = re.compile(rf"[(（]\s*({either})\s*[)）]")
         self.named = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
+        named = rf"(?:(?i:option|choice|answer)\s+)?[(（]?{capital}(?![A-Za-z0-9_'’])[)）]?"
+        self.joined_behind = re.compile(
+            rf"[)）]?(?:(?:{_AND}{named})*{_OR}{named}|(?:{_AND}{named})+{_LIST_ENDS})"
+        )
+        self.joined_before = re.compile(
+            rf"(?<![A-Za-z0-9_]){named}(?:{_OR}|{_AND})(?:(?i:option|choice)\s+)?[(（]?$"
+        )
+        self.fits = re.compile(
+            rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|(?:is|must be)"
+            r"(?: the)? (?:correct|right|answer|best|only one)\b)"
+        )
+        self.judged = re.compile(
+            rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*[:.)）、–—-]"
+            rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:({_YES})|({_NOT_SO}))(?![A-Za-z])",
+            re.IGNORECASE,
+        )
+        self.repeated = _options_as_they_stand(choices, self.letters)
 
     def index(self, match: re.Match[str]) -> int:
         letter = next(group for group in match.groups() if group)
@@ -125,9 +182,22 @@ class _Reader:
         found = [
             self.index(match)
             for match in pattern.finditer(text, start)
-            if not _dismissed(text, match)
+            if not _dismissed(text, match) and not self.joined(text, match)
         ]
         return found[-1] if found else None
+
+    def joined(self, text: str, match: re.Match[str]) -> bool:
+        """Whether the letter is one of several, as in `A or C` and `(A) (B) (C) (D)`."""
+        group = next(number for number, letter in enumerate(match.groups(), 1) if letter)
+        before = text[max(0, match.start(group) - 30) : match.start(group)]
+        behind = self.joined_behind.match(text, match.end(group), match.end(group) + 60)
+        return behind is not None or (
+            _OR_BEFORE.search(before) is not None and self.joined_before.search(before) is not None
+        )
+
+    def without_options(self, text: str) -> str:
+        """A text without the options where it repeats all of them with their letters."""
+        return self.repeated.sub(" ", text) if self.repeated else text
 
     def resolve(self, text: str) -> int | None:
         """The choice that a short text (such as a box) means: by its text, by a letter, by its
@@ -144,6 +214,8 @@ class _Reader:
             or self.leading.match(shown)
             or re.search(rf"(?<!\w)[(（]([{letters}])[)）]\W*$", shown)
         )
+        if letter and self.joined(shown, letter):
+            return None
         if letter:
             return self.index(letter)
         if (equal := self.equal(text)) is not None:
@@ -206,6 +278,17 @@ class _Reader:
         return [index for _, index in sorted(places)]
 
 
+def _options_as_they_stand(choices: Sequence[str], letters: str) -> re.Pattern[str] | None:
+    """All options with their letters, in a row, as the problem shows them."""
+    if len(choices) < 2 or not all(map(str.strip, choices)):
+        return None
+    rows = []
+    for letter, choice in zip(letters, choices, strict=True):
+        text = r"\s*".join(map(re.escape, plain(choice).split()))
+        rows.append(rf"[(（]?{letter}[)）]?\s*[.:：、)]?\s*{text}")
+    return re.compile(r"(?<![A-Za-z0-9])" + r"[\s,;.，；。]*".join(rows))
+
+
 def _key(text: str, *, keep_end: bool = False) -> str:
     """A choice's text in one spelling: case, spaces, thousands separators, `.0`, degree words and
     decorations aside.
@@ -241,10 +324,13 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     """
     response = final_part(response)
     response = (answer_block(response) or response)[-MAX_CHARS:].strip()
+    response = json_answer(response) or response
     if not response:
         return Extraction("", "empty")
     reader = _Reader(choices)
-    text = plain(response).strip()
+    text = reader.without_options(_ASIDE.sub(" ", plain(response))).strip()
+    if not text:
+        return Extraction("", "no_answer")
     # The value in a box where all choices are values and none is this one.
     box = last_boxed(response) or ""
     valued = _has_value(box) and all(
@@ -279,7 +365,11 @@ def _stated_letter(reader: _Reader, text: str) -> int | None:
 
     Of `the answer is A circle` the choice `a circle` or `circle`.
     """
-    matches = [match for match in reader.stated.finditer(text) if not _dismissed(text, match)]
+    matches = [
+        match
+        for match in reader.stated.finditer(text)
+        if not _dismissed(text, match) and not reader.joined(text, match)
+    ]
     if not matches:
         return None
     corrected = reader.last(reader.corrected, text, matches[-1].end())
@@ -295,6 +385,8 @@ def _dismissed(text: str, match: re.Match[str]) -> bool:
     """
     before = text[max(0, match.start() - 15) : match.start()]
     behind = text[match.end() : match.end() + 40]
+    if _SUPPOSED.match(behind):
+        return True
     return bool(_WRONG.search(before + " | " + behind.split("\n")[0]))
 
 
@@ -307,10 +399,47 @@ def _stated_text(reader: _Reader, text: str) -> int | None:
             equal = reader.equal(rest.strip(" .:"))
             if equal is not None:
                 return equal
-            mentioned = reader.mentioned(rest)
-            if len(set(mentioned)) == 1:
-                return mentioned[0]
+            for denied in (True, False):
+                mentioned = reader.mentioned(rest, denied=denied)
+                if len(set(mentioned)) == 1:
+                    return mentioned[0]
     return None
+
+
+def _judged(reader: _Reader, text: str) -> int | None:
+    """The one option that is called right where all others that are judged are called wrong."""
+    verdicts = {reader.index(match): match[2] is not None for match in reader.judged.finditer(text)}
+    right = [index for index, holds in verdicts.items() if holds]
+    return right[0] if len(verdicts) > 1 and len(right) == 1 else None
+
+
+def _ordinal(reader: _Reader, text: str) -> int | None:
+    """The option in `The third option.`, where that is all that is said."""
+    found = _ORDINAL.findall(text) if len(text) < _LONGEST_ORDINAL else []
+    if len(found) != 1:
+        return None
+    english, chinese = found[0]
+    if english.lower() == "last":
+        return len(reader.choices) - 1
+    index = _ORDINALS.index(english.lower()) if english else "一二三四五六".index(chinese)
+    return index if index < len(reader.choices) else None
+
+
+def _in_brackets(reader: _Reader, text: str) -> int | None:
+    """The last letter in brackets that is not ruled out, as in `a triangle (C), not a square (B)`."""
+    found = [
+        reader.index(match)
+        for match in reader.in_brackets.finditer(text)
+        if not _dismissed(text, match)
+        and not reader.joined(text, match)
+        and not _RULED_OUT.search(text[max(0, match.start() - 60) : match.start()])
+    ]
+    return found[-1] if found else None
+
+
+def _leading_letter(reader: _Reader, text: str) -> int | None:
+    found = reader.leading.match(text)
+    return None if found is None or reader.joined(text, found) else reader.index(found)
 
 
 def _yes_no(reader: _Reader, text: str) -> int | None:
@@ -328,8 +457,9 @@ def _mentioned(reader: _Reader, text: str) -> int | None:
     parts = sentences(text)
     concluding = [part for part in parts if _CONCLUDES.search(part)]
     for part in [*reversed(concluding), *reversed(parts)]:
-        for denied in (True, False):
-            found = set(reader.mentioned(part, denied=denied))
+        head = _REASON.split(part, maxsplit=1)[0]  # a square, since a circle has no sides
+        for said, denied in ((part, True), (part, False), (head, True)):
+            found = set(reader.mentioned(said, denied=denied))
             if len(found) == 1:
                 return found.pop()
     return None
@@ -371,12 +501,12 @@ _STATED_RULES: _Rules = (
 )
 _RULES: _Rules = (
     *_STATED_RULES,
+    ("judged", _judged),
     ("concluded_letter", lambda reader, text: reader.last(reader.concluded, text)),
-    (
-        "leading_letter",
-        lambda reader, text: reader.index(found) if (found := reader.leading.match(text)) else None,
-    ),
-    ("letter_in_brackets", lambda reader, text: reader.last(reader.in_brackets, text)),
+    ("leading_letter", _leading_letter),
+    ("letter_in_brackets", _in_brackets),
+    ("letter_that_fits", lambda reader, text: reader.last(reader.fits, text)),
+    ("ordinal", _ordinal),
     ("named_option", lambda reader, text: reader.last(reader.named, text)),
     ("yes_no", _yes_no),
     ("mentioned", _mentioned),

@@ -8,7 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adora_vl.data.prompts import asks_for_answer_tags
-from adora_vl.evals.inference.predictions import read_predictions, score_path
+from adora_vl.evals.inference.predictions import (
+    columns_of,
+    read_predictions,
+    score_path,
+)
 from adora_vl.evals.inference.provenance import FILE_NAME, read, versions, write_json
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark, Prediction, Scored
@@ -42,7 +46,8 @@ def score_file(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -
     """The score of a predictions file, with the fingerprint that lies beside it, or null if there
     is none.
     """
-    rows = read_predictions(predictions, benchmark.check, benchmark.id_column)
+    columns = columns_of(options.columns)
+    rows = read_predictions(predictions, benchmark.check, benchmark.id_column, columns)
     path = predictions.parent / FILE_NAME
     fingerprint = read(path) if path.is_file() else None
     asked = (fingerprint or {}).get("asked") or {}

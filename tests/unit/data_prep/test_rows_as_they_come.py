@@ -420,7 +420,7 @@ COUNTED: dict[
     "words": (
         "the number alone is wrong for them",
         [  # a text, so that the number would be wrong at every step
-            *(("How long?", answer, 1) for answer in ("3 pens", "The answer is 5")),
+            ("How long?", "3 pens", 1),
             *(
                 ("How long?", answer, 0)
                 for answer in ("#### 5", "10 km/h", "5 cm", "x = 5", "3x + 1", "12:30")
@@ -429,6 +429,27 @@ COUNTED: dict[
                 ("How long?", answer, 0)
                 for answer in ("rhombus", "AD and BE", r"\angle 2 and \angle 6")
             ),
+        ],
+    ),
+    "stated": (
+        "what stands behind its last `Answer:`",
+        [
+            *(
+                ("How long?", answer, 1)
+                for answer in ("The answer is 5", "We add, so it is 5.\nAnswer: 5", "答案：5")
+            ),
+            *(("How long?", answer, 0) for answer in ("5", "#### 5", r"so \boxed{5}")),
+        ],
+    ),
+    "options_in_text": (
+        "--keep-options-in-text leaves them there",
+        [
+            ("Which? A: 4 B: 5 C: 6", "B", 1),
+            ("Which?\nOptions:\n(A) 4\n(B) 5", "5", 1),
+            ("Which?\nA. 4\nB. 5\nAnswer with the letter.", "B. 5", 1),
+            ("Which? A: 4 B: 5 C: 6", "7", 0),
+            ("A: (0, 0), B: (3, 4). How long is AB?", "5", 0),
+            ("Triangle ABC has a right angle at B. How long?", "B", 0),
         ],
     ),
     "no_answer": (

@@ -180,7 +180,7 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
         "#N/A": None,
         "約12": None,
         "Würfel": "Würfel",
-        "AB∥CD": "AB∥CD",
+        "AB∥CD": r"AB\parallel CD",
         "$5": None,
     }
     source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])

@@ -61,6 +61,18 @@ def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
         "x" + " \n" * 100_000 + "x",
         "is " * 50_000 + "5",
         "7 " * 12_500 + "=" * 25_000,
+        "A, " * 80_000,
+        "(A) " * 60_000,
+        "option A or " * 20_000,
+        "not a square (B) " * 15_000,
+        '{"answer": "' + "\\" * 100_000 + '"}',
+        '{"answer": ' * 20_000 + "}",
+        "the third option " * 15_000,
+        "15 since " * 25_000,
+        "(" + "15 (" * 50_000,
+        "### Answer\n" * 20_000,
+        "A: " * 60_000,
+        "3/4" * 60_000,
     ]
     for response in cases:
         with subtests.test(f"{response!r:.80}"):
