@@ -88,7 +88,7 @@ def test_a_change_in_training_has_an_interval_over_groups(
     first, last = rates[0] + rates[1], rates[-2] + rates[-1]
     low, high = welch(first, last)
     assert change is not None and change.over == "8 and 8 groups"
-    assert (change.low, change.high) == (pytest.approx(low), pytest.approx(high))
+    assert change.low == pytest.approx(low) and change.high == pytest.approx(high)
     assert is_noise(change) is noise
     result = result_of(run, log)
     assert result is not None and ("within noise" in result) is noise
