@@ -257,7 +257,7 @@ def _data(move: Migration, names: Names, folder: Path) -> None:
         move.put("shuffle_dataset", False, "data.shuffle")
     if files := move.get("data.val_files"):
         move.left["data.val_files"] = (
-            f"{files}: adora_eval: [geometry3k=FOLDER] asks a folder that data_prep made"
+            f"{files}: adora_eval: [problems=FOLDER] asks a folder that data_prep made"
         )
     if names is _VERL:
         move.left["reward_model.ground_truth"] = (

@@ -15,9 +15,8 @@ from adora_vl.config.batch_plan import Shape
 from adora_vl.data.dataloader import NoPrefetch
 from adora_vl.data.prompts import control_tokens
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import PolicyPass, has_dropout
+from adora_vl.dedup.policy_pass import PolicyPass
 from adora_vl.evaluation import EvaluateOnTheWay
-from adora_vl.experimental import extensions
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.record import metrics, trackers
 from adora_vl.record.recorder import GenerationLog, Recorder
@@ -96,7 +95,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
-        self.extensions = extensions(context, self.images, has_dropout=has_dropout(self.model))
+        self.extensions = [*self.run.extensions.values()]
+        for extension in self.extensions:
+            extension.start(context, self.images)
         self.sampler: Sampler = PolicyNow(self._turn)
         if self.use_vllm:
             who = ServersAhead if args.adora_rollouts.ahead else EngineNow
@@ -126,6 +127,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             scored=self.sampler.scores,
             multiple=self.pad_to_multiple_of,
             tools=self.toolbox is not None,
+            other_images=any(extension.changes_images for extension in self.extensions),
         )
         drift = partial(drift_measured, self, self.drift_guard.check)
         ahead = partial(

@@ -40,7 +40,6 @@ from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_a
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import restore_buffers
-from adora_vl.models.shape import refuse_tied_adapters
 from adora_vl.parts import TrainerParts
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
@@ -140,7 +139,6 @@ class AdoraGRPOTrainer(TrainerParts):
             restore_buffers(one)
         if is_peft_model(self.model):
             name_base(self.model, run.adapters[run.adapter is not None :])
-            refuse_tied_adapters(self.model)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
@@ -393,8 +391,6 @@ class AdoraGRPOTrainer(TrainerParts):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
-            if self.ratio_guard.exploded is not None:
-                self.pool.forget_kept()
         return self.batcher.scaled(loss, micro)
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -415,17 +411,11 @@ class AdoraGRPOTrainer(TrainerParts):
 
     @property
     def _skips_old_pass(self) -> bool:
-        """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks
-        for them before.
-        """
-        asks = self.args.adora_rollouts.replay or any(
-            extension.needs_old_logps for extension in self.extensions
-        )
+        """Whether the old log-probabilities equal those of the policy's own pass."""
         return (
             self.args.own("skip_old_pass")
             and self.shape.has_one_step
             and not has_dropout(self.model)
-            and not asks
         )
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
@@ -570,7 +560,7 @@ class AdoraGRPOTrainer(TrainerParts):
         """
         asked = self.args.adora_rollouts
         share = self.args.own("cache_images")
-        numbered = asked.budget is not None or asked.ahead > 0 or asked.replay > 0
+        numbered = asked.budget is not None or asked.ahead > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(
                 dataset, description, batch_size, sampler_fn, is_training, dataloader_key
@@ -583,10 +573,11 @@ class AdoraGRPOTrainer(TrainerParts):
         return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the
-        epoch's number.
+        """Stock TRL's sampler draws one epoch's order after the other, from `seed` alone; ours draws
+        each from the epoch's number, and from `data_seed` where it is set.
         """
-        self._row_order = EpochRepeatSampler.like(super()._get_train_sampler(dataset))
+        stock = super()._get_train_sampler(dataset)
+        self._row_order = EpochRepeatSampler.like(stock, seed=self.args.seed_of_rows)
         return self._row_order
 
     def log_figure(self, name: str, value: float) -> None:

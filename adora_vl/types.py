@@ -47,7 +47,8 @@ class Batch(TypedDict, total=False):
     num_items_in_batch: Tensor  # (), tokens of the loss, of all ranks
     old_per_token_logps: Tensor  # (B, C), of the policy that the generation was sampled with
     ref_per_token_logps: Tensor  # (B, C), of the reference model
-    sampling_per_token_logps: Tensor  # (B, C), of the engine
+    # (B, C), of the engine: NaN where it was not asked, minus infinity where it gave no number
+    sampling_per_token_logps: Tensor
     importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
     tool_mask: Tensor  # (B, C)
     mm_token_type_ids: Tensor  # (B, P + C), 1 at the tokens of images
@@ -55,17 +56,12 @@ class Batch(TypedDict, total=False):
     image_grid_thw: Tensor  # (images, 3)
     num_images: list[int]  # (B,)
     # added by this package
-    distorted: (
-        Tensor  # (B,), bool: sampled on a distorted image (noisy_rollouts); only where some can be
-    )
-    visual_dependency: Tensor  # (B,), nats per token, NaN without an image
-    visual_scale: Tensor  # (B,), the factor of the rollout in its advantages
-    stale_tokens: (
-        Tensor  # (B,), tokens at the beginning that earlier weights sampled (adora_rollouts.budget)
-    )
+    # (B,), tokens at the beginning that are not compared with the engine: sampled by earlier weights
+    # (adora_rollouts.budget), or all of a rollout that saw other images (an extension)
+    stale_tokens: Tensor
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
-    rollout_number: Tensor  # (B,), adora_vl.record.recorder; -1 for one of an earlier generation
+    rollout_number: Tensor  # (B,), adora_vl.record.recorder
     # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
     signal: Tensor
     # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
@@ -205,8 +201,6 @@ def compared_mask(batch: Batch) -> Tensor:
     seen the same prompt, and the present weights have sampled them.
     """
     mask_BC = loss_mask(batch)
-    if "distorted" in batch:
-        mask_BC = mask_BC * ~batch["distorted"][:, None]
     if "stale_tokens" in batch:
         places_C = torch.arange(mask_BC.size(1), device=mask_BC.device)
         mask_BC = mask_BC * (places_C >= batch["stale_tokens"][:, None])

@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.pipeline import clean_one
+from adora_vl.conversion.problem import PixelLimits
+from adora_vl.conversion.tables import open_local, reads
 from data_prep.cli import main as data_prep
-from data_prep.columns import Columns
-from data_prep.pipeline import clean_one
-from data_prep.problem import PixelLimits
-from data_prep.tables import open_local, reads
 
 SIZE = (1152, 896)
 PICTURES = 12

@@ -40,10 +40,10 @@ from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.models.shape import SHAPES  # noqa: E402
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.training.scores import RewardFunctions  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
 from benchmarks.step import answer_lengths, mrope  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
 
 PATCH = 28  # pixels of an image token's side
 ORDINARY = 20  # token ids from here on are no special tokens

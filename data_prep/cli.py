@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from adora_vl.conversion.columns import ANSWER_IS, PRESETS, columns_of_words
+from adora_vl.conversion.convert import Conversion, convert
+from adora_vl.conversion.pipeline import MAX_WORKERS, usable_cores
+from adora_vl.conversion.quarantine import MAX_SHARE
 from adora_vl.data.dataset import SPLITS
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
-from adora_vl.utils.errors import UserError, refuse
-from data_prep.columns import ANSWER_IS, PRESETS, columns_of_words
-from data_prep.convert import Conversion, convert
-from data_prep.generated import (
+from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts, unusual_prompts
+from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
+from adora_vl.evals.options import OF_THE_RUN, add_options, options_from
+from adora_vl.synthetic.generate import LEVELS, MAX_CHOICES
+from adora_vl.synthetic.generated import (
     DEFAULT_SIZE,
     DEFAULT_TEST_ROWS,
     prepare_drawn,
@@ -20,13 +24,12 @@ from data_prep.generated import (
     puzzles,
     synthetic,
 )
+from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
+from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
+from adora_vl.utils.errors import UserError, refuse
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
-from data_prep.knights import PEOPLE, QUESTIONS
-from data_prep.pipeline import MAX_WORKERS, usable_cores
-from data_prep.quarantine import MAX_SHARE
+from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
-from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
-from eval.inference.provenance import OF_THE_RUN, add_asking, settle_prompts, unusual_prompts
 
 MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
@@ -212,7 +215,7 @@ def add_filter(commands: Any) -> None:
         help="the split to filter, default: %(default)s; others are copied",
     )
     add("--model", type=optional(text), metavar="M", help="a model folder, a hub id, or tiny")
-    add_asking(command)
+    add_options(command, SamplingOptions)
     add(
         "--samples",
         type=whole(1, MAX_SAMPLES),
@@ -221,7 +224,7 @@ def add_filter(commands: Any) -> None:
         help="per problem, default: %(default)s",
     )
     what = (
-        "instead of --model: answers that `python -m eval.geometry3k infer --split train "
+        "instead of --model: answers that `python -m eval.problems infer --split train "
         "--samples N` made"
     )
     add("--predictions", type=optional(path), metavar="FILE.jsonl", help=what)
@@ -254,9 +257,9 @@ def _rates(word: str) -> Any:
 
 def _filter(arguments: argparse.Namespace) -> None:
     # the engines of `eval` are imported by this command alone
+    from adora_vl.evals.inference.engines import settings_of
     from data_prep import filter as filtering
     from data_prep import forecast
-    from eval.inference.engines import default_engine, settings_of
 
     if arguments.attenuation is not None:
         print("\n".join(forecast.of(arguments.attenuation).lines()))
@@ -281,18 +284,25 @@ def _filter(arguments: argparse.Namespace) -> None:
     predictions = arguments.predictions
     facts: dict[str, Any] = {"predictions": str(predictions)}
     if predictions is None:
-        arguments.engine = arguments.engine or default_engine()
-        settings = settings_of(arguments)
-        settle_prompts(arguments)
-        folder = filtering.samples_folder(arguments.output)
-        asked = {name: getattr(arguments, name) for name in ("samples", "system_prompt", "prompt")}
-        predictions = filtering.sample(arguments.input, arguments.split, folder, settings, **asked)
+        engine = arguments.engine or default_engine()
+        settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
+        given_prompts = {name: getattr(arguments, name) for name in PROMPTS}
+        prompts = settled_prompts(arguments.model, given_prompts)
+        predictions = filtering.sample(
+            arguments.input,
+            arguments.split,
+            filtering.samples_folder(arguments.output),
+            settings,
+            samples=arguments.samples,
+            system_prompt=prompts["system_prompt"],
+            prompt=prompts["prompt"],
+        )
         facts = {
             "model": settings.model,
             "samples": arguments.samples,
             "temperature": settings.temperature,
         }
-        facts |= unusual_prompts(arguments)
+        facts |= unusual_prompts(prompts)
     given = {name: getattr(arguments, name) for name in ("split", "rounding", "overwrite")}
     places = (arguments.input, arguments.output, predictions)
     keep = filtering.Keep(*arguments.keep)
@@ -335,6 +345,7 @@ def parser() -> Parser:
     _add_geometry3k(commands)
     _add_convert(commands)
     add_filter(commands)
+    add_solve(commands)
 
     inspect = commands.add_parser(
         "inspect", help="what a prepared folder holds, as text and as an HTML page"

@@ -12,20 +12,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from adora_vl.conversion.chat import text_of_chat, without_instruction
+from adora_vl.conversion.columns import PRESETS, Columns
+from adora_vl.conversion.formats import open_table
+from adora_vl.conversion.hub import download_parquet
+from adora_vl.conversion.pipeline import Cleaning, SplitReads, prepare, recorded
+from adora_vl.conversion.problem import MAX_FILE_BYTES, RawProblem, Reads, RowError, storable
+from adora_vl.conversion.tables import open_local, reads
 from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.geometry.forms import Form, form_of
 from adora_vl.utils.cli import amount, read_json
 from adora_vl.utils.errors import UserError, refuse
-from data_prep.chat import text_of_chat, without_instruction
-from data_prep.columns import PRESETS, Columns
-from data_prep.formats import open_table
-from data_prep.hub import download_parquet
-from data_prep.logic_forms import Form, facts_in_words, form_of, read_forms
-from data_prep.pipeline import Cleaning, SplitReads, prepare, recorded
-from data_prep.problem import MAX_FILE_BYTES, RawProblem, Reads, RowError, storable
+from data_prep.logic_forms import facts_in_words, read_forms
 from data_prep.redraw import can_be_drawn, drawn
-from data_prep.tables import open_local, reads
 
 _POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
 _SEGMENT = re.compile(  # over two points, however many letters follow

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from PIL import Image, ImageFont
 
-from data_prep.logic_forms import Form, Term, in_words, points_of
-from data_prep.synthetic.drawing import OVERSAMPLING, Canvas
+from adora_vl.geometry.forms import Form, Term, points_of
+from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas
+from data_prep.logic_forms import in_words
 
 # pixels of the longer side, and of a label's height
 _SIZE = 480

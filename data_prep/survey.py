@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from adora_vl.conversion.quarantine import QUARANTINE_NAME, first_details, note_lines
 from adora_vl.data.dataset import (
     SPLITS,
     Manifest,
@@ -24,13 +25,18 @@ from adora_vl.data.dataset import (
     stored_rows,
 )
 from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_size, image_tokens
-from adora_vl.data.prompts import DEFAULT_PROMPT, as_text, conversation_with_images, template
+from adora_vl.data.prompts import (
+    DEFAULT_PROMPT,
+    as_text,
+    conversation_with_images,
+    shown_lines,
+    template,
+)
 from adora_vl.data.rows import problem_with_prompt, problem_with_row
+from adora_vl.evals.prepared import answer_form
 from adora_vl.models.families import FAMILIES
-from adora_vl.utils.cli import amount, quantile
+from adora_vl.utils.cli import amount, printable, quantile
 from adora_vl.utils.errors import UserError, in_one_line, refuse
-from data_prep.quarantine import QUARANTINE_NAME, first_details, note_lines
-from eval.geometry3k import answer_form
 
 PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
 GALLERY_ROWS = 48  # of all splits together, on the page
@@ -177,7 +183,6 @@ def _tokenizer(model: str) -> TextTokens:
 
 _SHOWN_CHARACTERS = 100  # of a long problem
 _SHOWN_VALUES = 20  # of a property
-_SHOWN_PROMPT = 20_000  # characters; a longer prompt is a mistake, which the longest problems show
 
 
 def describe(found: Survey) -> str:
@@ -226,13 +231,6 @@ def whole_prompt(row: Row) -> list[str]:
     return [printable(title), *(f"  {line}" for line in lines)]
 
 
-def shown_lines(prompt: str) -> list[str]:
-    """The lines of a prompt for a terminal."""
-    more = len(prompt) - _SHOWN_PROMPT
-    lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
-    return [*lines, f"... {more} more characters"] if more > 0 else lines
-
-
 def what_was_left_out(manifest: Manifest) -> list[str]:
     """Lines on leaks, what is to be said of rows, and quarantined ones; none where there are none."""
     quarantined = manifest.get("quarantined") or {}
@@ -250,11 +248,6 @@ def what_was_left_out(manifest: Manifest) -> list[str]:
             f"quarantined: {amount(quarantined['rows'], 'row')} ({reasons}); see {QUARANTINE_NAME}"
         )
     return lines
-
-
-def printable(text: str) -> str:
-    """One line without control characters: a row must not command the terminal."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 def _table(found: Survey) -> list[str]:

@@ -164,14 +164,8 @@ class Adora(Method):
         """`assign: rate` scales the learning rate, for whole optimizer steps of one generation
         each.
         """
-        kept = keys.adora_rollouts.replay
         accumulated = keys.gradient_accumulation_steps
         for holds, why in (
-            (
-                kept,
-                f"adora_rollouts.replay: {kept} with assign: rate, which would learn from earlier "
-                "groups at the rate of the present ones; set adora_rollouts.replay: 0",
-            ),
             (
                 keys.steps_per_generation * keys.num_iterations % accumulated,
                 f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which "

@@ -22,7 +22,10 @@ KEEP = "keep_settings"  # beside a method's options: the keys of TRL that it mus
 KEYS_OF_TRL = {
     "gspo": "importance_sampling_level: sequence, epsilon: 3e-4, epsilon_high: 4e-4, loss_type: "
     "grpo, beta: 0.0",
-    **{name: f"loss_type: {name}" for name in ("bnpo", "cispo", "luspo", "sapo", "vespo")},
+    "lite_ppo": "scale_rewards: batch, loss_type: dapo",
+    **{name: f"loss_type: {name}" for name in ("bnpo", "sapo", "vespo")},
+    "cispo": "loss_type: cispo, epsilon_high: 5.0",
+    "luspo": "loss_type: luspo, importance_sampling_level: sequence",
 }
 
 
@@ -161,20 +164,11 @@ def check_method(config: Any) -> None:
     Raises `UserError`.
     """
     for name, method in chosen_methods(config).items():
-        share = config.adora_extensions.noisy_rollouts.share
-        refuse(
-            (
-                method.remakes and config.multi_objective_aggregation != "sum_then_normalize",
+        if method.remakes and config.multi_objective_aggregation != "sum_then_normalize":
+            raise UserError(
                 f"adora_method: {name} needs multi_objective_aggregation: sum_then_normalize, one "
-                "reward each",
-            ),
-            (
-                method.reads_surprisal and share,
-                f"adora_extensions.noisy_rollouts.share: {share} leaves {name}'s measure: entropy "
-                "without log-probabilities on the clean image; set measure: length, or the share "
-                "to 0",
-            ),
-        )
+                "reward each"
+            )
         try:
             method.check(config)
         except ValueError as error:  # its text begins with a key, or with an option

@@ -121,14 +121,23 @@ def unit_size(rows: int, generations: int) -> int:
 def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
     """How a run divides its sequences, by TRL's rules.
 
-    Raises `UserError` where a generation has no whole groups.
+    Raises `UserError` where a generation has no whole groups, and where an optimizer step would
+    pass over one several times.
     """
     plan = Shape.of(config, processes)
     of_groups = f"does not divide into groups of num_generations: {plan.generations}"
     remedy = "make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
     whole = plan.generation_batch % plan.generations == 0
+    passes = plan.iterations
+    above = (
+        f"num_iterations: {passes} with gradient_accumulation_steps: {plan.accumulated} above "
+        f"steps_per_generation: {plan.steps}"
+    )
+    again = "computes the gradient of the same rollouts again before the weights have changed"
+    fewer = f"set steps_per_generation: {plan.accumulated}, or num_iterations: 1"
     refuse(
-        (not whole, f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}")
+        (not whole, f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}"),
+        (passes > 1 and plan.accumulated > plan.steps, f"{above} {again}; {fewer}"),
     )
     return plan
 
@@ -148,7 +157,7 @@ def regroups(config: AdoraGRPOConfig) -> bool:
     shares = (
         config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
     )
-    return shares or config.adora_rollouts.refill > 0 or config.adora_rollouts.replay > 0
+    return shares or config.adora_rollouts.refill > 0
 
 
 def regroup_obstacle(config: AdoraGRPOConfig) -> str:

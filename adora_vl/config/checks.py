@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, Trainer, get_schedu
 
 from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.losses import check_loss, keys_not_read
 from adora_vl.config.values import check_finite
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line, refuse
@@ -40,23 +41,27 @@ def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> Non
     if not trl_evaluates:
         _check_evaluation(config)
     check_method(config)
-    check_extensions(config)
+    check_loss(config)
     check_schedule(config)
     _check_rollouts(config)
 
 
-def check_extensions(config: Any, model_config: PretrainedConfig | None = None) -> None:
-    """Raise `UserError` where the keys do not fit an extension, or with `model_config` the model."""
-    for name, kind in vars(config.adora_extensions).items():
-        try:
-            kind.check(config) if model_config is None else kind.check_model(model_config)
-        except ValueError as error:
-            raise UserError(f"adora_extensions.{name}.{error}") from error
-
-
 def _check_unsupported(config: AdoraGRPOConfig) -> None:
     """Refuse the keys of TRL that a run would ignore, or would fail on late."""
+    corrects = config.use_vllm and config.vllm_importance_sampling_correction
+    mode = config.vllm_importance_sampling_mode
+    liger = dict(config.liger_kernel_config or {})
     refuse(
+        (
+            config.loss_type == "vespo" and corrects and mode.startswith("sequence"),
+            f"loss_type: vespo does not go with vllm_importance_sampling_mode: {mode}; set it to "
+            "token_truncate",
+        ),
+        (
+            config.use_liger_kernel and liger.get("fused_linear_cross_entropy"),
+            "liger_kernel_config: fused_linear_cross_entropy: true replaces the pass that "
+            "log-probabilities are computed by; leave it out",
+        ),
         (
             config.trust_remote_code
             or dict(config.model_init_kwargs or {}).get("trust_remote_code"),
@@ -99,7 +104,7 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
         (
             not config.use_vllm,
             "eval_strategy: steps needs use_vllm: true; else set it to no and evaluate checkpoints "
-            "with `python -m eval.geometry3k`",
+            "with `python -m eval.problems`",
         ),
         (
             not steps or steps != int(steps),  # null: logging_steps
@@ -161,27 +166,18 @@ def check_servers(config: Any) -> None:
 
 def check_filling(config: Any) -> None:
     """Check what replaces groups without signal against the other keys. Raises `UserError`."""
+    if not config.adora_rollouts.refill:
+        return
+    key = f"adora_rollouts.refill: {config.adora_rollouts.refill}"
     rows = _rows(config)
+    if rows % config.num_generations:
+        raise UserError(
+            f"{key} needs whole groups on every process, but one samples {rows} rollouts at a "
+            f"time and num_generations is {config.num_generations}; make "
+            "per_device_train_batch_size a multiple of it"
+        )
     obstacle = regroup_obstacle(config)
-    moves = config.sync_ref_model
-    for name in ("refill", "replay"):
-        if not (count := getattr(config.adora_rollouts, name)):
-            continue
-        key = f"adora_rollouts.{name}: {count}"
-        replays = name == "replay"
-        refuse(
-            (
-                rows % config.num_generations,
-                f"{key} needs whole groups on every process, but one samples {rows} rollouts at a "
-                f"time and num_generations is {config.num_generations}; make "
-                "per_device_train_batch_size a multiple of it",
-            ),
-        )
-        _refuse_beside(
-            key,
-            (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"),
-            (replays and moves, "sync_ref_model: true, whose reference is another one by then"),
-        )
+    _refuse_beside(key, (obstacle, f"{obstacle}, which depends on the rows of a micro-batch"))
 
 
 def _rows(config: Any) -> int:
@@ -542,7 +538,6 @@ def check_tools(
     Raises `UserError`.
     """
     rollouts = config.adora_rollouts
-    others = config.adora_extensions
     if environments:
         budget = rollouts.budget
         ahead = rollouts.ahead
@@ -557,18 +552,6 @@ def check_tools(
     _refuse_beside(
         "tools" if tools else "environment_factory",
         (not config.use_vllm, "use_vllm: false"),
-        (
-            rollouts.replay,
-            f"adora_rollouts.replay: {rollouts.replay}, which knows the problem's pictures alone",
-        ),
-        (
-            others.noisy_rollouts.on,
-            "adora_extensions.noisy_rollouts, which distort the problem's pictures alone",
-        ),
-        (
-            others.visual_tokens.on,
-            "adora_extensions.visual_tokens, which darken the problem's pictures alone",
-        ),
     )
     most = config.max_completion_length
     least = config.adora_tool_options.turn_tokens
@@ -583,9 +566,4 @@ def check_tools(
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:
     """What the run does beyond plain GRPO, one line each, for its first lines."""
-    blocks = (config.adora_rollouts, *vars(config.adora_extensions).values())
-    return [
-        *method_needs(config),
-        *sampling_needs(config),
-        *(line for each in blocks for line in each.costs(config)),
-    ]
+    return [*method_needs(config), *keys_not_read(config), *sampling_needs(config)]

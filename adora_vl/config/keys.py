@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from adora_vl.config.blocks import ExtensionOptions, RolloutOptions, ToolOptions, key
+from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
 from adora_vl.config.values import Name, check_fields
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, template
 from adora_vl.utils.errors import UserError, did_you_mean, refuse
@@ -129,10 +129,12 @@ class AdoraKeys:
     )
     adora_rollouts: RolloutOptions = key(
         RolloutOptions,
-        "How a generation is filled: refill, budget, ahead, staleness, replay, replay_alpha.",
+        "How a generation is filled: refill, budget, ahead, staleness.",
     )
-    adora_extensions: ExtensionOptions = key(
-        ExtensionOptions, "Methods that nobody has reproduced here: noisy_rollouts, visual_tokens."
+    adora_extensions: dict[str, Any] = key(
+        dict,
+        "Methods that reach into the training step, each from a file: FILE.py:CLASS and its "
+        "options. docs/methods.md says how.",
     )
     tools: list[str] = key(
         list,
@@ -207,7 +209,8 @@ class AdoraKeys:
         list,
         "With eval_strategy: steps, what to evaluate on every eval_steps: BENCHMARK=DATA with "
         "geometry3k, mathvista, mathvision, mmstar, wemath, mathverse, mmmu_pro, logicvista, "
-        "dynamath, knights or FILE.py:NAME. Default: the held-out split of dataset_name.",
+        "dynamath, knights, problems (any prepared folder) or FILE.py:NAME. Default: the held-out "
+        "split of dataset_name.",
     )
     adora_eval_limit: Annotated[int, Field(ge=1)] | None = key(
         None, "Evaluate on the first so many problems of each; null: all."

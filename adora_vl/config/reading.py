@@ -6,15 +6,14 @@ TRL and Transformers know are read later.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from adora_vl.config.key_list import Key, read_keys
-from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments, StepPart
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.values import RANGES, convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest, refuse
@@ -25,51 +24,6 @@ OTHERS = {
     "worker": ("EasyR1", "easyr1"),
     "actor_rollout_ref": ("verl", "verl"),
     "rlhf_type": ("ms-swift", "swift"),
-}
-# What to write in the place of a key that earlier configs have.
-REMOVED = {
-    "adora_less_padding": "leave it out: a shared prompt leaves no padding, and other rows are cut to their length",
-    "adora_prefetch_images": "leave it out: on a GPU images are read ahead by themselves",
-    "adora_max_bad_steps": "leave it out: a run stops after three such steps in a row",
-    "adora_system_prompt_file": "write adora_system_prompt: FILE.txt, or nothing where it was null",
-    "adora_response_format": "write adora_system_prompt: think, or nothing where it was boxed",
-    "adora_truncation": "write adora_truncated: eos, or nothing where it was length",
-    "adora_weight_folder": "write adora_weight_transfer: ./FOLDER, or nothing where it was null",
-    "adora_reward_options": "write adora_reward: [{NAME: OPTIONS}]",
-    "adora_rounding": "write adora_reward: [{adora: {rounding: true}}], or nothing where it was false",
-    "adora_mode": "write adora_method: {adora: {mode: amplification}}, or grpo for off, or nothing for "
-    "attenuation",
-    "adora_method_options": "write adora_method: {METHOD: OPTIONS}",
-    **{
-        f"adora_{part}": f"write adora_stock_step: [{part}], or nothing where it was true"
-        for part in get_args(StepPart)
-    },
-    **{
-        f"adora_freeze_{part}": f"write adora_freeze: [{part}], or nothing where it was false"
-        for part in ("vision_tower", "projector", "language_model")
-    },
-}
-# Old key -> the new one, of the same value.
-MOVED = {
-    **{
-        f"adora_noise_{name}": f"adora_extensions.noisy_rollouts.{name}"
-        for name in ("kind", "strength", "schedule", "middle", "steepness")
-    },
-    "adora_noisy_rollouts": "adora_extensions.noisy_rollouts.share",
-    "adora_visual_tokens": "adora_extensions.visual_tokens.share",
-    "adora_visual_scale_min": "adora_extensions.visual_tokens.scale_min",
-    "adora_dynamic_sampling": "adora_rollouts.refill",
-    "adora_rollout_budget": "adora_rollouts.budget",
-    "adora_async_rollouts": "adora_rollouts.ahead",
-    "adora_max_staleness": "adora_rollouts.staleness",
-    "adora_replay_groups": "adora_rollouts.replay",
-    "adora_replay_alpha": "adora_rollouts.replay_alpha",
-    "adora_truncated_at": "adora_truncated",
-    **{
-        f"adora_{name}": f"adora_method.adora.{name}"
-        for name in ("factor", "criteria", "combine", "tau", "empty_wrong", "ties", "no_correct")
-    },
-    "adora_difficulty_needs_correct": "adora_method.adora.needs_correct",
 }
 # What the training command takes beside the keys, for a word that is meant as one of them.
 OPTIONS = (
@@ -234,27 +188,6 @@ def refuse_stray(words: Sequence[str]) -> None:
     )
 
 
-def refuse_old(key: str, value: Any, where: str) -> None:
-    """Raise `UserError` for a key of earlier configs.
-
-    `where`: the file or the caller, else `command line`.
-    """
-    refuse((key in REMOVED, f"{where}: the key '{key}' was removed; {REMOVED.get(key)}"))
-    if key not in MOVED:
-        return
-    path = MOVED[key]
-    new = _plain(value) if isinstance(value, Words) else value
-    if where == "command line":
-        entries = new if isinstance(new, list) else [yaml_line(new)]
-        line = f"--{path} {shlex.join(map(str, entries))}"
-    else:
-        root, *names = path.split(".")
-        for name in reversed(names):
-            new = {name: new}
-        line = f"{root}: {yaml_line(new)}"
-    raise UserError(f"{where}: {key} is now {path}; write {line}")
-
-
 def _by_key(arguments: Sequence[str]) -> list[tuple[str, Words]]:
     """The keys of a command line in their order, each with its words."""
     found: list[tuple[str, Words]] = []
@@ -277,13 +210,13 @@ def _check_key(
     """
     if key in known:
         return
-    refuse_old(key, value, where)
     root, _, option = key.partition(".")
     if option and root in known:
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
         raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
     near = {one.name: one.name for each in known.values() for one in (each, *each.options)}
-    near |= MOVED
+    # An option without its block, as `adora_factor`.
+    near |= {f"adora_{name}": f"adora_method.adora.{name}" for name in ("mode", "factor", *_JUDGES)}
     near |= {option.replace("-", "_"): f"--{option}" for option in options}
     close = nearest(key, near)
     raise UserError(
@@ -297,12 +230,11 @@ def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[
     A dot reaches into a mapping.
     """
     key, *names = spoken.split(".")
-    if key not in known and key.startswith("no_"):
-        refuse_old(key[3:], False, "command line")
-        if key[3:] in known and known[key[3:]].default is True:
-            refuse_stray(words)
-            values[key[3:]] = False
-            return
+    negated = key[3:] if key.startswith("no_") and key not in known else ""
+    if negated in known and known[negated].default is True:
+        refuse_stray(words)
+        values[negated] = False
+        return
     _check_key(key, words, "command line", known, OPTIONS)
     if not names:
         values[key] = _judging(words, values.get(key)) if key == "adora_method" else words

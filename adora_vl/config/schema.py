@@ -16,7 +16,7 @@ from trl import GRPOConfig, ModelConfig
 from adora_vl.config.advantage import settle_methods
 from adora_vl.config.checks import check_sampling_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.reading import Given, read, refuse_old
+from adora_vl.config.reading import Given, read
 from adora_vl.config.values import check_fields
 from adora_vl.utils.cli import plain, spelled
 from adora_vl.utils.errors import UserError, refuse
@@ -28,12 +28,6 @@ _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true
 @dataclass
 class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with our keys, all values checked when it is made."""
-
-    def __new__(cls, *positional: Any, **given: Any) -> AdoraGRPOConfig:
-        """Raises `UserError` for a key of earlier versions, with what to write now."""
-        for key, value in given.items():
-            refuse_old(key, value, cls.__name__)
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Raises `UserError` for our checks, and `ValueError` for those of TRL."""
@@ -116,6 +110,12 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         return f"{type(self).__name__}({self.to_dict()})"
 
     __str__ = __repr__
+
+    @property
+    def seed_of_rows(self) -> int:
+        """By which rows are shuffled and mixed: `data_seed`, or else `seed`."""
+        seed = self.seed if self.data_seed is None else self.data_seed
+        return int(seed)
 
     @property
     def truncated_at(self) -> int | None:

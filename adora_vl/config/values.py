@@ -68,8 +68,31 @@ RANGES: dict[str, Any] = {
     **dict.fromkeys(
         ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps"), _Positive
     ),
-    **dict.fromkeys(("learning_rate", "max_grad_norm", "epsilon", "beta"), _NotNegative),
-    **dict.fromkeys(("vllm_gpu_memory_utilization", "top_p"), Annotated[float, Field(gt=0, le=1)]),
+    **dict.fromkeys(
+        (
+            "learning_rate",
+            "max_grad_norm",
+            "epsilon",
+            "beta",
+            "entropy_coef",
+            "entropy_coef_min",
+            "entropy_coef_max",
+            "entropy_coef_delta",
+            "entropy_target",
+            "vespo_k_pos",
+            "vespo_lambda_pos",
+            "vespo_k_neg",
+            "vespo_lambda_neg",
+        ),
+        _NotNegative,
+    ),
+    "epsilon_high": _NotNegative | None,
+    **dict.fromkeys(("delta", "off_policy_mask_threshold"), _Positive | None),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), _Positive),
+    **dict.fromkeys(
+        ("vllm_gpu_memory_utilization", "top_p", "top_entropy_quantile"),
+        Annotated[float, Field(gt=0, le=1)],
+    ),
     "vllm_importance_sampling_clip_max": _Positive | None,
     "vllm_importance_sampling_clip_min": _NotNegative | None,
     "num_generations": Annotated[int, Field(ge=2)],
@@ -79,6 +102,7 @@ RANGES: dict[str, Any] = {
     "min_p": Annotated[float, Field(ge=0, le=1)] | None,
     "lora_dropout": Annotated[float, Field(ge=0, lt=1)],
     "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],  # numpy's
+    "data_seed": Annotated[int, Field(ge=0, le=2**32 - 1)] | None,
     "attn_implementation": Literal[
         "eager",
         "sdpa",

@@ -239,6 +239,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
     """Seeds the generator for each epoch from (seed, epoch); epoch 0 has the same order as in TRL.
 
     Stock TRL draws all orders from one generator, so a resumed run repeats the first epoch's.
+    Without `shuffle` it begins every epoch at the first row, so that rows at the end that fill no
+    generation are never learned from. Ours goes on behind the last row of the epoch before.
     """
 
     epoch = 0
@@ -250,15 +252,15 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         ] = {}  # of the epochs that `following` was asked about last
 
     @classmethod
-    def like(cls, sampler: RepeatSampler) -> EpochRepeatSampler:
-        """A sampler with the same rows and repetitions as `sampler`."""
+    def like(cls, sampler: RepeatSampler, seed: int) -> EpochRepeatSampler:
+        """A sampler with the same rows and repetitions as `sampler`, in the orders of `seed`."""
         return cls(
             data_source=sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
             batch_size=sampler.batch_size,
             repeat_count=sampler.repeat_count,
             shuffle=sampler.shuffle,
-            seed=sampler.seed,
+            seed=seed,
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -295,4 +297,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         if self.shuffle:
             self.generator = torch.Generator()
             self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
-        return iter(super().__iter__())
+            return iter(super().__iter__())
+        rows = self.num_samples
+        whole = rows // self.batch_size * self.batch_size
+        first = self.epoch * whole
+        return ((first + index) % rows for index in super().__iter__())

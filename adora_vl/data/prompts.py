@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Any
 
-from adora_vl.utils.cli import shown
+from adora_vl.utils.cli import printable, shown
 from adora_vl.utils.errors import UserError, did_you_mean
 
+# characters of a prompt on the screen; a longer one is a mistake, as `inspect` lists the longest
+_SHOWN_PROMPT = 20_000
 PLACEHOLDER = "<image>"  # in a problem: the place of its next image
 # Qwen2.5-VL's tokenizer reads each of these in a prompt as the token itself, not as text: an image
 # without pixels ends the forward, an <|im_end|> ends the user's turn.
@@ -357,3 +359,10 @@ def _parts(problem: str, n_images: int) -> list[Message]:
     for text in rest:
         parts += [{"type": "image"}, {"type": "text", "text": text}]
     return [part for part in parts if part.get("text") != ""]
+
+
+def shown_lines(prompt: str) -> list[str]:
+    """The lines of a prompt for a terminal."""
+    more = len(prompt) - _SHOWN_PROMPT
+    lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
+    return [*lines, f"... {more} more characters"] if more > 0 else lines

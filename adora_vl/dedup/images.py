@@ -91,11 +91,6 @@ class DistinctImages:
         """
         return self._cache if self._config.own("cache_images") else None
 
-    @property
-    def knows_patches(self) -> bool:
-        """Whether the processor cuts images into patches in the way that is known here."""
-        return can_cache(self.image_processor)
-
     def process(self, row: Mapping[str, Any]) -> int:
         """Put the images of a row into the cache, for a generation to come.
 

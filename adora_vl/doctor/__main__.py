@@ -1,4 +1,4 @@
-"""Will this training command work on this machine?
+"""Says whether a training command will work on this machine.
 
 One line for each check, with the remedy where it failed.
 
@@ -143,10 +143,7 @@ def paper_checks(run: Checked) -> list[Check]:
     folder = Path(config.output_dir)
     checks.append(check_writable(folder))
     shape = run.shape
-    image_tokens = (
-        run.lengths.longest[1] if run.lengths is not None else 0
-    )  # of a model that is not known
-    one = checkpoint_of(config, shape, run.where.sharding, image_tokens)
+    one = checkpoint_of(config, shape, run.where.sharding)
     kept = (config.save_total_limit or 1) if config.save_strategy == "steps" else 0
     needed = (
         run_bytes(one, shape.total * shape.weight_bytes, kept)

@@ -164,6 +164,28 @@ def check_parts(
         ) from error
 
 
+def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: bool) -> None:
+    """Raises `UserError` for a loss or a reference that this model cannot have, which TRL would
+    refuse once the weights are loaded.
+
+    `config`: the run's. `adapted`: whether adapters are trained.
+    """
+    coefficient = config.router_aux_loss_coef
+    has_routers = hasattr(model_config.get_text_config(), "output_router_logits")
+    refuse(
+        (
+            coefficient and not has_routers,
+            f"router_aux_loss_coef: {coefficient} weighs the load of experts, and this model has "
+            "none; leave it out",
+        ),
+        (
+            config.sync_ref_model and adapted,
+            "sync_ref_model: true moves a reference model, and with an adapter the reference is "
+            "the base model, which stays; leave it out",
+        ),
+    )
+
+
 def lora_of(model: ModelConfig) -> Any:
     """PEFT's config by a command's keys; None without LoRA.
 

@@ -28,9 +28,11 @@ TINY_MODEL = "tiny"
 TINY_TEXT_MODEL = "tiny_text"
 TINY_PERIMETER_MODEL = "tiny_perimeter"
 TINY_ZOOM_MODEL = "tiny_zoom"
-# Shipped: they are small, and a demo starts at once.
+TINY_MODELS = (TINY_MODEL, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, TINY_ZOOM_MODEL)
+# In a checkout three of them are there, so that a demo starts at once. A wheel has `tiny` alone; what
+# is missing is built at its first use and kept in the cache folder.
 PRETRAINED = Path(__file__).parents[1] / "builtin" / "pretrained"
-SHIPPED = {
+STORED = {
     TINY_MODEL: PRETRAINED,
     TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
     TINY_ZOOM_MODEL: PRETRAINED.with_name("pretrained_zoom"),
@@ -57,9 +59,9 @@ def local_model(name: str) -> str:
     merged model inside; any other name as it is. Raises `UserError` if a small model cannot be
     built, and for a LoRA adapter without a merged model.
     """
-    if name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file():
-        return str(SHIPPED[name])
-    if name in (*SHIPPED, TINY_TEXT_MODEL):
+    if name in STORED and (STORED[name] / "model.safetensors").is_file():
+        return str(STORED[name])
+    if name in TINY_MODELS:
         found = subprocess.run(  # noqa: S603  # a process, since what builds a model stands on a higher floor
             [sys.executable, "-m", "adora_vl.builtin", "--find", name],
             stdout=subprocess.PIPE,

@@ -130,7 +130,7 @@ def describe(
         _check_names(model, peft_config)
         with torch.device("meta"):  # PEFT writes into the config that it gets
             model = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
-        refuse_tied_adapters(model)
+        refuse_embedding_adapters(model)
     freeze(model, frozen)
     counts, trained = (dict.fromkeys(COMPONENTS, 0) for _ in range(2))
     for name, parameter in model.named_parameters():
@@ -175,6 +175,30 @@ def _check_names(model: Any, peft_config: Any) -> None:
             if not any(name == one or name.endswith(f".{one}") for name in names):
                 close = did_you_mean(one, {name.rpartition(".")[2] for name in names})
                 raise UserError(f"{key}: {one!r} is no module of this model{close}")
+
+
+def refuse_embedding_adapters(model: Any) -> None:
+    """Raise `UserError` for a `PeftModel` whose embeddings have an adapter that would be lost."""
+    refuse_tied_adapters(model)
+    refuse_head_adapters(model)
+
+
+def refuse_head_adapters(model: Any) -> None:
+    """Raise `UserError` for a `PeftModel` with an adapter on its output embedding. TRL multiplies
+    the hidden states by the weight of that module alone, so the adapter would never be trained.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = model.get_base_model()
+    head = base.get_output_embeddings()
+    if not isinstance(head, BaseTunerLayer):
+        return
+    path = next(path for path, module in base.named_modules() if module is head)
+    name = path.rpartition(".")[2]
+    raise UserError(
+        f"lora_target_modules: {name!r} would never be trained, because log-probabilities are "
+        "computed from its weight without an adapter; leave it out"
+    )
 
 
 def refuse_tied_adapters(model: Any) -> None:

@@ -20,7 +20,7 @@ from adora_vl.config.reading import Given
 from adora_vl.config.where import DryRunOptions, Sharding
 from adora_vl.data.dataset import example_row, row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
-from adora_vl.data.prompts import Message, as_text, conversation_with_images, template
+from adora_vl.data.prompts import Message, as_text, conversation_with_images, shown_lines, template
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
 from adora_vl.planning import memory
@@ -34,7 +34,6 @@ from adora_vl.utils.cli import amount, plain, quantile, section, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
 from adora_vl.utils.hidden import masked
-from data_prep.survey import shown_lines
 
 ASSUMED_CARD_GIB = 80.0
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -403,7 +402,7 @@ def limit_lines(plan: Plan) -> list[str]:
 def disk_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     config = plan.run.config
-    one = memory.checkpoint_of(config, setup.shape, setup.sharding, setup.batch.image_tokens)
+    one = memory.checkpoint_of(config, setup.shape, setup.sharding)
     kept = config.save_total_limit
     _, total = steps_of(plan)
     if config.save_strategy != "steps":

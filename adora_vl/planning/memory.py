@@ -172,14 +172,10 @@ def checkpoint_bytes(
     return model + optimizer + module + moved + _SMALL
 
 
-def checkpoint_of(config: Any, shape: ModelShape, sharding: Sharding, image_tokens: int) -> int:
-    """One checkpoint of a run, with the images that `adora_rollouts.replay` keeps, beside which
-    tokens are small.
-    """
+def checkpoint_of(config: Any, shape: ModelShape, sharding: Sharding) -> int:
+    """Bytes of one checkpoint of a run."""
     mixed = bool(config.bf16 or config.fp16)
-    groups = int(config.adora_rollouts.replay) * sharding.processes
-    one = checkpoint_bytes(shape, sharding, mixed=mixed, reference=config.sync_ref_model)
-    return one + groups * image_tokens * shape.merge**2 * shape.patch_values * FLOAT
+    return checkpoint_bytes(shape, sharding, mixed=mixed, reference=config.sync_ref_model)
 
 
 def run_bytes(checkpoint: int, model: int, kept: int) -> int:

@@ -38,8 +38,7 @@ _RECORDED_SETTINGS = (
     "reward_weights",
 )  # beside our own keys
 # Columns of a batch, (B,), that only some runs have
-_OPTIONAL = ("distorted", "segments", "age")
-_LATE = ("visual_dependency", "visual_scale")
+_OPTIONAL = ("segments", "age")
 
 
 class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -138,7 +137,6 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             "advantage_raw": weighed.raw_PG.flatten(),
             "advantage": weighed.advantages_PG.flatten(),
             "weight": weighed.weighting.weights_P.repeat_interleave(weighed.raw_PG.shape[1]),
-            **{name: gather(batch[name]).cpu() for name in _LATE if name in batch},  # type: ignore[literal-required]
         }
         numbers_N = gather(batch["rollout_number"]).cpu()
         for name, values_N in columns.items():
@@ -149,11 +147,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         """Fill in a column of the step's rollouts, (ranks, rollouts of each), NaN where nothing is
         known of one.
         """
-        # below: of an earlier step
         ranks = self.accelerator.num_processes
-        ours_N = numbers_N >= 0
         late_RB = torch.full((ranks, self._counted), torch.nan)
-        late_RB[numbers_N[ours_N] % ranks, numbers_N[ours_N] // ranks] = values_N[ours_N].float()
+        late_RB[numbers_N % ranks, numbers_N // ranks] = values_N.float()
         if self.accelerator.is_main_process:
             self.record.set_late(
                 name, [late_RB[:, span].flatten().tolist() for span in self._spans]

@@ -209,10 +209,6 @@ _TYPES: dict[str, pa.DataType] = {
     "mean_wrong": pa.float32(),  # tokens, of the untruncated wrong ones; null where there is none
     "length": pa.int32(),
     "truncated": pa.bool_(),
-    "distorted": pa.bool_(),  # sampled on a distorted image (noisy_rollouts); its drift is unknown
-    "visual_dependency": pa.float32(),  # nats per token (visual_tokens); null without an image
-    # the factor of the advantage on those tokens that are learned from
-    "visual_scale": pa.float32(),
     "segments": pa.int16(),  # in how many parts it was sampled (adora_rollouts.budget)
     "age": pa.int16(),  # generations since its group began
     "calls": pa.int16(),  # of tools; null in a run without

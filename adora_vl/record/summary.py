@@ -8,12 +8,12 @@ from typing import Any
 
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.evals.benchmark import BENCHMARK_FILES, for_data
 from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of, no_signal
 from adora_vl.record.rollouts import ROLLOUTS
 from adora_vl.utils.cli import amount, spelled
-from eval.benchmark import for_data
 
 
 def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> str:
@@ -22,9 +22,7 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
     """
     held_out = any(Path(data).glob("data/test-*.parquet"))
     benchmark, more = (
-        (for_data(Path(data)), ["--max-tokens", str(max_tokens)])
-        if held_out
-        else ("geometry3k", [])
+        (for_data(Path(data)), ["--max-tokens", str(max_tokens)]) if held_out else ("problems", [])
     )
     words = [
         "--model",
@@ -35,7 +33,19 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
         str(output),
         *more,
     ]
-    return shlex.join([interpreter(), "-m", f"eval.{benchmark}", "run", *words])
+    return shlex.join([*_evaluator(benchmark), "run", *words])
+
+
+def _evaluator(benchmark: str) -> list[str]:
+    """The words that start the command of a benchmark from the current folder.
+
+    Where that folder has an `eval.py` or a package `eval/` of the user's own, `python -m eval`
+    would run it; the installed command does not look there.
+    """
+    for place in (Path("eval.py"), Path("eval/__init__.py")):
+        if place.exists() and place.resolve().parent != BENCHMARK_FILES:
+            return ["adora-vl-eval", benchmark]
+    return [interpreter(), "-m", f"eval.{benchmark}"]
 
 
 def merge_command(run: Path) -> str | None:

@@ -1,6 +1,4 @@
-"""Did it help?
-
-Training runs against each other, and scores before and after a training.
+"""Says whether it helped: training runs against each other, and scores before and after one.
 
 `python -m adora_vl.report A B --compare` answers from the folders of runs, in one paragraph and one
 table. `python -m adora_vl.report.compare BEFORE.json AFTER.json [--beside GRPO=GRPO.json]` shows
@@ -16,10 +14,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from adora_vl.utils.cli import Parser, amount, dotted, exit_code_of, text
-from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import leads_out, refuse_links_out
-from eval.compare import (
+from adora_vl.evals.compare import (
     Difference,
     ScoreFile,
     between_problems,
@@ -28,9 +23,13 @@ from eval.compare import (
     read_run,
     shortened,
 )
-from eval.inference.predictions import SCORE
-from eval.scoring.score import missing_answers
-from eval.scoring.statistics import paired_t, welch
+from adora_vl.evals.inference.predictions import SCORE
+from adora_vl.evals.scoring.score import missing_answers
+from adora_vl.evals.scoring.statistics import paired_t, welch
+from adora_vl.rewards.judge import without_address
+from adora_vl.utils.cli import Parser, amount, dotted, exit_code_of, text
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import leads_out, refuse_links_out
 
 Axis = Literal["rollouts", "seconds"]
 _UNITS: dict[Axis, str] = {"rollouts": "rollouts", "seconds": "s"}
@@ -127,7 +126,9 @@ def read_compared(folder: Path) -> ComparedRun:
         raise UserError(
             f"RUN: {str(folder)!r} has no {missing}; name the output_dir of a training run"
         )
-    config = manifest["config"]
+    config = dict(manifest["config"])
+    if isinstance(config.get("adora_reward"), list):
+        config["adora_reward"] = [without_address(entry) for entry in config["adora_reward"]]
     settings: dict[str, Any] = {}
     for key in config.keys() - _NOT_COMPARED:
         settings |= dotted(key, config[key])
@@ -412,7 +413,7 @@ def _paragraph(a: Side, b: Side, held_out: Figures, rest: Figures, keys: Sequenc
     if not held_out:
         return (
             f"Whether {b.title} is better than {a.title} is not known: not every run was scored "
-            "on held-out problems. Evaluate each with `python -m eval.geometry3k run --model RUN "
+            "on held-out problems. Evaluate each with `python -m eval.problems run --model RUN "
             "--data DATA --output RUN/eval`."
         )
     main = held_out[0].difference

@@ -19,7 +19,15 @@ from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own, own_name
 
 # What TRL gives beside the columns of the data set.
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+GIVEN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "thinking_opened",  # ours, not TRL's: whether each prompt ends in `<think>`
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
 # The least and the most that a function gives. What a judge or a function of the user's gives is
 # not known.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -231,6 +239,7 @@ def try_rewards(
             for row, text in zip(rows, words, strict=True)
         ],
         "completion_ids": [[0]] * len(rows),
+        "thinking_opened": [False] * len(rows),
         **columns,
         "trainer_state": state,
         "log_extra": lambda *_: None,

@@ -12,14 +12,15 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, reduce
 from typing import Any, Literal
 
 from adora_vl.rewards.grammar import NotReadError, Tree, children, in_radians, nodes, unknowns
 
-RELATIVE_TOLERANCE = Fraction(1, 10**6)  # the grading policy, point 3
+RELATIVE_TOLERANCE = Fraction(1, 10**6)  # of a decimal for a value with more digits
+MIN_DIGITS = 6  # of such a decimal: with fewer it cannot come that near but by chance
 ABSOLUTE_TOLERANCE = Fraction(
     1, 10**12
 )  # where the reference answer is 0, also as a sum that cancels
@@ -41,15 +42,17 @@ Comparison = Literal["equal", "different", "undefined", "too_large", "undecided"
 
 @dataclass(frozen=True)
 class Ball:
-    """A value and a bound on its absolute error, 0 for a fraction.
+    r"""A value and a bound on its absolute error, 0 for a fraction.
 
-    `unevaluated`: of a closed form that is arithmetic still to be done, such as `180-40` or
-    `(180-40)/2`.
+    `unevaluated`: of a rational number that is arithmetic still to be done, such as `180-40`,
+    `(180-40)/2` or `\sqrt{3^2+4^2}`. `step`: how much the value grows with one unit in the last place of the long
+    decimal that it is written with, 0.0000001 for `1.0471976`; None without one, or with several.
     """
 
     value: Value
     error: float = 0.0
     unevaluated: bool = False
+    step: Value | None = None
 
     @property
     def exact(self) -> bool:
@@ -79,7 +82,7 @@ class Ball:
         )
 
     def __neg__(self) -> Ball:
-        return Ball(-self.value, self.error)
+        return Ball(-self.value, self.error, step=self.step)
 
     def __add__(self, other: Ball) -> Ball:
         if self.exact and other.exact:
@@ -120,56 +123,128 @@ def number_of(tree: Tree) -> Ball:
     Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`.
     """
     ball = _of(tree, None)
-    to_do = any(map(_is_left_to_do, nodes(tree))) and not any(map(_is_closed, nodes(tree)))
-    return Ball(ball.value, ball.error, to_do)
-
-
-def _is_closed(tree: Tree) -> bool:
-    """Whether it is a function, a constant, a root, or a power that is one."""
-    if tree[0] == "power":
-        exponent = _of(tree[2], None)
-        return exponent.exact and exponent.value.denominator != 1
-    return tree[0] in {"factorial", "binomial", "pi", "root", "log", "call"}
+    every = list(nodes(tree))
+    to_do = ball.exact and any(map(_is_left_to_do, every))
+    step = _step(tree, ball, None) if any(map(_is_long_decimal, every)) else None
+    return Ball(ball.value, ball.error, to_do, step)
 
 
 def _is_left_to_do(tree: Tree) -> bool:
-    """Whether it adds, subtracts or multiplies bare integers and decimals."""
-    if tree[0] not in {"sum", "product"} or len(tree) < 3 or tree[2][0] == "/":
-        return False
-    return _is_bare(tree[1][1]) and _is_bare(tree[2][1])
+    r"""Whether it adds, subtracts or multiplies two rational numbers: `180-40`, `5\cdot7`,
+    `\frac{1}{2}\cdot3\cdot4`, and the sum in `\sqrt{3^2+4^2}`.
 
-
-def _is_bare(tree: Tree) -> bool:
-    """Whether it is made from integers and decimals by addition, subtraction, multiplication and
-    powers alone.
+    One fraction, in a line too, one power, a mixed number, also as `3+\frac{1}{2}`, and
+    `1.5\cdot10^3` are ways to write a number.
     """
-    if tree[0] not in {"num", "sum", "product", "power"}:
+    if tree[0] == "sum":
+        if len(tree) == 3 and _is_mixed(tree[1], tree[2]):
+            return False
+        return sum(_is_rational(term) for _, term in tree[1:]) > 1
+    if tree[0] != "product":
         return False
-    divides = tree[0] == "product" and any(operator == "/" for operator, _ in tree[1:])
-    return tree[0] == "num" or (not divides and all(map(_is_bare, children(tree))))
+    factors = tree[1:]
+    if len(factors) > 1 and _is_scientific(factors[0][1], factors[1]):
+        factors = factors[1:]
+    signs = [sign for sign, factor in factors if _is_rational(factor)]
+    return signs.count("*") > 1 or signs.count("/") > 1
+
+
+def _is_mixed(whole: tuple[int, Tree], part: tuple[int, Tree]) -> bool:
+    """Whether two terms are an integer and a fraction below 1 of the same sign."""
+    fraction = part[1]
+    if part[0] != whole[0] or whole[1][0] != "num" or fraction[0] != "frac":
+        return False
+    numbers = (whole[1], fraction[1], fraction[2])
+    integers = all(number[0] == "num" and number[1].isdigit() for number in numbers)
+    return integers and int(fraction[1][1]) < int(fraction[2][1])
+
+
+def _is_rational(tree: Tree) -> bool:
+    """Whether it is made from integers and decimals by arithmetic and whole powers alone."""
+    if tree[0] == "power" and not _is_whole(tree[2]):
+        return False
+    return tree[0] in {"num", "mixed"} or (
+        tree[0] in {"frac", "sum", "product", "power"} and all(map(_is_rational, children(tree)))
+    )
+
+
+def _is_whole(exponent: Tree) -> bool:
+    return _is_rational(exponent) and bool(_of(exponent, None).value.denominator == 1)
+
+
+def _is_scientific(first: Tree, second: tuple[str, Tree]) -> bool:
+    """Whether `first` times `second` is a number from 1 to 10 times a power of ten."""
+    sign, factor = second
+    powers = sign == "*" and factor[0] == "power" and factor[1] == ("num", "10")
+    return powers and first[0] == "num" and 1 <= Fraction(first[1]) < 10
+
+
+@lru_cache(maxsize=256)
+def _one_place_on(tree: Tree) -> Tree | None:
+    """The tree with its long decimal, one of `MIN_DIGITS` digits or more, greater by one in the
+    last place; None where it has none, or several.
+    """
+    decimals = [node for node in nodes(tree) if _is_long_decimal(node)]
+    if len(decimals) != 1:
+        return None
+    places = len(decimals[0][1].partition(".")[2])
+    raised = Fraction(decimals[0][1]) + Fraction(1, 10**places)
+    digits = str(raised * 10**places).zfill(places + 1)
+    return _with(tree, decimals[0], ("num", f"{digits[:-places]}.{digits[-places:]}"))
+
+
+def _is_long_decimal(node: Tree) -> bool:
+    if node[0] != "num" or "." not in node[1] or len(node[1]) <= MIN_DIGITS:
+        return False
+    whole, _, behind = node[1].partition(".")
+    return behind.strip("0") != "" and len((whole + behind).lstrip("0")) >= MIN_DIGITS
+
+
+def _with(tree: Tree, old: Tree, new: Tree) -> Tree:
+    """The tree with `new` in the place of `old`."""
+    if tree == old:
+        return new
+    return tuple(_with(child, old, new) if isinstance(child, tuple) else child for child in tree)
+
+
+def _step(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | None:
+    """`Ball.step` of a tree, whose value `ball` is."""
+    raised = _one_place_on(tree)
+    if raised is None:
+        return None
+    try:
+        return (_of(raised, at) + -ball).value
+    except NotReadError:
+        return None
 
 
 def same_number(answer: Ball, reference: Ball) -> bool | None:
-    r"""Equal, or within 1e-6 relative unless both are integers: 1000001 is not 1000000.
+    r"""Equal, or one is a long decimal for the other, which has more digits: `0.3333333` is
+    `\frac{1}{3}`, while 1000000.5 is not 1000000, and `\frac{355}{113}` is not `\pi`.
+
+    Such a decimal has to be the value rounded or cut at its last place, and within 1e-6 relative.
+    Two long decimals have to be equal.
 
     None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit
     of pi left.
     """
+    steps = [ball.step for ball in (answer, reference) if ball.step is not None]
+    step = steps[0] if len(steps) == 1 else None
     if answer.exact and reference.exact:
-        if answer.value.denominator == reference.value.denominator == 1:
-            return bool(answer.value == reference.value)
-        limit = RELATIVE_TOLERANCE * abs(reference.value) or ABSOLUTE_TOLERANCE
-        return bool(abs(answer.value - reference.value) <= limit)
+        same = bool(answer.value == reference.value)
+        if same or step is None:
+            return same
+        gap = abs(answer.value - reference.value)
+        return bool(gap < abs(step) and gap <= RELATIVE_TOLERANCE * abs(reference.value))
     left = answer.inexact()
     right = reference.inexact()
     bound = float(RELATIVE_TOLERANCE) * right.size if right.least > 0 else float(ABSOLUTE_TOLERANCE)
-    margin = bound - Ball(left.value - right.value).size
-    error = (
-        left.error + right.error + 2.0**-40 * bound
-    )  # the last is that of the bound, which is a float
-    if abs(margin) > error:
-        return margin > 0
-    return True if 1000 * error < bound else None  # as near to the bound as can be known
+    distance = Ball(left.value - right.value).size
+    error = left.error + right.error
+    if distance > error:
+        # A step is not less than itself, whatever its float is.
+        return step is not None and distance < min(bound, Ball(step).size * (1 - 2.0**-40))
+    return True if 1000 * error < bound else None  # where they may be equal, and not only near
 
 
 def same_function(answer: Tree, reference: Tree) -> Comparison:
@@ -182,7 +257,7 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
     nothing: Comparison = "undefined"
     names = unknowns(answer) | unknowns(reference)
     for at, right in zip(_places(names), _values(reference, names), strict=True):
-        left = _value_at(answer, at)
+        left = _stepped_at(answer, at)
         if isinstance(left, Ball) and isinstance(right, Ball):
             same = same_number(left, right)
             if not same:
@@ -238,6 +313,18 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
     other tree.
     """
     (name,) = unknowns(tree)
+    found = _zero_and_slope(tree, name)
+    if found is None:
+        return None
+    zero, slope = found
+    raised = _one_place_on(tree)
+    moved = _zero_and_slope(raised, name) if raised else None
+    if moved is not None:
+        zero = replace(zero, step=(moved[0] + -zero).value)
+    return zero, 1 if slope.value > 0 else -1
+
+
+def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
     at_0, at_1 = (_value_at(tree, {name: Fraction(point)}) for point in (0, 1))
     if not (isinstance(at_0, Ball) and isinstance(at_1, Ball) and at_0.real and at_1.real):
         return None
@@ -252,7 +339,7 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
                 return None
     except NotReadError:
         return None
-    return zero, 1 if slope.value > 0 else -1
+    return zero, slope
 
 
 def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
@@ -280,7 +367,13 @@ def _values(
     reference: Tree, names: frozenset[str]
 ) -> tuple[Ball | Literal["too_large", "undefined"], ...]:
     """The values of a reference answer at the six points, which the rollouts of a group share."""
-    return tuple(_value_at(reference, at) for at in _places(names))
+    return tuple(_stepped_at(reference, at) for at in _places(names))
+
+
+def _stepped_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:
+    """As `_value_at`, with the step of the value."""
+    ball = _value_at(tree, at)
+    return replace(ball, step=_step(tree, ball, at)) if isinstance(ball, Ball) else ball
 
 
 def _value_at(tree: Tree, at: Mapping[str, Fraction]) -> Ball | Literal["too_large", "undefined"]:

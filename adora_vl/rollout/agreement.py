@@ -1,6 +1,6 @@
-"""Do engine and trainer agree?
+"""Whether engine and trainer agree, by a few real prompts through both.
 
-A few real prompts through both, and the bounds of what is rounding.
+The bounds say what is rounding.
 """
 
 import random

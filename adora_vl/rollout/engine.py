@@ -128,11 +128,14 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.llm.timed = self._timed
         elif self.mode == "server":
             speaks = self.accelerator.is_main_process
-            servers = (
-                Servers([self.vllm_client], self.server_timeout, self.settings.answer_s)
-                if speaks
-                else None
-            )
+            servers = None
+            if speaks:
+                servers = Servers(
+                    [self.vllm_client],
+                    patience_s=self.server_timeout,
+                    answer_s=self.settings.answer_s,
+                    vocabulary=self._vocabulary,
+                )
             self.served = Served(self.accelerator, self._place_features, servers)
 
     def _connect(self, folder: Path) -> None:
@@ -146,7 +149,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             clients = connect([one.strip() for one in addresses], self.group_port, patience_s)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
             self.served.servers = Servers(
-                clients, patience_s, self.settings.answer_s, self._logprobs_mode()
+                clients,
+                patience_s=patience_s,
+                answer_s=self.settings.answer_s,
+                vocabulary=self._vocabulary,
+                logprobs_mode=self._logprobs_mode(),
             )
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
         if self.served.first_rank(Servers.have_lora) or self.four_bit:
@@ -212,6 +219,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             llm.adapter = LoRARequest("policy", 1, "in memory")
             llm.base = base
         return llm
+
+    @property
+    def _vocabulary(self) -> int:
+        """How many token ids the policy has."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     def _logprobs_mode(self) -> str:
         """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the

@@ -52,7 +52,7 @@ class Rollout:
     # by itself, at the run's limit, with a call that nobody answers, or at the end of the room in
     # the answer or the engine
     ended: Literal["", "stop", "length", "calls", "room"] = ""
-    distorted: bool = False  # sampled on another image than the trainer's
+    compared: bool = True  # whether it was sampled on the trainer's images
     pictures: tuple[Picture, ...] = ()
     calls: tuple[Call, ...] = ()
     environment: Any = field(
@@ -83,11 +83,16 @@ class Rollout:
 
     @property
     def logps(self) -> list[float | None]:
-        """Of every token, None where the engine gave none."""
+        """Of every token, None where the engine was not asked for any."""
         return [logp for span in self.spans for logp in span.logps or (None,) * len(span.tokens)]
 
     def stale(self, step: int) -> int:
-        """How many tokens came before this step; those of this one follow them."""
+        """How many tokens at the beginning cannot be compared with the present policy's.
+
+        They are those of earlier steps, or all of a rollout that saw other images.
+        """
+        if not self.compared:
+            return len(self.tokens)
         return sum(len(span.tokens) for span in self.spans if span.step != step)
 
 
@@ -188,9 +193,8 @@ class RolloutAnswer:
     """What was sampled for an ask."""
 
     tokens: list[int]
-    logps: list[
-        float | None
-    ]  # of each token, by the weights that sampled it; None where the engine gave none
+    # of each token, by the weights that sampled it; None where the engine was not asked for any
+    logps: list[float | None]
     # by itself, at its limit, or at the end of the engine's room; servers do not say it
     reason: Literal["", "stop", "length", "room"] = ""
     read: list[int] = field(default_factory=list)  # the prompt as the engine has read it

@@ -57,20 +57,20 @@ def gone_on(
     turn: int | None,
     ended: Callable[[Sequence[int]], bool] | None,
     step: int = 0,
-    distorted: bool = False,
+    compared: bool = True,
 ) -> Rollout:
     """The rollout with what was sampled for it.
 
     `longest`: tokens of the whole answer; `turn`: of a turn, None for any number. `ended`: whether
-    a turn has an end, as a server does not say why it stopped. `step`: of the weights. `distorted`:
-    on another image than the trainer's, of which what an engine says does not belong to the
-    trainer's.
+    a turn has an end, as a server does not say why it stopped. `step`: of the weights. `compared`:
+    whether the engine saw the trainer's images, else its log-probabilities do not belong to the
+    trainer's prompt.
     """
-    logps = (None,) * len(answer.tokens) if distorted else tuple(answer.logps)
+    logps = tuple(answer.logps) if compared else (None,) * len(answer.tokens)
     made = replace(
         rollout,
         spans=(*rollout.spans, Span(tuple(answer.tokens), logps, step)),
-        distorted=distorted,
+        compared=compared,
     )
     reason = answer.reason
     if not reason:

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 import torch
+import xxhash
 from datasets import Dataset, IterableDataset
 from trl import ModelConfig
 from trl.trainer.utils import get_config_model_id
@@ -22,11 +23,11 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import only_decodes
 from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
+from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
 from adora_vl.utils.errors import UserError, refuse
 from adora_vl.utils.own_files import function_name, is_own, source_hash
 
-_TENSORS, _NUMBERS = 16, 16  # of a model object, by which it is known again
 _ROWS = 1000  # that are read at once
 _COLUMNS = ("images", "image")
 
@@ -150,10 +151,20 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
         name = one if isinstance(one, str) else function_name(one)
         entries.append(f"{name} of Python" if name in NAMES else name)
         functions.append(one)
-        if not isinstance(one, str | torch.nn.Module):
-            hashes[entries[-1]] = source_hash(one)
+        hashes[entries[-1]] = _identity_of_reward(one)
     tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
     return ChosenRewards(tuple(entries), tuple(functions), hashes, frozenset(tried))
+
+
+def _identity_of_reward(function: Any) -> str:
+    """By what a run knows a reward of Python's again: a reward model by its weights, a function by
+    its source.
+    """
+    if isinstance(function, torch.nn.Module):
+        return identity_of_model(function)
+    if isinstance(function, str):
+        return model_hash(function) or function
+    return source_hash(function)
 
 
 def _can_be_tried(function: Any) -> bool:
@@ -324,18 +335,23 @@ def _paths(table: pa.Table) -> Iterator[str]:
                     yield str(image["path"])
 
 
-def identity_of_model(model: Any) -> str:
-    """By what a run knows a model object again: its config, and some numbers of some of its
-    tensors.
+def identity_of_model(model: torch.nn.Module) -> str:
+    """By what a run knows a model object again: its class, its config, those of its adapters, and
+    every byte of its weights and stored buffers. Under ZeRO-3 a rank has no whole tensor, and none
+    is read.
     """
-    digest = hashlib.sha256(model.config.to_json_string().encode())
-    tensors = [
-        (name, value) for name, value in model.named_parameters() if value.numel()
-    ]  # none of them under ZeRO-3
-    for name, value in tensors[:: max(1, len(tensors) // _TENSORS)]:
-        numbers = value.detach().flatten()[:: max(1, value.numel() // _NUMBERS)]
-        digest.update(f"{name} {numbers.float().tolist()}".encode())
-    return f"{type(model).__name__} {digest.hexdigest()[:16]}"
+    config = getattr(model, "config", None)
+    adapters = getattr(model, "peft_config", {})
+    digest = xxhash.xxh3_128()
+    digest.update(config.to_json_string().encode() if config is not None else b"")
+    for name, adapter in adapters.items():
+        digest.update(f"{name} {adapter_text(adapter)}".encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        if tensor.numel():
+            stored = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(stored.numpy())
+    return f"{type(model).__name__} {digest.hexdigest()}"
 
 
 def adapter_text(peft_config: Any) -> str:

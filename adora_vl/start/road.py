@@ -12,16 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from PIL import Image
 from transformers import TrainerState
 
 from adora_vl.builtin.assets import data_folders, resolve_model
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import StartPoint
-from adora_vl.config import checks
+from adora_vl.config import AdoraGRPOConfig, checks
 from adora_vl.config.batch_plan import batch_plan, check_rows
 from adora_vl.config.reading import check_output_dir
+from adora_vl.config.unused_keys import Settings, refuse_unused, unused_keys
 from adora_vl.config.where import Where
 from adora_vl.data import prompt_lengths as lengths
 from adora_vl.data.dataloader import shown_rows
@@ -34,7 +35,7 @@ from adora_vl.models.adapter import adapters_of, check_keys, hash_of, processor_
 from adora_vl.models.families import sees_images
 from adora_vl.models.four_bit import check_four_bit
 from adora_vl.models.load import check_weights, limit_pixels, load_config, load_processor
-from adora_vl.models.shape import config_for_planning
+from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
 from adora_vl.record.trackers import check_trackers
 from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
@@ -48,6 +49,7 @@ from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
 from adora_vl.tools.tries import unsteady_tools
+from adora_vl.training.extensions import check_extensions, chosen_extensions
 from adora_vl.utils.errors import UserError, in_one_line, refuse
 from adora_vl.utils.hub import no_hub, notes_on
 from adora_vl.utils.own_files import function_name
@@ -76,9 +78,10 @@ def versions(run: Checked) -> None:
 
 def keys(run: Checked) -> None:
     """What the keys alone say."""
-    given = run.asked.rows
-    by_trl = isinstance(given, objects.Datasets) and given.evaluate is not None
+    by_trl = run.asked.trl_evaluates
     checks.check_config(run.config, trl_evaluates=by_trl)
+    refuse_unused(run.config, trl_evaluates=by_trl)
+    run.extensions = chosen_extensions(run.config)
     tools = bool(run.config.tools or run.asked.tools)
     environments = run.environment is not None
     if tools or environments:
@@ -189,7 +192,7 @@ def model(run: Checked) -> None:
         )
         remedy = "make a model of it with `python -m adora_vl.export` and name that"
         raise UserError(f"model_name_or_path: {merged}; {remedy}")
-    checks.check_extensions(config, run.model_config)
+    check_extensions(run.extensions, run.model_config)
     checks.check_tensor_parallel(config, run.model_config, run.where.sharding.processes)
     if here and config.use_vllm and config.vllm_mode == "colocate":
         refuse_on_cpu(run.model_config, config.vllm_enable_sleep_mode)
@@ -218,7 +221,9 @@ def _find_adapters(run: Checked) -> None:
 
 
 def parts(run: Checked) -> None:
-    """Frozen parts, layers with an adapter, attention, and what `from_pretrained` is given."""
+    """Frozen parts, layers with an adapter, attention, what `from_pretrained` is given, and the
+    keys that do nothing with them.
+    """
     if run.where.here:
         fits.check_attention(run.model, run.config.model_init_kwargs or {})
     loaded = run.asked.model.loaded
@@ -226,6 +231,18 @@ def parts(run: Checked) -> None:
         fits.check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
     if loaded is None or not hasattr(loaded, "peft_config"):
         fits.check_parts(run.model, run.model_config, run.peft_config, run.config.adora_freeze)
+    else:
+        refuse_embedding_adapters(loaded)
+    adapted = run.peft_config is not None or hasattr(loaded, "peft_config")
+    fits.check_trainable(run.config, run.model_config, adapted=adapted)
+    settings = Settings(run.config, run.model, adapted, run.asked.trl_evaluates)
+    run.notes += unused_keys(settings)
+    wanted = run.config.resume_from_checkpoint
+    if run.script is None and wanted is not None:
+        run.notes.append(
+            f"resume_from_checkpoint: {wanted} in the config is not read by train(), as in "
+            "Transformers; write train(resume_from_checkpoint=...)"
+        )
 
 
 def processor(run: Checked) -> None:
@@ -333,6 +350,7 @@ def rows(run: Checked) -> None:
         tokens = control_tokens(run.processor)
         objects.refuse_unusable_prompts("train_dataset", run.dataset, tokens)
         objects.refuse_unusable_prompts("eval_dataset", run.evaluated, tokens)
+        _check_stream(run.config, asked.train)
         if objects.is_stored(run.dataset):
             fits.check_sees(
                 run.model, run.model_config, has_images=objects.check_prompts(run.dataset)
@@ -355,7 +373,7 @@ def rows(run: Checked) -> None:
             return
         told = copy(asked)
         told.adora_system_prompt = run.system_prompt
-        run.dataset = load_rows(told, run.data, run.config.seed, partial(_fitting, run))
+        run.dataset = load_rows(told, run.data, run.config.seed_of_rows, partial(_fitting, run))
         objects.refuse_unusable_prompts("dataset", run.dataset, control_tokens(run.processor))
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
@@ -378,6 +396,18 @@ def room(run: Checked) -> None:
         pictures=objects.fewest_pictures(run.dataset),
     )
     refuse_no_room(run.toolbox, run.processor, config.chat_template_kwargs or {}, limits)
+
+
+def _check_stream(config: AdoraGRPOConfig, dataset: Any) -> None:
+    """Raise `UserError` for a seed that TRL does not shuffle a streamed data set by."""
+    seed = config.data_seed
+    refuse(
+        (
+            isinstance(dataset, IterableDataset) and seed is not None,
+            f"data_seed: {seed}, but a streamed data set is shuffled by seed; set that one, or "
+            "load the data set whole",
+        )
+    )
 
 
 def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:

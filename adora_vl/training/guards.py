@@ -23,6 +23,7 @@ from adora_vl.utils.errors import (
     RolloutError,
     RunError,
     SharedUserError,
+    TranslatedErrors,
     UserError,
     in_one_line,
     lost_contact,
@@ -237,7 +238,7 @@ class DriftGuard:
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
         if (
             not drift.tokens
-        ):  # nothing that could be compared, as where all rollouts saw distorted images
+        ):  # nothing that could be compared, as where all rollouts saw other images
             return
         self.log("adora/drift", drift.mean)
         if self.bound is not None and not drift.mean <= self.bound:
@@ -299,26 +300,35 @@ class RatioGuard:
         return taken
 
 
-@contextmanager
-def errors_with_step(step: Callable[[], int], where_to_go_on: Callable[[], str]) -> Iterator[None]:
+def errors_with_step(
+    step: Callable[[], int], where_to_go_on: Callable[[], str]
+) -> TranslatedErrors:
     """Wraps the training.
 
     Errors are raised again with the step and the checkpoint that a new start goes on from.
     """
-    try:
-        yield
-    except EngineError as error:
-        cause: BaseException = error.__cause__ or error
-        raise RunError(f"step {step() + 1}: {error}; {where_to_go_on()}") from cause
-    except (RolloutError, RunError, UserError):
-        raise
-    except Exception as error:
+
+    def translated(error: Exception) -> Exception | None:
+        if isinstance(error, EngineError):
+            failed = RunError(f"step {step() + 1}: {error}; {where_to_go_on()}")
+            failed.__cause__ = error.__cause__ or error
+            return failed
+        if isinstance(error, RolloutError | RunError | UserError):
+            return None
         if disk_is_full(error):
-            file = getattr(error, "filename", None)
-            raise DiskFullError(
-                f"step {step() + 1}: no space left on the "
-                f"disk{f' of {str(file)!r}' if file else ''}; make room there, and "
-                f"{where_to_go_on()}"
-            ) from None
-        what = lost_contact(error) or in_one_line(error)
-        raise RunError(f"step {step() + 1}: {what}; {where_to_go_on()}") from error
+            return _full_disk(error, step(), where_to_go_on())
+        reason = lost_contact(error) or in_one_line(error)
+        failed = RunError(f"step {step() + 1}: {reason}; {where_to_go_on()}")
+        failed.__cause__ = error
+        return failed
+
+    return TranslatedErrors(translated)
+
+
+def _full_disk(error: Exception, step: int, where_to_go_on: str) -> DiskFullError:
+    """The error of a step that found the disk full; it names the file where that is known."""
+    file = getattr(error, "filename", None)
+    place = f" of {str(file)!r}" if file else ""
+    return DiskFullError(
+        f"step {step + 1}: no space left on the disk{place}; make room there, and {where_to_go_on}"
+    )

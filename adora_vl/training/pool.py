@@ -4,9 +4,8 @@ A problem is drawn; its group begins, and its rollouts go on until they end, or 
 as a generation may take (`budget`: partial rollouts, of Kimi k1.5, arXiv 2501.12599, section 2.6.2,
 and APRIL, arXiv 2509.18521, for texts; ours keeps whole groups, takes the images along, and drops
 nothing). The oldest complete groups are graded, and those without signal give their places to
-groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476) or of earlier
-generations (`replay`). What is left is weighed once; what has not ended waits for the next
-generation.
+groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476). What is left is
+weighed once; what has not ended waits for the next generation.
 
 All ranks begin, grade and learn from equally many groups, so only the groups themselves have to be
 remembered.
@@ -44,12 +43,12 @@ from adora_vl.rollout.turns import Turns, gone_on, play
 from adora_vl.tools.environments import Environments
 from adora_vl.training import policies
 from adora_vl.training.batch_rows import chosen_groups
-from adora_vl.training.generation import Extension, Generation, other_images
+from adora_vl.training.extensions import Extension, other_images
+from adora_vl.training.generation import Generation
 from adora_vl.training.guards import GenerationGuard
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
-from adora_vl.training.pool_state import EARLIER_FILES, PoolState
-from adora_vl.training.replay import Replay
+from adora_vl.training.pool_state import PoolState
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import RolloutError, UserError
 
@@ -62,7 +61,7 @@ class _Asked:
     member: int
     prompt: list[int]  # its tokens
     images: list[Any]  # that the engine sees with it
-    distorted: bool  # whether they are not the trainer's
+    compared: bool  # whether they are the trainer's, so that log-probabilities can be compared
     budget: int | None  # tokens that may come now; None: up to its end
     longest: int  # tokens of the whole answer
     said: int  # tokens that the policy has sampled before
@@ -115,7 +114,6 @@ class Pool:
         chunks = self.shape.steps // self.shape.chunk
         unit = self.shape.unit
         self.least = math.ceil(max(self.places / 2, chunks * unit / self.shape.generations))
-        self.replay = Replay(context, judge.again, images.banks.more) if self.asked.replay else None
         self.aged = self.waits  # whether rollouts may be older than their generation
         self.state, self._before = (
             PoolState(),
@@ -137,12 +135,12 @@ class Pool:
         generation.rows = rows
         size = generation.group_size
         self.guard.check(rows, generation.step)
-        if generation.mode == "train" and (self.aged or self.replay is not None):
+        if generation.mode == "train" and self.aged:
             if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
                 raise UserError(
                     "adora_rollouts: these rows do not say their numbers, by which problems that "
                     "wait are read again (a streamed data set, or a loader of your own); load the "
-                    "data set whole, or set budget, ahead and replay off"
+                    "data set whole, or set budget and ahead off"
                 )
             generation.number = self._until(generation.step, generation.micro)
         first = self.accelerator.process_index * len(rows)
@@ -155,28 +153,11 @@ class Pool:
         self._note(generation)
         budget = self._budget()
         groups = self._go_on(generation, drawn, budget)
-        learned, groups, fewest = self._rounds(generation, groups, budget)
+        groups, fewest = self._rounds(generation, groups, budget)
         self.state = replace(self.state, groups=tuple(groups), complete=fewest)
         if self.aged:
             self._log_ages(generation, budget)
-        fresh = {}
-        if self.replay is not None:
-            if "old_per_token_logps" not in generation.batch:
-                generation.batch["old_per_token_logps"] = self.context.policy_logps(
-                    generation.batch
-                )
-            fresh = self.replay.fresh(generation.batch, learned, generation.step)
-            generation.batch = self.replay.again(
-                generation.batch,
-                self.state.kept,
-                self.rows.__getitems__,
-                generation.step,
-                generation.key,
-            )
         self.judge.weigh(generation, self.extensions)
-        if self.replay is not None:
-            kept = self.replay.kept(self.state.kept, fresh, generation.batch["advantages"])
-            self.state = replace(self.state, kept=kept)
 
     def before_weights_change(self) -> None:
         """Called before the last micro-batch of every optimizer step."""
@@ -234,18 +215,18 @@ class Pool:
         )
 
     def _begun(
-        self, generation: Generation, drawn: list[RolloutGroup], waiting: int
+        self, generation: Generation, drawn: list[RolloutGroup], waiting: int, least: int = 0
     ) -> list[RolloutGroup]:
         """The groups that begin now; the problems that do not stay drawn.
 
-        `waiting`: groups that have begun.
+        `waiting`: groups that have begun. `least`: so many begin in any case.
         """
         if not self.waits:
             return drawn
         known = {group.problem: group.row for group in drawn}
         problems = [*self.state.drawn, *known]
         count = policies.how_many_begin(
-            waiting, self.state.complete, self.places, self._left(generation)
+            waiting, self.state.complete, self.places, self._left(generation), least
         )
         empty = (Rollout(),) * generation.group_size
         begun = [
@@ -296,12 +277,13 @@ class Pool:
 
     def _rounds(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None
-    ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
+    ) -> tuple[list[RolloutGroup], int]:
         """Grade what is complete, and what further problems bring as long as any rank lacks groups
-        with signal. Returns the groups of the batch, those that wait, and how many of them have
-        ended on the rank with the fewest.
+        with signal. Returns the groups that wait, and how many of them have ended on the rank with
+        the fewest.
         """
         learned, groups, fewest = self._judged(generation, groups, self.places)
+        assert learned, "a generation has groups that are complete on every rank"
         lengths = _lengths(generation)
         replaced = 0
         size = generation.group_size
@@ -347,7 +329,7 @@ class Pool:
             self.state = replace(
                 self.state, lengths=(*self.state.lengths, lengths)[-policies.REMEMBERED :]
             )
-        return learned, groups, fewest
+        return groups, fewest
 
     def _with_further(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None, count: int
@@ -436,7 +418,7 @@ class Pool:
                     answers = self.sampler.sample(asks, prompts)
             found = {}
             for (place, rollout), one, answer in zip(going.items(), asks, answers, strict=True):
-                how = turn, self._has_ended, step, asked[place].distorted
+                how = turn, self._has_ended, step, asked[place].compared
                 found[place] = gone_on(rollout, one, answer, asked[place].longest, *how)
             return found
 
@@ -486,9 +468,9 @@ class Pool:
         for (number, member), ids, own, other in zip(
             began, prompts.ids, images, others, strict=True
         ):
-            longest = self.longest(groups[number], member)
+            longest = self.config.max_completion_length
             said = len(began[number, member].said)
-            shown = ids, list(other or own or ()), other is not None
+            shown = ids, list(other or own or ()), other is None
             asked[number, member] = _Asked(
                 groups[number], member, *shown, limits[number], longest, said
             )
@@ -536,12 +518,6 @@ class Pool:
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         return self.judge.ends.ended(tokens, self.judge.ends.decode(tokens))
-
-    def longest(self, group: RolloutGroup, member: int) -> int:
-        """The tokens at which an answer is cut off: the same for all, unless
-        `benchmarks.long_tailed` sets it.
-        """
-        return int(self.config.max_completion_length)
 
     def _prompts(self, groups: Sequence[RolloutGroup]) -> PromptBatch | None:
         """Of these groups, if they are what was asked last."""
@@ -591,19 +567,13 @@ class Pool:
 
     # --------------------------------------------------------------------------------- a checkpoint
 
-    def forget_kept(self) -> None:
-        """The policy has moved too far from the one that sampled the groups that were to come
-        again.
-        """
-        self.state = replace(self.state, kept=())
-
     def save(self, folder: Path) -> None:
         """Write what waits on this rank.
 
         Where nothing was learned from the last generations, they are sampled again, so what waited
         before them is written.
         """
-        if not self.aged and self.replay is None:
+        if not self.aged:
             return
         now = self._before if self.context.state().global_step == self._sampled_at else self.state
         there = 0
@@ -620,22 +590,12 @@ class Pool:
 
         Raises `UserError` where another number of processes wrote it.
         """
-        unread = [file.name for name in EARLIER_FILES for file in checkpoint.glob(name)]
-        if unread and self.accelerator.is_main_process:
-            tqdm.write(
-                f"resume_from_checkpoint: {str(checkpoint)!r} is of an earlier version: rollouts "
-                f"that it has set aside ({', '.join(sorted(unread))}) are not read, and their "
-                "problems come again in a later epoch",
-                file=sys.stderr,
-            )
         found = PoolState.load(
             checkpoint, self.accelerator.process_index, self.accelerator.num_processes
         )
-        kept = found.kept[-self.asked.replay :] if self.asked.replay else ()
         coming = [replace(one, groups=tuple(self._with_rows(one.groups))) for one in found.coming]
-        self.state = replace(
-            found, groups=tuple(self._with_rows(found.groups)), coming=tuple(coming), kept=kept
-        )
+        groups = tuple(self._with_rows(found.groups))
+        self.state = replace(found, groups=groups, coming=tuple(coming))
 
 
 def _lengths(generation: Generation) -> tuple[int, ...]:

@@ -127,8 +127,9 @@ class PoolAhead(Pool):
                 now.group_size,
             )
             numbers = _numbers(fresh)
+            waiting = len(rest) + self._flying
             begun = [
-                *self._begun(now, fresh, len(rest) + self._flying),
+                *self._begun(now, fresh, waiting, self._least_beside(going)),
                 *self._spare(later, now.number),
             ]
             groups = [*going, *begun]
@@ -146,6 +147,17 @@ class PoolAhead(Pool):
             coming = ComingGeneration(numbers, tuple(groups), limits, ticket)
             self.state = replace(self.state, coming=(*self.state.coming, coming))
         return rest
+
+    def _least_beside(self, going: Sequence[RolloutGroup]) -> int:
+        """How many groups begin in any case in a generation that these go along with, so that it
+        has `least` of its own.
+        """
+        if not self.waits:
+            return self.least
+        # Collective: the ranks may have unequal numbers that go on, and have to begin equally many.
+        numbers: list[int] = gather_object([len(going)])
+        fewest = min(numbers)
+        return max(0, self.least - fewest)
 
     def _spare(self, later: Generation, began: int) -> list[RolloutGroup]:
         """Groups of further problems for those of a generation that will have no signal: then there

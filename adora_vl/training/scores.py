@@ -171,14 +171,15 @@ class RewardFunctions:
         prompts: list[Any],
         completions: list[Any],
         ids: list[list[int]],
+        thinking_opened: list[bool],
         state: Any,
     ) -> Grades:
         """Of this rank's rollouts.
 
         There is no collective call inside: each rank may have a number of its own.
 
-        `prompts`, `completions`: as messages, or texts. `state`: the trainer's, which functions are
-        shown.
+        `prompts`, `completions`: as messages, or texts. `thinking_opened`: whether each prompt ends
+        in `<think>`, which TRL does not say. `state`: the trainer's, which functions are shown.
         """
         extra = defaultdict[str, list[Any]](list)
         logged = defaultdict[str, list[float]](list)
@@ -189,6 +190,7 @@ class RewardFunctions:
             "completion_ids": ids,
             **columns,
         }
+        given["thinking_opened"] = thinking_opened
         given["trainer_state"] = state
         given["log_extra"] = lambda column, values: extra[column].extend(values)
         given["log_metric"] = lambda name, value: logged[name].append(value)

@@ -370,3 +370,8 @@ def read_mapping(option: str, path: Path) -> dict[str, Any]:
         found = "nothing" if content is None else type(content).__name__
         raise UserError(f"{option}: {str(path)!r}: expected `key: value` lines, found {found}")
     return {str(key): value for key, value in content.items()}
+
+
+def printable(text: str) -> str:
+    """One line without control characters: a row must not command the terminal."""
+    return "".join(char if char.isprintable() else " " for char in text)

@@ -4,8 +4,7 @@ on (exit code 1).
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from adora_vl.utils.hidden import masked_text
@@ -96,18 +95,47 @@ def in_one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-@contextmanager
-def engine_call(name: str) -> Iterator[None]:
+class TranslatedErrors:
+    """Inside, an error is raised again as another one.
+
+    This is a class because `contextlib.contextmanager` would let a StopIteration through as it is:
+    it takes a RuntimeError with that cause for Python's own (PEP 479), and most of our errors are
+    RuntimeErrors.
+    """
+
+    def __init__(self, translated: Callable[[Exception], Exception | None]) -> None:
+        """`translated`: returns the error to raise, whose `__cause__` is kept; None keeps the
+        original one.
+        """
+        self._translated = translated
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        if not isinstance(error, Exception):
+            return
+        raised = self._translated(error)
+        if raised is not None:
+            raise raised from raised.__cause__
+
+
+def engine_call(name: str) -> TranslatedErrors:
     """Inside, an error of the engine becomes an `EngineError` of one line.
 
     Our own errors stay as they are.
     """
-    try:
-        yield
-    except (RolloutError, RunError, UserError):
-        raise
-    except Exception as error:
-        raise EngineError(f"the engine failed in {name} ({in_one_line(error)})") from error
+
+    def translated(error: Exception) -> Exception | None:
+        if isinstance(error, RolloutError | RunError | UserError):
+            return None
+        failed = EngineError(f"the engine failed in {name} ({in_one_line(error)})")
+        failed.__cause__ = error
+        return failed
+
+    return TranslatedErrors(translated)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -39,8 +39,8 @@ from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
 from adora_vl.start import checked, road
+from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
-from data_prep.synthetic.generate import generate
 
 Way = Literal["ours", "stock"]
 PHASES = (

@@ -13,13 +13,13 @@ from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.data.dataset import write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.predictions import read_predictions
+from adora_vl.evals.records import Prediction
 from adora_vl.rollout.prompt_tokens import NEVER_SAMPLED
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 from eval.command import main
 from eval.geometry3k import BENCHMARK
-from eval.inference.chat import ChatProcessor
-from eval.inference.predictions import read_predictions
-from eval.records import Prediction
 
 pytestmark = pytest.mark.slow
 

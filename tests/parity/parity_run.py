@@ -27,8 +27,8 @@ from adora_vl.models.families import component_of  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
 from tests.parity.looks import AFTER, BEFORE, TURNS, WITH_ENGINE, Draws, data_set  # noqa: E402
 
 SETTINGS: dict[str, Any] = {

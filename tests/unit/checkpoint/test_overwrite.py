@@ -513,7 +513,7 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
     refuse_own_files(run, True)
 
 
-def test_a_model_that_an_earlier_version_saved_is_refused_until_it_is_moved(run, tmp_path):
+def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved(run, tmp_path):
     (run / WRITTEN).unlink()
     with pytest.raises(
         UserError,

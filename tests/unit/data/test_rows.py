@@ -15,8 +15,8 @@ from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, template
 from adora_vl.data.rows import problem_with_row, require_sound_rows, rows_without_pixels
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
-from data_prep.synthetic.generate import generate
 
 PIXELS = {"bytes": b"pixels", "path": None}
 SOUND = {

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from adora_vl.conversion.leakage import LeakIndex, difference_hash, fingerprint
+from adora_vl.conversion.quarantine import Quarantine
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
-from data_prep.leakage import LeakIndex, difference_hash, fingerprint
-from data_prep.quarantine import Quarantine
 from tests.unit.data_prep.data_prep_support import (
     Damage,
     drawing,
@@ -246,7 +246,7 @@ def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
 
 def test_no_input_reaches_a_path(tmp_path: Path) -> None:
     """An id such as ../../x is text, and the name of a kept file comes from its content."""
-    from data_prep.problem import RowError
+    from adora_vl.conversion.problem import RowError
 
     tmp_path.joinpath("in").mkdir()
     quarantine = Quarantine(tmp_path / "in")

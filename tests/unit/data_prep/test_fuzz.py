@@ -217,7 +217,7 @@ def test_a_field_of_a_benchmarks_row(
 
 def load_only(benchmark: Any, words: list[str]) -> str | None:
     """The refusal of the data; None where they are taken."""
-    options = parse(words, benchmark)
+    options = parse(words, benchmark).ask.data
     try:
         benchmark.load(options)
     except UserError as error:

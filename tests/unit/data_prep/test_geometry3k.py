@@ -13,9 +13,10 @@ from datasets import Dataset, Features, Value
 from PIL import Image
 
 from adora_vl.data.dataset import load_split, schema, stored_rows
+from adora_vl.geometry.forms import form_of
 from data_prep.cli import main
 from data_prep.geometry3k import problems_of_folders, readable
-from data_prep.logic_forms import facts_in_words, form_of
+from data_prep.logic_forms import facts_in_words
 from data_prep.redraw import can_be_drawn, drawn
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import (

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from adora_vl.conversion.chat import without_instruction
+from adora_vl.conversion.convert import ensure_converted
+from adora_vl.conversion.placeholders import Placed, place_images
 from adora_vl.data.dataset import read_manifest
-from data_prep.chat import without_instruction
 from data_prep.cli import main
-from data_prep.convert import ensure_converted
-from data_prep.placeholders import Placed, place_images
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused
 from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, kept, table

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from adora_vl.data.dataset import stored_rows, write_manifest, write_split
+from adora_vl.synthetic.generate import generate
 from data_prep.cli import main
 from data_prep.survey import survey
-from data_prep.synthetic.generate import generate
 from tests.support.browser import Browser, Tags, assert_that_it_runs
 from tests.unit.data_prep.data_prep_support import encoded, prepare, problem_folder
 

@@ -14,9 +14,9 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from PIL import Image
 
-from data_prep import formats
+from adora_vl.conversion import formats
+from adora_vl.conversion.convert import ensure_converted
 from data_prep.cli import main
-from data_prep.convert import ensure_converted
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import (
     drawing,

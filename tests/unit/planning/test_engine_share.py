@@ -26,7 +26,6 @@ CARDS = {
     "adora_qwen3_vl_4b_1gpu_lora": ("gpu1", 40),
     "adora_7b_geo3k": ("zero3", 80),
     "grpo_7b_geo3k": ("zero3", 80),
-    "noisy_7b_geo3k": ("zero3", 80),
     "adora_qwen3_vl_8b_geo3k": ("zero3", 80),
 }
 

@@ -220,11 +220,14 @@ def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtes
     files = {
         "r.py": "import json, adora_vl.types\nfrom scale_of_r import SCALE\n"
         "def f(completions, **kwargs):\n    from package_of_r.inner import late\n"
+        # a package of the user's own, though its name is one of ours
+        "    if not completions: import eval.lengths\n"
         "    return [SCALE] * len(completions)",
         "scale_of_r.py": "SCALE = 1",
         "package_of_r/inner/__init__.py": "from .. import beside; from .late import VALUE",
         "package_of_r/inner/late.py": "VALUE = 1",
         "package_of_r/beside.py": "VALUE = 1",
+        "eval/lengths.py": "VALUE = 1",
         "adora_vl/types.py": "ours, which a checkout has beside the file",
         "unused.py": "never imported",
     }

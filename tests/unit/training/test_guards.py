@@ -260,6 +260,24 @@ def test_what_we_raise_ourselves_is_not_wrapped_again(subtests):
             assert outer.value is error
 
 
+def test_an_iterator_that_has_run_out_is_an_error_like_every_other_one(subtests):
+    """Python takes a RuntimeError with a StopIteration as its cause for its own where a generator
+    makes the context.
+    """
+    for kind in (StopIteration, StopAsyncIteration, GeneratorExit):
+        with subtests.test(kind.__name__):
+            if not issubclass(kind, Exception):
+                with pytest.raises(kind), errors_with_step(lambda: 6, str), engine_call("generate"):
+                    raise kind
+                continue
+            with pytest.raises(EngineError, match=kind.__name__) as engine, engine_call("generate"):
+                raise kind("no more images")
+            assert isinstance(engine.value.__cause__, kind)
+            assert f"step 7: {kind.__name__}: no more images" in str(
+                failing(kind("no more images"))
+            )
+
+
 def caused(error: Exception) -> Exception:
     error.__cause__ = ZeroDivisionError("why")
     return error

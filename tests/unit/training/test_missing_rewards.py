@@ -13,7 +13,6 @@ import torch
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, group_advantages
 from adora_vl.advantage.adora import Adora, weigh_groups
-from adora_vl.advantage.experimental import Canon, D3s, Ssb
 from adora_vl.advantage.grpo import Dapo
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, adora_metrics, read_metrics
@@ -23,6 +22,7 @@ from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.scores import Rewards, Scores, weighted_sum
 from adora_vl.utils.errors import RunError, SharedUserError, UserError
+from tests.support.examples import example
 from tests.support.recorded_runs import write_run
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, arguments
@@ -106,9 +106,12 @@ def test_where_nothing_is_missing_trl_gets_what_it_gathered():
 # The tokens of those who have left still stand in the number by which TRL divides. These methods
 # undo that division.
 BY_TOKENS = {"dapo", "daro"}
-CASES = [(name, METHODS[name]()) for name in METHODS]
+CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
 CASES += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
-CASES += [("canon", Canon(measure="length")), ("d3s", D3s(across="batch")), ("ssb", Ssb(0.5))]
+CASES += [
+    ("canon", example("canon.py:Canon")(measure=measure)) for measure in ("length", "entropy")
+]
+CASES += [("ngrpo", example("ngrpo.py:Ngrpo")())]
 CASES += [("dapo", Dapo(overlong_cache=50))]
 
 
