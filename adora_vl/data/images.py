@@ -7,7 +7,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +375,34 @@ def as_shown(image: Image.Image) -> Image.Image:
             raise
         except Exception as error:
             raise _unreadable(error) from error
+
+
+class KeptImage(Image.Image):
+    """A decoded image that nothing here draws on."""
+
+    @cached_property
+    def digest(self) -> str:
+        """`content_digest`, computed once for the processor of the trainer, that of the engine, and
+        the engine.
+        """
+        return content_digest(self)
+
+
+def content_digest(image: Image.Image) -> str:
+    """Of mode, size and pixels."""
+    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
+    digest.update(image.tobytes())
+    if image.mode == "P":
+        digest.update(bytes(image.getpalette() or []))
+    return digest.hexdigest()
+
+
+def kept(image: Any) -> Any:
+    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
+    if isinstance(image, Image.Image):
+        image.load()
+        image.__class__ = KeptImage
+    return image
 
 
 class _Lent(Image.Image):

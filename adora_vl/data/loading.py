@@ -22,7 +22,7 @@ from datasets import (
 )
 
 from adora_vl.data.dataset import load_split
-from adora_vl.data.images import UnreadableImageError, as_shown, decoded_image
+from adora_vl.data.images import UnreadableImageError, as_shown, decoded_image, kept
 from adora_vl.data.prompts import Template, conversations, template
 from adora_vl.data.rows import (
     has_choices,
@@ -57,8 +57,8 @@ def _decoded(stored: dict[str, Any]) -> Any:
         if encoded is None and Path(stored["path"] or "").is_file():
             encoded = Path(stored["path"]).read_bytes()
         if encoded is None:  # an address, which `datasets` fetches
-            return as_shown(Image().decode_example(stored))
-        return decoded_image(encoded, first_frame=True)
+            return kept(as_shown(Image().decode_example(stored)))
+        return kept(decoded_image(encoded, first_frame=True))
     except UnreadableImageError as error:
         return UnreadableImage(str(error))
     except (

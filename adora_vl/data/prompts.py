@@ -274,8 +274,8 @@ def problem_with_messages(prompt: Any, tokens: Sequence[str] = CONTROL_TOKENS) -
         return None
     contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
     parts = [part for content in contents if isinstance(content, list) for part in content]
-    pictures = [part for part in parts if isinstance(part, Mapping) and part.get("image")]
-    if pictures:
+    mappings = [part for part in parts if isinstance(part, Mapping)]
+    if any(part.get("image") is not None for part in mappings):
         return (
             "its prompt has a picture inside a message; put it into the column 'images', and "
             '{"type": "image"} in its place'

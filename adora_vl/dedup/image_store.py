@@ -17,7 +17,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_utils import make_flat_list_of_images
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.data.dataloader import KeptImage, content_digest
+from adora_vl.data.images import KeptImage, content_digest
 
 Preprocess = Callable[..., BatchFeature]
 PASSING = "adora_passing"  # in the `info` of an image that will not be seen again

@@ -96,7 +96,7 @@ def _copied_content(value: Any) -> Any:
 
 
 def _arguments_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reward function gets: copies, but for its environments, which it may ask and change."""
+    """What a reward function gets: copies, but for environments, which it may ask and change."""
     copied: dict[str, Any] = own_copy(dict(arguments), same=arguments.get("environments") or [])
     return copied
 

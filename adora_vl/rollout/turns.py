@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
-from adora_vl.data.dataloader import kept
+from adora_vl.data.images import kept
 from adora_vl.data.prompts import control_tokens, tool_response
 from adora_vl.rollout.rollouts import Call, Picture, Rollout, RolloutAnswer, RolloutAsk, Span
 

@@ -267,7 +267,7 @@ def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | Non
 
 
 def fewest_pictures(dataset: Any) -> int | None:
-    """Of the row that has the fewest; None where that cannot be told without reading rows."""
+    """How many the row with the fewest has; None where that cannot be told without reading rows."""
     if not isinstance(dataset, Dataset) or not (is_stored(dataset) or only_decodes(dataset)):
         return None
     if not set(_COLUMNS) & set(dataset.column_names):
@@ -279,7 +279,8 @@ def fewest_pictures(dataset: Any) -> int | None:
 def _counts(table: pa.Table) -> list[int]:
     """How many pictures each row has; nothing is decoded."""
     name = "images" if "images" in table.column_names else "image"
-    if not pa.types.is_list(table.schema.field(name).type):
+    kind = table.schema.field(name).type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
         return [int(there) for there in pc.is_valid(table[name]).to_pylist()]
     return [count or 0 for count in pc.list_value_length(table[name]).to_pylist()]
 

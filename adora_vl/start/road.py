@@ -282,7 +282,7 @@ def processor(run: Checked) -> None:
 
 
 def _refuse_in_template(options: Mapping[str, Any], tokens: Sequence[str]) -> None:
-    """What a chat template is given stands in every prompt. A whole template has tokens of right."""
+    """What a chat template is given stands in every prompt; a whole template may have tokens."""
     given = {name: value for name, value in options.items() if name != "chat_template"}
     token = control_token_in(given, tokens)
     if token is not None:
@@ -341,9 +341,8 @@ def rows(run: Checked) -> None:
     run.data = []
     run.dataset = None
     if isinstance(asked, objects.Datasets):
-        run.dataset, run.evaluated = (
-            objects.told_of_tools(one, run.schemas) for one in (asked.train, asked.evaluate)
-        )
+        run.dataset = objects.told_of_tools(asked.train, run.schemas)
+        run.evaluated = objects.told_of_tools(asked.evaluate, run.schemas)
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
         _check_stream(run.config, asked.train)
@@ -458,7 +457,7 @@ def tries(run: Checked) -> None:
 
 
 def _unsteady(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
-    """A line for each tool that answers the same call in two ways, on the first problem's pictures."""
+    """A line for each tool that answers a call in two ways, on the first problem's pictures."""
     if not groups:
         return unsteady_tools(toolbox)
     first = groups[0]

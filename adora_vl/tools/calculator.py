@@ -181,7 +181,7 @@ class _Reader:
         return inside
 
     def _inside(self) -> Tree:
-        """A sum between brackets, whose nesting is bounded: each level is a few of Python's calls."""
+        """A sum between brackets; its nesting is bounded, as each level is a few calls of Python's."""
         self._nesting += 1
         if self._nesting > MAX_NESTING:
             raise NotReadError("too_large")

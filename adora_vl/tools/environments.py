@@ -14,7 +14,7 @@ from typing import Any
 from adora_vl.data.prompts import CONTROL_TOKENS, control_token_in
 from adora_vl.rewards.safe_call import own_copy
 from adora_vl.rollout.rollouts import RolloutGroup
-from adora_vl.tools.calls import limited
+from adora_vl.tools.calls import clean, limited
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import from_file, function_name, source_hash
@@ -118,13 +118,14 @@ class Environments:
             raise UserError(
                 f"{where}: reset returned a {type(said).__name__}; return a text or None"
             )
-        token = control_token_in(said, self.control_tokens)
+        text = clean(said or "")
+        token = control_token_in(text, self.control_tokens)
         if token is not None:
             raise UserError(
                 f"{where}: reset says {token}, which is a token of the model's own; leave it out "
                 "of the text"
             )
-        return said or ""
+        return text
 
     def _run(self, do: Callable[[], Any], what: str, seed: str) -> Any:
         try:

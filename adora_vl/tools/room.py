@@ -60,20 +60,20 @@ def refuse_no_room(
 
 
 def _refuse_no_pictures(toolbox: Toolbox, name: str, tool: Callable[..., Any], room: Room) -> None:
-    most = toolbox.options.images
-    least = toolbox.options.max_pixels
+    images = toolbox.options.images
+    max_pixels = toolbox.options.max_pixels
     if not _shows_a_picture(tool) or toolbox.view is None:
         return
-    if room.pictures is not None and most <= room.pictures:
+    if room.pictures is not None and images <= room.pictures:
         raise UserError(
-            f"adora_tool_options.images: {most} leaves no picture for {name}, since each problem "
+            f"adora_tool_options.images: {images} leaves no picture for {name}, since each problem "
             f"has {room.pictures} or more of them; set it to {room.pictures + 1} or more"
         )
     unit = toolbox.view.unit
-    if least is not None and least < unit**2:
+    if max_pixels is not None and max_pixels < unit**2:
         raise UserError(
-            f"adora_tool_options.max_pixels: {least} holds no picture that {name} could show, as "
-            f"an image token of this model has {unit} x {unit} pixels; set it to {unit**2} or more"
+            f"adora_tool_options.max_pixels: {max_pixels} holds no picture that {name} could show, "
+            f"as an image token of this model has {unit} x {unit} pixels; set it to {unit**2} or more"
         )
 
 
@@ -87,11 +87,11 @@ def _shows_a_picture(tool: Callable[..., Any]) -> bool:
 
 
 def _refuse_no_text(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> None:
-    most = toolbox.options.max_text
+    max_text = toolbox.options.max_text
     shortest = SHORTEST_TEXT.get(name, 0) if OURS.get(name) is tool else 0
-    if most < shortest:
+    if max_text < shortest:
         raise UserError(
-            f"adora_tool_options.max_text: {most} is less than any answer of {name} has, "
+            f"adora_tool_options.max_text: {max_text} is less than any answer of {name} has, "
             f"{shortest} characters; set it to {shortest} or more"
         )
 
@@ -102,7 +102,7 @@ def _refuse_no_tokens(
     name = function["name"]
     call = _shortest_call(turns, function)
     answer = turns.around + _shortest_picture(toolbox, toolbox.chosen.functions[name])
-    least = call + answer + LEAST
+    needed = call + answer + LEAST
     parts = (
         f"{name}, whose shortest call takes {call} tokens and the answer to it {answer}, and "
         f"{LEAST} have to be left behind it"
@@ -113,17 +113,17 @@ def _refuse_no_tokens(
             f"adora_tool_options.turn_tokens: {turn} is too short for a call of {name}, which "
             f"takes {call} tokens or more; raise it"
         )
-    if room.completion < least:
+    if room.completion < needed:
         raise UserError(
             f"{room.key}: {room.completion} leaves no room for an answer of {parts}; set it to "
-            f"{least} or more"
+            f"{needed} or more"
         )
     if room.context is None or room.prompt is None:
         return
-    if room.context - room.prompt < least:
+    if room.context - room.prompt < needed:
         raise UserError(
             f"vllm_max_model_length: {room.context} leaves no room for an answer of {parts}, "
-            f"where the shortest prompt has {room.prompt}; set it to {room.prompt + least} or more"
+            f"where the shortest prompt has {room.prompt}; set it to {room.prompt + needed} or more"
         )
 
 
@@ -131,20 +131,21 @@ def _shortest_call(turns: Turns, function: Mapping[str, Any]) -> int:
     """Tokens of a call with as little in it as its schema allows, in the spelling that takes the
     fewest, and without the mark at its end, which may be left out.
     """
-    wanted = function["parameters"]
-    properties = wanted["properties"]
-    arguments = {key: shortest_value(properties[key]) for key in wanted.get("required", ())}
+    parameters = function["parameters"]
+    properties = parameters["properties"]
+    required = parameters.get("required", ())
+    arguments = {name: shortest_value(properties[name]) for name in required}
     call = {"name": function["name"], "arguments": arguments}
     plain = json.dumps(call)
     spelled = [plain, f"\n{plain}", json.dumps(call, separators=(",", ":"))]
     return min(turns.count(f"{CALL}{text}") for text in spelled) + 1  # the end of the turn
 
 
-def shortest_value(wanted: Mapping[str, Any]) -> Any:
+def shortest_value(schema: Mapping[str, Any]) -> Any:
     """A value of as few characters as the schema of an argument allows."""
-    if wanted.get("enum"):
-        return min(wanted["enum"], key=lambda value: len(str(value)))
-    kinds = wanted.get("type", "string")
+    if schema.get("enum"):
+        return min(schema["enum"], key=lambda value: len(str(value)))
+    kinds = schema.get("type", "string")
     kind = kinds if isinstance(kinds, str) else kinds[0]
     return _SHORTEST.get(kind)
 

@@ -313,7 +313,8 @@ class Toolbox:
         parts = list[Part]()
         length = 0
         pictures = 0
-        for one in result if isinstance(result, list | tuple) else [result]:
+        listed = result if isinstance(result, list | tuple) else [result]
+        for one in listed:
             part = self._part(one)
             parts.append(part)
             if isinstance(part, str):

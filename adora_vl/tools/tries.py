@@ -55,12 +55,9 @@ def _two_answers(
     """What a tool says to the first call that it answers in two ways; None without one."""
     for arguments in _made_up(function["parameters"]):
         written = json.dumps({"name": function["name"], "arguments": arguments})
-        first, second = (
-            toolbox.answer(
-                f"{CALL}{written}", images, seed="try", last=False, environment=environment
-            )
-            for environment in environments[:2]
-        )
+        text = f"{CALL}{written}"
+        first = toolbox.answer(text, images, seed="try", last=False, environment=environments[0])
+        second = toolbox.answer(text, images, seed="try", last=False, environment=environments[1])
         assert first is not None and second is not None, "the text has a call"
         if not _same(first, second):
             return _in_short(first), _in_short(second)
@@ -75,10 +72,10 @@ def _made_up(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     required = parameters.get("required", ())
     plain = dict[str, Any]()
     for name in required:
-        wanted = properties[name]
-        kind = wanted.get("type")
-        known = not wanted.get("enum") and isinstance(kind, str) and kind in _PLAIN
-        plain[name] = _PLAIN[kind] if known else shortest_value(wanted)
+        schema = properties[name]
+        kind = schema.get("type")
+        has_plain = not schema.get("enum") and isinstance(kind, str) and kind in _PLAIN
+        plain[name] = _PLAIN[kind] if has_plain else shortest_value(schema)
     shortest = {name: shortest_value(properties[name]) for name in required}
     return [plain] if plain == shortest else [plain, shortest]
 

@@ -15,8 +15,7 @@ import torch
 from PIL import Image
 
 from adora_vl.checkpoint.store import load_of_rank, save_of_rank
-from adora_vl.data.dataloader import kept
-from adora_vl.data.images import open_picture, png_bytes
+from adora_vl.data.images import kept, open_picture, png_bytes
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,

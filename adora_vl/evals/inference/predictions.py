@@ -178,7 +178,8 @@ def _parsed(line: bytes) -> Prediction | str:
 def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
     """The row with its id as a text, and with the fields that have another name in the file."""
     for ours, theirs in columns.items():
-        row |= {ours: value for value in _inside(row, theirs)}
+        for value in _inside(row, theirs):
+            row[ours] = value
     if "pid" not in row and id_column in row:
         row["pid"] = row[id_column]
     if isinstance(row.get("pid"), int) and not isinstance(row["pid"], bool):
@@ -209,7 +210,8 @@ def columns_of(words: Sequence[str]) -> dict[str, str]:
     found = {}
     for word in words:
         ours, sign, theirs = word.partition("=")
-        refuse((not (ours and sign and theirs), f"columns: {word!r:.60} is not OURS=THEIRS"))
+        if not (ours and sign and theirs):
+            raise UserError(f"columns: {word!r:.60} is not OURS=THEIRS")
         found[ours] = theirs
     return found
 

@@ -237,7 +237,7 @@ def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
     )
     given = ["infer", "--model", str(PRETRAINED), "--data", "D", "--output", "O"]
     given += ["--engine", "transformers", "--tools", "line", f"{tmp_path / 'own.py'}:closed"]
-    options = parse([*given, "--max-tokens", "3000"], BENCHMARK)
+    options = parse([*given, "--max-tokens", "3000"], BENCHMARK).ask
     engine = Scripted(check_options(options), call, "It is 7.")
     picture = Image.new("RGB", (112, 112), "white")
     request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)

@@ -22,7 +22,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import TrainerState
 
-from adora_vl.data.dataloader import kept
+from adora_vl.data.images import kept
 from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
 from adora_vl.rewards.explain import main as explain
 from adora_vl.rewards.safe_call import RewardFailure, safe_call

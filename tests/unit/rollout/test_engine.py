@@ -14,7 +14,7 @@ from PIL import Image
 from torch import distributed, nn
 from transformers import GenerationConfig
 
-from adora_vl.data.dataloader import kept
+from adora_vl.data.images import kept
 from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration

@@ -21,7 +21,8 @@ from PIL import Image
 from transformers import TrainerState
 
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER, content_digest, kept
+from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.images import content_digest, kept
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     Call,
