@@ -16,19 +16,20 @@ from transformers import Trainer, TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from adora_vl.data.prompts import asks_for_answer_tags
+from adora_vl.evals.benchmark import data_options, for_data, loaded, named
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.local import Conversations
+from adora_vl.evals.inference.runner import Ask, answer, refuse_control_tokens
+from adora_vl.evals.inference.views import VIEWS, shown_as
+from adora_vl.evals.scoring.files import figures_in_training
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import UserError, refuse
-from eval.benchmark import for_data, loaded, named
-from eval.inference.chat import ChatProcessor
-from eval.inference.local import Conversations
-from eval.inference.runner import Ask, answer
-from eval.inference.views import VIEWS, shown_as
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.data.prompt_lengths import OverlongPrompts, Size
+    from adora_vl.evals.records import Benchmark, Problem
     from adora_vl.rollout.agreement import HasEngine
-    from eval.records import Benchmark, Problem
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Task:
 
     benchmark: Benchmark
     problems: list[Problem]
+    in_data: int | None = None  # problems in the data; None: no more than `problems`
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class EvaluationPlan:
     every: int
     at_start: bool
     prompt: str | None = None
+    delay: float = 0  # optimizer steps before which there is none: eval_delay
 
 
 def take_evaluations(
@@ -66,13 +69,22 @@ def take_evaluations(
         return None
     nothing = "adora_eval: [] with eval_strategy: steps has nothing to evaluate on"
     remedy = "name a BENCHMARK=DATA, or give the trainer an eval_dataset"
-    refuse((not config.adora_eval and not folders, f"{nothing}; {remedy}"))
+    if not config.adora_eval and not folders:
+        raise UserError(f"{nothing}; {remedy}")
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
     loaded = [
         (entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)
     ]
+    for _, task in loaded:
+        refuse_control_tokens(task.problems)
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
-    plan = EvaluationPlan(tasks, int(config.eval_steps), bool(config.eval_on_start), prompt)
+    plan = EvaluationPlan(
+        tasks=tasks,
+        every=int(config.eval_steps),
+        at_start=bool(config.eval_on_start),
+        prompt=prompt,
+        delay=config.eval_delay,
+    )
     config.eval_strategy = IntervalStrategy.NO
     config.eval_on_start = False
     return plan
@@ -114,13 +126,11 @@ def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
             folder = Path(entry.partition("=")[2].removesuffix(":views")).name
             longer = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder)}"
             taken = any(longer == other.benchmark.name for other in made)
-            refuse(
-                (
-                    taken,
+            if taken:
+                raise UserError(
                     f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its "
-                    "folder",
+                    "folder"
                 )
-            )
             task = replace(task, benchmark=replace(task.benchmark, name=longer))
         made.append(task)
     return made
@@ -132,33 +142,32 @@ class DataMissingError(UserError):
 
 def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     """The benchmark of an entry; behind `DIR:views` once for each view, all of the same problems."""
-    from eval.command import parse
-
     name, _, path = entry.partition("=")
     path, views = path.removesuffix(":views"), path.endswith(":views")
-    refuse(
-        (
-            not path,
+    if not path:
+        raise UserError(
             f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, "
-            "geometry3k=DIR",
+            "problems=DIR"
         )
-    )
     benchmark = named(name, "adora_eval")
-    words = ["infer", "--model", "policy", "--data", path, "--output", str(Path())]
-    words += [f"--prompt={prompt or 'null'}"] if "prompt" in benchmark.fingerprint else []
-    options = parse(words, benchmark)
+    options = data_options(benchmark, path, prompt)
     try:
-        problems, _ = loaded(benchmark, options)
+        problems = loaded(benchmark, options).problems
     except UserError as error:
         if Path(path).exists():
             raise
         raise DataMissingError(str(error)) from error
-    refuse((not problems, f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}"))
+    if not problems:
+        raise UserError(f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}")
     if not views:
-        return [Task(benchmark, problems[:limit])]
+        return [Task(benchmark, problems[:limit], len(problems))]
     told = [problem for problem in problems if problem.facts][:limit] or problems
     return [
-        Task(replace(benchmark, name=f"{benchmark.name}_{view}"), shown_as(told, view))
+        Task(
+            replace(benchmark, name=f"{benchmark.name}_{view}"),
+            shown_as(told, view),
+            in_data=len(problems),
+        )
         for view in VIEWS
     ]
 
@@ -208,12 +217,10 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             self._evaluate(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % self.plan.every == 0:
+        if state.global_step % self.plan.every == 0 and state.global_step >= self.plan.delay:
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
-        from eval.command import figures_in_training
-
         accelerator = self.trainer.accelerator
         with self.trainer.pool.guard.watching(), self.trainer.sampler.awake():
             answered = [self._answer(task) for task in self.plan.tasks]
@@ -222,7 +229,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             everyone = gather_object(rows)
             if accelerator.is_main_process:
                 values = figures_in_training(task.benchmark, everyone, answer_tags=tags)
-                self._log(task.benchmark.name, step, values, len(everyone))
+                self._log(task, step, values, len(everyone))
         accelerator.wait_for_everyone()
 
     def _answer(self, task: Task) -> list[dict[str, Any]]:
@@ -242,17 +249,17 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
 
-    def _log(self, name: str, step: int, values: dict[str, float], total: int) -> None:
+    def _log(self, task: Task, step: int, values: dict[str, float], total: int) -> None:
+        name = task.benchmark.name
         # an entry of its own, as Transformers' evaluations have; TRL's log would average the
         # training's figures so far
         due = self.trainer.control.should_log
         Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
-        self.trainer.control.should_log = (
-            due  # Transformers takes this for the step's log, which would be left out
-        )
+        # Transformers takes this for the step's log, which would be left out
+        self.trainer.control.should_log = due
         low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
         interval = f"(95 %: {low:.1f} to {high:.1f})"
-        print(
-            f"step {step}: {name} {middle:.1f} % {interval} of {amount(total, 'problem')}",
-            flush=True,
-        )
+        in_data = task.in_data or total
+        part = f"{total} of " if total < in_data else ""
+        of = f"{part}{amount(in_data, 'problem')}"
+        print(f"step {step}: {name} {middle:.1f} % {interval} of {of}", flush=True)

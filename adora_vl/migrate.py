@@ -20,9 +20,8 @@ from adora_vl.utils.cli import Parser, dotted, exit_code_of, path, read_mapping,
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
-Names = Mapping[
-    str, tuple[str, Any]
-]  # our key, or a name in capitals that is computed with -> theirs, their default
+# our key, or a name in capitals that is computed with -> theirs, their default
+Names = Mapping[str, tuple[str, Any]]
 _W = "worker.actor."
 _M = "worker.actor.model."
 _O = "worker.rollout."
@@ -257,7 +256,7 @@ def _data(move: Migration, names: Names, folder: Path) -> None:
         move.put("shuffle_dataset", False, "data.shuffle")
     if files := move.get("data.val_files"):
         move.left["data.val_files"] = (
-            f"{files}: adora_eval: [geometry3k=FOLDER] asks a folder that data_prep made"
+            f"{files}: adora_eval: [problems=FOLDER] asks a folder that data_prep made"
         )
     if names is _VERL:
         move.left["reward_model.ground_truth"] = (

@@ -41,7 +41,6 @@ from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
-from adora_vl.models.shape import refuse_tied_adapters
 from adora_vl.parts import TrainerParts
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
@@ -92,14 +91,28 @@ class AdoraGRPOTrainer(TrainerParts):
         Raises `UserError` for what cannot work, in one line.
         """
         if run is None:
-            refuse_objects(train_dataset, reward_funcs, rollout_func, environment_factory)
+            refuse_objects(
+                train_dataset,
+                reward_funcs=reward_funcs,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
             args = config_of(args, model)
             loaded = None if isinstance(model, str) else model
-            keys = model_keys(model, args, peft_config, quantization_config)
-            source = ModelSource(keys, peft_config, loaded, processing_class)
+            keys = model_keys(
+                model, config=args, peft_config=peft_config, quantised=quantization_config
+            )
+            source = ModelSource(
+                keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
+            )
             rows = Datasets(train_dataset, eval_dataset)
             asked = Asked(
-                args, source, rows, reward_funcs, tools=tools or (), environment=environment_factory
+                config=args,
+                model=source,
+                rows=rows,
+                rewards=reward_funcs,
+                tools=tools or (),
+                environment=environment_factory,
             )
             run = walk(asked, Where.of_launch("leave"))
             train_dataset = run.dataset
@@ -146,7 +159,6 @@ class AdoraGRPOTrainer(TrainerParts):
             restore_buffers(one)
         if is_peft_model(self.model):
             name_base(self.model, run.adapters[run.adapter is not None :])
-            refuse_tied_adapters(self.model)
             if not self._dist.is_fsdp and not run.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
@@ -191,7 +203,12 @@ class AdoraGRPOTrainer(TrainerParts):
             if from_python and run.finished is not None:
                 return self._nothing_left(run.finished)
             self._begin_run(output_dir)
-            with failure_noted(self.manifest, output_dir, lambda: self.state.global_step, is_main):
+            with failure_noted(
+                self.manifest,
+                output_dir=output_dir,
+                steps=lambda: self.state.global_step,
+                is_main=is_main,
+            ):
                 with errors_with_step(
                     lambda: self.state.global_step, self.checkpoints.where_to_go_on
                 ):
@@ -199,7 +216,12 @@ class AdoraGRPOTrainer(TrainerParts):
                 if self.bad_steps.reason:
                     raise RunError(f"step {self.state.global_step}: {self.bad_steps.reason}")
             if from_python and is_main:
-                end_manifest(self.manifest, output_dir, "finished", self.state.global_step)
+                end_manifest(
+                    self.manifest,
+                    output_dir=output_dir,
+                    status="finished",
+                    steps=self.state.global_step,
+                )
             return found
         finally:
             if from_python:
@@ -269,9 +291,8 @@ class AdoraGRPOTrainer(TrainerParts):
     def _sample(self, rows: list[Row]) -> Generation:
         """A generation from these rows, ready to be learned from."""
         with self._engine_awake():
-            batch = self._generate_and_score_completions(
-                rows
-            )  # TRL's name for it, which a subclass may override
+            # TRL's name for it, which a subclass may override
+            batch = self._generate_and_score_completions(rows)
         generation = self._collecting
         assert generation is not None
         generation.batch = batch
@@ -361,9 +382,8 @@ class AdoraGRPOTrainer(TrainerParts):
                     policy, adapter_name="ref" if "ref" in policy.peft_config else None
                 ):
                     batch["ref_per_token_logps"] = scored(self.model)
-                freeze(
-                    policy, args.adora_freeze
-                )  # PEFT has made all of the adapter trainable again
+                # PEFT has made all of the adapter trainable again
+                freeze(policy, args.adora_freeze)
             if training and self.reference_guard.is_due(self.state.global_step):
                 self.reference_guard.check(batch, self._policy_logps)
 
@@ -395,9 +415,9 @@ class AdoraGRPOTrainer(TrainerParts):
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a
         micro-batch, however many, and clips the ratio of new to old policy on one side only. Ours
-        computes the former in the policy's own pass, weighs a micro-batch by its rows or tokens, and
-        skips a step in which the latter explodes. What is drawn for a micro-batch, as dropout, depends on
-        its place alone, so that a run that goes on draws the same.
+        computes the former in the policy's own pass, weighs a micro-batch by its rows or tokens,
+        and skips a step in which the latter explodes. What is drawn for a micro-batch, as dropout,
+        depends on its place alone, so that a run that goes on draws the same.
         """
         micro = cast("Batch", {**inputs})
         if self.has_dropout and self.shape.has_one_step:
@@ -427,8 +447,6 @@ class AdoraGRPOTrainer(TrainerParts):
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
-            if self.ratio_guard.exploded is not None:
-                self.pool.forget_kept()
         loss = self.batcher.scaled(loss, micro)
         if model.training and self.entropy_bonus.is_on:
             accumulated = self.current_gradient_accumulation_steps
@@ -459,22 +477,14 @@ class AdoraGRPOTrainer(TrainerParts):
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
         """The log-probabilities of a generation's completions by the policy, (B, C)."""
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
-        return generation_logps(batch, policy, self.args.per_device_train_batch_size, pixels)
+        return generation_logps(
+            batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+        )
 
     @property
     def _skips_old_pass(self) -> bool:
-        """Whether the old log-probabilities equal those of the policy's own pass, and nothing asks
-        for them before.
-        """
-        asks = self.args.adora_rollouts.replay or any(
-            extension.needs_old_logps for extension in self.extensions
-        )
-        return (
-            self.args.own("skip_old_pass")
-            and self.shape.has_one_step
-            and not self.has_dropout
-            and not asks
-        )
+        """Whether the old log-probabilities equal those of the policy's own pass."""
+        return self.args.own("skip_old_pass") and self.shape.has_one_step and not self.has_dropout
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
 
@@ -618,23 +628,34 @@ class AdoraGRPOTrainer(TrainerParts):
         """
         asked = self.args.adora_rollouts
         share = self.args.own("cache_images")
-        numbered = asked.budget is not None or asked.ahead > 0 or asked.replay > 0
+        numbered = asked.budget is not None or asked.ahead > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(
-                dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+                dataset,
+                description=description,
+                batch_size=batch_size,
+                sampler_fn=sampler_fn,
+                is_training=is_training,
+                dataloader_key=dataloader_key,
             )
         rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered, share=share)
         loader = super()._get_dataloader(
-            rows, description, batch_size, sampler_fn, is_training, dataloader_key
+            rows,
+            description=description,
+            batch_size=batch_size,
+            sampler_fn=sampler_fn,
+            is_training=is_training,
+            dataloader_key=dataloader_key,
         )
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
         return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
-        """Stock TRL's sampler draws one epoch's order after the other; ours draws each from the
-        epoch's number.
+        """Stock TRL's sampler draws one epoch's order after the other, from `seed` alone; ours draws
+        each from the epoch's number, and from `data_seed` where it is set.
         """
-        self._row_order = EpochRepeatSampler.like(super()._get_train_sampler(dataset))
+        stock = super()._get_train_sampler(dataset)
+        self._row_order = EpochRepeatSampler.like(stock, seed=self.args.seed_of_rows)
         return self._row_order
 
     def log_figure(self, name: str, value: float) -> None:

@@ -56,17 +56,12 @@ class Batch(TypedDict, total=False):
     image_grid_thw: Tensor  # (images, 3)
     num_images: list[int]  # (B,)
     # added by this package
-    distorted: (
-        Tensor  # (B,), bool: sampled on a distorted image (noisy_rollouts); only where some can be
-    )
-    visual_dependency: Tensor  # (B,), nats per token, NaN without an image
-    visual_scale: Tensor  # (B,), the factor of the rollout in its advantages
-    stale_tokens: (
-        Tensor  # (B,), tokens at the beginning that earlier weights sampled (adora_rollouts.budget)
-    )
+    # (B,), tokens at the beginning that are not compared with the engine: sampled by earlier weights
+    # (adora_rollouts.budget), or all of a rollout that saw other images (an extension)
+    stale_tokens: Tensor
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
-    rollout_number: Tensor  # (B,), adora_vl.record.recorder; -1 for one of an earlier generation
+    rollout_number: Tensor  # (B,), adora_vl.record.recorder
     # (B,), bool: of a group that has something to teach. Until the groups are weighed, as `grades`
     signal: Tensor
     # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
@@ -87,13 +82,11 @@ class HostRows:
     prompt_mask: Tensor  # (B, P)
     token_types: Tensor | None  # (B, P), 1 at the tokens of images
     lengths: list[int]  # completion tokens of each row
-    images: list[
-        tuple[Tensor, Tensor] | None
-    ]  # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    images: list[tuple[Tensor, Tensor] | None]
     own: Tensor | None = None  # (B, C), not 0 where the policy has sampled; None: everywhere
-    answer_types: Tensor | None = (
-        None  # (B, C), as `token_types`; None where completions have no images
-    )
+    # (B, C), as `token_types`; None where completions have no images
+    answer_types: Tensor | None = None
 
     @classmethod
     def of(
@@ -155,7 +148,15 @@ class HostRows:
         )
         lengths = [self.lengths[row] for row in own]
         images = [self.images[row] for row in own]
-        return HostRows(ids, mask, types, lengths, images, sampled, answers)
+        return HostRows(
+            prompt_ids=ids,
+            prompt_mask=mask,
+            token_types=types,
+            lengths=lengths,
+            images=images,
+            own=sampled,
+            answer_types=answers,
+        )
 
 
 def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -167,9 +168,8 @@ def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else next(back) for tensor in tensors]
 
 
-SaveNow = Callable[
-    [], Path
-]  # the checkpoint of the present step, written by all ranks unless it is there
+# the checkpoint of the present step, written by all ranks unless it is there
+SaveNow = Callable[[], Path]
 LogFigure = Callable[[str, float], None]  # name and value, for the next log; the same on every rank
 
 
@@ -207,8 +207,6 @@ def compared_mask(batch: Batch) -> Tensor:
     seen the same prompt, and the present weights have sampled them.
     """
     mask_BC = loss_mask(batch)
-    if "distorted" in batch:
-        mask_BC = mask_BC * ~batch["distorted"][:, None]
     if "stale_tokens" in batch:
         places_C = torch.arange(mask_BC.size(1), device=mask_BC.device)
         mask_BC = mask_BC * (places_C >= batch["stale_tokens"][:, None])

@@ -24,11 +24,11 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.pipeline import clean_one
+from adora_vl.conversion.problem import PixelLimits
+from adora_vl.conversion.tables import open_local, reads
 from data_prep.cli import main as data_prep
-from data_prep.columns import Columns
-from data_prep.pipeline import clean_one
-from data_prep.problem import PixelLimits
-from data_prep.tables import open_local, reads
 
 SIZE = (1152, 896)
 PICTURES = 12
@@ -86,7 +86,9 @@ def pictures(folder: Path) -> None:
         ]
         (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         opened = open_local(folder / "t.jsonl", columns)
-        calls = list(reads(opened, "train", "t", columns, None, None))
+        calls = list(
+            reads(opened, split="train", name="t", columns=columns, tests=None, limit=None)
+        )
         ours = milliseconds([partial(clean_one, call, PixelLimits(), near=False) for call in calls])
         alone = milliseconds([partial(decode, file) for file in files])
         print(f"{name:<30} {ours:8.1f} {alone:9.1f} {ours / alone:6.2f}")

@@ -1,5 +1,4 @@
-"""Does a run that is killed again and again have the same losses, rollouts and weights as an
-uninterrupted one?
+"""Compares losses, rollouts and weights of a run that is killed with an uninterrupted one's.
 
     python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,backward:13,saving:18
         --processes 1
@@ -21,6 +20,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from adora_vl.record.rollouts import ROLLOUTS, parts, read_parts
 
 REPOSITORY = Path(__file__).parents[1]
 PHASES = ("rollout", "grading", "backward", "saving")
@@ -87,9 +88,8 @@ def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
         )
         code = process.wait()
     if kill and code == 1 and "SIGKILL" in log.read_text():
-        return (
-            -signal.SIGKILL
-        )  # the launcher of several processes outlives them, and says what they died of
+        # the launcher of several processes outlives them, and says what they died of
+        return -signal.SIGKILL
     if code not in (0, -signal.SIGKILL):
         sys.exit(f"the run ended with {code}; see {log}\n{log.read_text()[-1500:]}")
     return code
@@ -146,8 +146,8 @@ _TABLE = ("step", "prompt", "completion", "advantage", "adora_weight")
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    """What has to be equal: the figures and rollouts of each step, and the bytes of the final
-    weights.
+    """What has to be equal: the figures and rollouts of each step, TRL's tables of completions where
+    the run writes them, and the bytes of the final weights.
     """
     import pandas as pd
 
@@ -157,14 +157,33 @@ def facts(folder: Path) -> dict[str, Any]:
         if not entry.keys().isdisjoint({"loss", "train_loss"}):
             timeless = {key: value for key, value in entry.items() if not key.startswith(UNTIMED)}
             steps.setdefault(entry["step"], {}).update(timeless)
-    rollouts = {}
+    tables = {}
     for path in sorted((folder / "completions").glob("*.parquet")):
         table = pd.read_parquet(path, columns=list(_TABLE))
-        rollouts[path.stem] = hashlib.sha256(table.to_json().encode()).hexdigest()
+        tables[path.stem] = hashlib.sha256(table.to_json().encode()).hexdigest()
     weights = hashlib.sha256()
     for file in sorted({*folder.glob("*.safetensors"), *folder.glob("ref/*.safetensors")}):
         weights.update(file.read_bytes())
-    return {"steps": steps, "rollouts": rollouts, "weights": weights.hexdigest()}
+    return {
+        "steps": steps,
+        "rollouts": recorded(folder),
+        "tables": tables,
+        "weights": weights.hexdigest(),
+    }
+
+
+def recorded(folder: Path) -> dict[str, str]:
+    """A hash of all that the record of a run says of each step's rollouts, but for the seconds that
+    tools took. Empty where nothing was recorded.
+    """
+    files = parts(folder / ROLLOUTS)
+    digests: dict[str, Any] = {}
+    for row in read_parts(files).to_pylist() if files else ():
+        for turn in row["turns"] or ():
+            del turn["seconds"]
+        digest = digests.setdefault(f"step {row['step']}", hashlib.sha256())
+        digest.update(json.dumps(row, sort_keys=True, default=str).encode())
+    return {step: digest.hexdigest() for step, digest in digests.items()}
 
 
 def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
@@ -179,12 +198,14 @@ def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
                 f"step {step}: {name} is {figures[name]} and {other.get(name)} ({len(names)} "
                 "figures differ)"
             )
-    if reference["rollouts"] != killed["rollouts"]:
-        other = killed["rollouts"]
-        lines.append(
-            "rollouts of "
-            + ", ".join(k for k, v in reference["rollouts"].items() if other.get(k) != v)
-        )
+    if not reference["rollouts"]:
+        lines.append("no rollouts, because none were recorded: set adora_record_every: 1")
+    for kind, words in (("rollouts", "rollouts of"), ("tables", "the table")):
+        first = reference[kind]
+        second = killed[kind]
+        names = [name for name in first | second if first.get(name) != second.get(name)]
+        if names:
+            lines.append(f"{words} {', '.join(names)}")
     if reference["weights"] != killed["weights"]:
         lines.append("the final weights")
     return lines
@@ -232,8 +253,7 @@ def main() -> int:
     reference = facts(out / "whole")
     differences = compare(reference, facts(out / "killed"))
     print(
-        f"{len(reference['steps'])} steps, {len(reference['rollouts'])} tables of rollouts, "
-        "weights: ",
+        f"{len(reference['steps'])} steps, the rollouts of {len(reference['rollouts'])}, weights: ",
         end="",
     )
     print("all equal" if not differences else "\n".join(["different", *differences]))

@@ -27,8 +27,7 @@ from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.rollout.engine_settings import machine_options  # noqa: E402
 from adora_vl.rollout.prompt_tokens import never_sampled_ids  # noqa: E402
 from adora_vl.rollout.weight_sync import reset_caches  # noqa: E402
-from benchmarks.long_tailed import compare  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
 
 # name -> one request per prompt, seeds, text
 WAYS = {
@@ -73,22 +72,9 @@ def main() -> None:
         "--compile", action="store_true", help="with torch.compile, as vLLM does by itself"
     )
     parser.add_argument(
-        "--lengths", choices=["long-tailed"], help="what partial rollouts save, instead"
-    )
-    parser.add_argument("--generations-of-a-run", type=int, default=40, help="with --lengths")
-    parser.add_argument(
-        "--server",
-        metavar="URL",
-        default="",
-        help="with --lengths: who samples instead of an engine",
-    )
-    parser.add_argument(
         "--profile", choices=list(WAYS), help="also print where this way spends its time"
     )
     options = parser.parse_args()
-    if options.lengths:
-        compare(options.generations_of_a_run, options.server)
-        return
     from adora_vl.rollout.llm import PolicyLLM
     from adora_vl.rollout.rollouts import RolloutAsk
 
@@ -127,11 +113,11 @@ def main() -> None:
             ]
             asks = [
                 RolloutAsk(
-                    ids,
-                    images,
-                    group if together else row,
-                    seed if seeded else None,
-                    options.tokens,
+                    ids=ids,
+                    images=images,
+                    together=group if together else row,
+                    seed=seed if seeded else None,
+                    limit=options.tokens,
                 )
                 for row, ((ids, images), group, seed) in enumerate(
                     zip(rows, groups, seeds, strict=True)

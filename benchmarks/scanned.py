@@ -17,23 +17,25 @@ import os
 import random
 import shutil
 import statistics
+import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import yaml
 from PIL import Image
 
+from adora_vl.evals.scoring.statistics import half_width
+from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas, Point
+from adora_vl.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
 from adora_vl.utils.launch import prepare_engine_environment
-from benchmarks.attenuation.__main__ import commit
-from benchmarks.attenuation.report import end, interval, sign_flips
 from benchmarks.attenuation.start import fingerprint
-from data_prep.synthetic.drawing import OVERSAMPLING, Canvas, Point
-from data_prep.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
 
 REPOSITORY = Path(__file__).parents[1]
 PLAN, RUNS = (Path(__file__).with_suffix(suffix) for suffix in (".yaml", ".jsonl"))
@@ -43,6 +45,33 @@ Digits = dict[str, list[Image.Image]]  # the scanned pictures of each digit
 Plan = dict[str, Any]
 Run = dict[str, Any]
 Place = tuple[str, int, int, str]  # case, start, seed, arm
+
+
+def commit() -> str:
+    """The commit that the runs are made from, with a plus sign where files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
+    described = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return described.stdout.strip() or "unknown"
+
+
+def sign_flips(differences: Sequence[float]) -> float:
+    """The exact two-sided p of the sign-flip test: the share of all 2^n ways to give the n paired
+    differences a sign whose sum is as far from 0 as that of the signs they have.
+    """
+    size = abs(sum(differences)) * (1 - 1e-12)  # what differs by rounding counts as equal
+    flips = product(*((difference, -difference) for difference in differences))
+    far = [abs(sum(flipped)) >= size for flipped in flips]
+    return sum(far) / len(far)
+
+
+def interval(differences: Sequence[float]) -> str:
+    """The mean with its 95 % interval, as `+4.1 [+1.0, +7.2]`; in bold where 0 lies outside."""
+    if len(differences) < 2:
+        return "-"
+    mean = statistics.fmean(differences)
+    half = half_width(differences)
+    text = f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
+    return f"**{text}**" if abs(mean) > half else text
 
 
 def scanned_digits(split: str, pixels: int) -> Digits:
@@ -117,7 +146,7 @@ def draw_rows(
 def build_data(folder: Path, plan: Plan, case: str) -> None:
     """Training and held-out problems of a case, the same for all its runs; what is there stays."""
     from adora_vl.data.dataset import write_manifest, write_split
-    from data_prep.output import complete_or_absent
+    from adora_vl.data.output import complete_or_absent
 
     if folder.is_dir():
         return
@@ -125,19 +154,27 @@ def build_data(folder: Path, plan: Plan, case: str) -> None:
     counts = {}
     with complete_or_absent(folder, description) as made:
         for split, number in plan["rows"].items():
-            rows = draw_rows(number, split, 0, plan["pixels"], plan["cases"][case]["one_digit"])
+            rows = draw_rows(
+                number,
+                split=split,
+                seed=0,
+                pixels=plan["pixels"],
+                one_digit=plan["cases"][case]["one_digit"],
+            )
             counts[split] = write_split(rows, made, split)
         write_manifest(made, description, counts)
 
 
 def build_start(folder: Path, plan: Plan, start: int) -> None:
     """The tiny model, taught on other problems with the training pictures; what is there stays."""
+    from adora_vl.builtin.small_model import build_start as build
     from adora_vl.builtin.small_model import is_built
-    from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model
+    from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
 
     own = PerimeterStart(**plan["start"], seed=start)
     if not is_built(folder, asdict(own)):
-        build_perimeter_model(folder, own, draw_rows(own.rows, "train", start, plan["pixels"]))
+        rows = draw_rows(own.rows, split="train", seed=start, pixels=plan["pixels"])
+        build(folder, own, partial(begin_perimeter, rows=rows))
 
 
 def places(plan: Plan, pilot: bool) -> list[Place]:
@@ -203,6 +240,8 @@ TRAINING = {
     "adora/weight_mean": "weight_mean",
 }
 BLOCK = 5
+# The accuracy of the held-out split in a log; earlier runs have it under the second name.
+HELD_OUT_KEYS = ("eval_problems_accuracy", "eval_geometry3k_accuracy")
 
 
 def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -210,7 +249,8 @@ def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     held_out, steps = [], []
     for line in lines:
         if line["kind"] == "eval":
-            known = {new: round(line[f"eval_geometry3k_{old}"], 4) for old, new in HELD_OUT.items()}
+            prefix = next(key.removesuffix("accuracy") for key in HELD_OUT_KEYS if key in line)
+            known = {new: round(line[f"{prefix}{old}"], 4) for old, new in HELD_OUT.items()}
             held_out.append({"step": line["step"], **known})
     trained = [line for line in lines if line["kind"] == "train"]
     for first in range(0, len(trained), BLOCK):
@@ -248,9 +288,8 @@ def train_all(plan: Plan, output: Path, pilot: bool) -> None:
             "dataset_name": str(output / "data" / case),
             "seed": seed,
         }
-        where["eval_on_start"] = (
-            arm == plan["cases"][case]["arms"][0]
-        )  # the same for all arms and seeds of a start
+        # the same for all arms and seeds of a start
+        where["eval_on_start"] = arm == plan["cases"][case]["arms"][0]
         words = [
             "--config",
             str(CONFIG),
@@ -316,6 +355,11 @@ AGAINST = (
 )
 
 
+def end(key: str) -> Callable[[Run], float]:
+    """A held-out figure at the last step."""
+    return lambda run: float(run["held_out"][-1][key])
+
+
 def last(key: str) -> Callable[[Run], float]:
     """The mean of a figure of the training answers over the last steps."""
     return lambda run: float(run["steps"][-1][key])
@@ -343,7 +387,7 @@ def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     ]
     for arm in plan["cases"][case]["arms"]:
         own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
-        ends = of_seeds(runs, case, arm, end("accuracy"))
+        ends = of_seeds(runs, case=case, arm=arm, value=end("accuracy"))
         starts = [
             statistics.fmean(
                 100 * run["held_out"][-1]["accuracy"] for run in own if run["start"] == start
@@ -376,7 +420,9 @@ def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
             continue
         cells = []
         for value in (at_half, end("accuracy"), last("worked")):
-            first, second = (of_seeds(runs, case, arm, value) for arm in (one, other))
+            first, second = (
+                of_seeds(runs, case=case, arm=arm, value=value) for arm in (one, other)
+            )
             cells.append([a - b for a, b in zip(first, second, strict=True)])
         texts = " | ".join(map(interval, cells))
         lines.append(

@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
+from adora_vl.conversion.columns import ANSWER_IS, PRESETS, columns_of_words
+from adora_vl.conversion.convert import Conversion, convert
+from adora_vl.conversion.pipeline import MAX_WORKERS, usable_cores
+from adora_vl.conversion.quarantine import MAX_SHARE
 from adora_vl.data.dataset import SPLITS
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
-from adora_vl.utils.errors import UserError, refuse
-from data_prep.columns import ANSWER_IS, PRESETS, columns_of_words
-from data_prep.convert import Conversion, convert
-from data_prep.generated import (
+from adora_vl.evals.inference.provenance import PROMPTS, settled_prompts, unusual_prompts
+from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
+from adora_vl.evals.options import OF_THE_RUN, add_options, options_from
+from adora_vl.synthetic.generate import LEVELS, MAX_CHOICES
+from adora_vl.synthetic.generated import (
     DEFAULT_SIZE,
     DEFAULT_TEST_ROWS,
     prepare_drawn,
@@ -20,13 +24,13 @@ from data_prep.generated import (
     puzzles,
     synthetic,
 )
+from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
+from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
+from adora_vl.utils.errors import UserError
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
-from data_prep.knights import PEOPLE, QUESTIONS
-from data_prep.pipeline import MAX_WORKERS, usable_cores
-from data_prep.quarantine import MAX_SHARE
+from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
-from data_prep.synthetic.generate import LEVELS, MAX_CHOICES
-from eval.inference.provenance import OF_THE_RUN, add_asking, settle_prompts, unusual_prompts
+from data_prep.variants import add_variants
 
 MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
@@ -145,12 +149,8 @@ def _knights(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{name}: {value} does not go with --source {arguments.source}; leave one of them out"
         )
-    refuse(
-        (
-            getattr(arguments, needed) is None,
-            f"{needed}: --source {arguments.source} needs it; give --{needed}",
-        )
-    )
+    if getattr(arguments, needed) is None:
+        raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
     if is_drawn:
         drawn = puzzles(**_given(arguments, *_DRAWN_ONLY))
         manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
@@ -212,7 +212,7 @@ def add_filter(commands: Any) -> None:
         help="the split to filter, default: %(default)s; others are copied",
     )
     add("--model", type=optional(text), metavar="M", help="a model folder, a hub id, or tiny")
-    add_asking(command)
+    add_options(command, SamplingOptions)
     add(
         "--samples",
         type=whole(1, MAX_SAMPLES),
@@ -221,7 +221,7 @@ def add_filter(commands: Any) -> None:
         help="per problem, default: %(default)s",
     )
     what = (
-        "instead of --model: answers that `python -m eval.geometry3k infer --split train "
+        "instead of --model: answers that `python -m eval.problems infer --split train "
         "--samples N` made"
     )
     add("--predictions", type=optional(path), metavar="FILE.jsonl", help=what)
@@ -254,23 +254,23 @@ def _rates(word: str) -> Any:
 
 def _filter(arguments: argparse.Namespace) -> None:
     # the engines of `eval` are imported by this command alone
+    from adora_vl.evals.inference.engines import settings_of
     from data_prep import filter as filtering
     from data_prep import forecast
-    from eval.inference.engines import default_engine, settings_of
 
     if arguments.attenuation is not None:
         print("\n".join(forecast.of(arguments.attenuation).lines()))
         return
     for name in ("input", "output"):
-        refuse((getattr(arguments, name) is None, f"{name}: give --{name} DIR"))
+        if getattr(arguments, name) is None:
+            raise UserError(f"{name}: give --{name} DIR")
     if (arguments.model is None) == (arguments.predictions is None):
         raise UserError(
             "model: give --model, to sample answers with, or --predictions, answers that are there"
         )
     for name in ("prompt", "system_prompt") if arguments.predictions is not None else ():
-        if (
-            getattr(arguments, name) is not OF_THE_RUN
-        ):  # answers that are there were asked for in their own words
+        # answers that are there were asked for in their own words
+        if getattr(arguments, name) is not OF_THE_RUN:
             option = name.replace("_", "-")
             raise UserError(
                 f"{name}: --{option} is for sampling, and --predictions has answers already; "
@@ -281,18 +281,25 @@ def _filter(arguments: argparse.Namespace) -> None:
     predictions = arguments.predictions
     facts: dict[str, Any] = {"predictions": str(predictions)}
     if predictions is None:
-        arguments.engine = arguments.engine or default_engine()
-        settings = settings_of(arguments)
-        settle_prompts(arguments)
-        folder = filtering.samples_folder(arguments.output)
-        asked = {name: getattr(arguments, name) for name in ("samples", "system_prompt", "prompt")}
-        predictions = filtering.sample(arguments.input, arguments.split, folder, settings, **asked)
+        engine = arguments.engine or default_engine()
+        settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
+        given_prompts = {name: getattr(arguments, name) for name in PROMPTS}
+        prompts = settled_prompts(arguments.model, given_prompts)
+        predictions = filtering.sample(
+            arguments.input,
+            arguments.split,
+            filtering.samples_folder(arguments.output),
+            settings,
+            samples=arguments.samples,
+            system_prompt=prompts["system_prompt"],
+            prompt=prompts["prompt"],
+        )
         facts = {
             "model": settings.model,
             "samples": arguments.samples,
             "temperature": settings.temperature,
         }
-        facts |= unusual_prompts(arguments)
+        facts |= unusual_prompts(prompts)
     given = {name: getattr(arguments, name) for name in ("split", "rounding", "overwrite")}
     places = (arguments.input, arguments.output, predictions)
     keep = filtering.Keep(*arguments.keep)
@@ -335,6 +342,8 @@ def parser() -> Parser:
     _add_geometry3k(commands)
     _add_convert(commands)
     add_filter(commands)
+    add_solve(commands)
+    add_variants(commands)
 
     inspect = commands.add_parser(
         "inspect", help="what a prepared folder holds, as text and as an HTML page"
@@ -382,8 +391,8 @@ def _add_geometry3k(commands: Any) -> None:
         help="intergps: the picture as printed, or with every vertex lettered",
     )
     what = (
-        "logic-forms: a table with the questions (messages, solution, images), whose diagrams "
-        "are redrawn"
+        "logic-forms, facts: a table with the questions (messages, solution, images), whose "
+        "diagrams are redrawn"
     )
     add("--texts", type=optional(text), metavar="FILE", help=what)
     _add_cleaning(command)
@@ -460,7 +469,19 @@ def _add_convert(commands: Any) -> None:
         "--image-dir",
         type=optional(path),
         metavar="DIR",
-        help="where paths of images begin, default: by the table",
+        help="where paths of images begin, default: by the table; also of paths of another machine",
+    )
+    add(
+        "--keep-options-in-text",
+        action="store_true",
+        default=None,
+        help="options in the text of a problem do not become choices",
+    )
+    add(
+        "--text-answers",
+        action="store_true",
+        default=None,
+        help="sentences are reference answers too, right for the same text alone",
     )
     add(
         "--name",
@@ -550,6 +571,8 @@ def _convert(arguments: argparse.Namespace) -> None:
     columns = preset.columns if preset else columns_of_words(arguments.columns)
     given = {"decimal_comma": arguments.decimal_comma, "answer_is": arguments.answer_is or ""}
     given["image_dir"] = str(arguments.image_dir or "")
+    given["text_answers"] = arguments.text_answers
+    given["keep_options_in_text"] = arguments.keep_options_in_text
     columns = replace(columns, **{name: value for name, value in given.items() if value})
     if preset and preset.id:
         name = name or arguments.preset  # the data set's own

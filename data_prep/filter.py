@@ -6,7 +6,6 @@ is the cheap version that it compares with, the pass rate of plain samples. The 
 """
 
 import json
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,24 +21,25 @@ from adora_vl.data.dataset import (
     split_files,
     stored_rows,
 )
+from adora_vl.data.output import complete_or_absent, refuse_foreign
 from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
+from adora_vl.evals.benchmark import named
+from adora_vl.evals.inference.engines import build_engine
+from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
+from adora_vl.evals.inference.provenance import FILE_NAME, read
+from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings
+from adora_vl.evals.inference.runner import infer
+from adora_vl.evals.options import DataOptions
+from adora_vl.evals.prepared import GraderOptions, load
+from adora_vl.evals.records import Prediction
+from adora_vl.evals.scoring.score import graded_rows
 from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import amount
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
-from data_prep.output import complete_or_absent, refuse_foreign
-from eval.geometry3k import BENCHMARK, load
-from eval.inference.engines import build_engine
-from eval.inference.predictions import PREDICTIONS, read_predictions
-from eval.inference.provenance import FILE_NAME, read
-from eval.inference.requests import AnswerEngine, AnswerEngineSettings
-from eval.inference.runner import infer
-from eval.records import Prediction
-from eval.scoring.score import grade_row
 
-RATES_FILE = (
-    "pass_rates.jsonl"  # in the output: id, right answers and answers of every problem of the split
-)
+# in the output: id, right answers and answers of every problem of the split
+RATES_FILE = "pass_rates.jsonl"
 _ROUNDING = 1e-9  # so that 3 of 10 answers are within 0.3:0.9
 
 
@@ -70,12 +70,15 @@ def tallies(
     rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False
 ) -> dict[str, Tally]:
     """The right answers and all answers of each problem by its id, graded as in training."""
-    options = Namespace(rounding=rounding, answer_tags=answer_tags)
+    benchmark = named("geometry3k")
+    options = GraderOptions(rounding=rounding, answer_tags=answer_tags)
     right: Counter[str] = Counter()
     answers: Counter[str] = Counter()
-    for row in rows:
-        answers[row["pid"]] += 1
-        right[row["pid"]] += grade_row(BENCHMARK, row, options).correct
+    _, graded = graded_rows(benchmark, rows, options)
+    for item in graded:
+        answers[item.pid] += 1
+        if item.correct:
+            right[item.pid] += 1
     return {pid: Tally(right[pid], answers[pid]) for pid in answers}
 
 
@@ -107,16 +110,15 @@ def sample(
     `folder` has answers that were made with another model, other data or other settings, and for a
     template that does not fit the data.
     """
-    options = Namespace(data=str(data), split=split, prompt=prompt)
-    asked, hashed = load(options)
+    asked = load(DataOptions(data=str(data), split=split), prompt)
     fingerprint = {
         "benchmark": "filter",
         "model": settings.model,
         "model_hash": model_hash(settings.model, settings.revision),
-        "data_hash": hashed,
+        "data_hash": asked.data_hash,
         "split": split,
         "system_prompt": system_prompt,
-        "prompt": options.prompt,
+        "prompt": None if "prompt" in asked.unused_options else prompt,
     }
     names = (
         "engine",
@@ -130,10 +132,10 @@ def sample(
     )
     fingerprint |= {name: getattr(settings, name) for name in names} | settings.described
     infer(
-        asked,
-        folder,
-        settings,
-        fingerprint,
+        asked.problems,
+        output=folder,
+        settings=settings,
+        fingerprint=fingerprint,
         system_prompt=system_prompt,
         build=build,
         samples=samples,
@@ -162,7 +164,7 @@ def filter_dataset(
     tags = asked_for_tags(predictions)
     held = content_hash([predictions])
     found = tallies(read_predictions(predictions), rounding=rounding, answer_tags=tags)
-    _check_covered(found, data, split, predictions)
+    _check_covered(found, data=data, split=split, predictions=predictions)
     kept = {pid for pid, tally in found.items() if tally.rate in keep}
     if not kept:
         shares = Counter(f"{tally.rate:.3g}" for tally in found.values())
@@ -189,7 +191,7 @@ def filter_dataset(
         for name in split_files(data):
             chosen = (row for row in stored_rows(data, name) if name != split or row["id"] in kept)
             counts[name] = dataset.write_split(
-                chosen, folder, name, dataset.features_of(data, name)
+                chosen, folder=folder, split=name, features=dataset.features_of(data, name)
             )
         lines = (
             json.dumps({"id": pid, "right": t.right, "answers": t.answers})

@@ -1,6 +1,4 @@
-"""Would attenuation act here, and on what?
-
-From several answers to each problem, without training.
+"""Forecasts on what attenuation would act, from several answers to each problem.
 
 Whether it then helps depends on whether short right answers are guesses, which no figure of these
 can say: see docs/experiments.md for tasks where the outcome is known.
@@ -8,7 +6,6 @@ can say: see docs/experiments.md for tasks where the outcome is known.
 
 import json
 import math
-from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +17,13 @@ from pyarrow.dataset import dataset
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.evals.benchmark import named
+from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
+from adora_vl.evals.prepared import GraderOptions
+from adora_vl.evals.scoring.score import graded_rows
+from adora_vl.evals.scoring.statistics import paired_t, wilson
+from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.filter import asked_for_tags
-from eval.geometry3k import BENCHMARK
-from eval.inference.predictions import PREDICTIONS, read_predictions
-from eval.scoring.score import grade_row
-from eval.scoring.statistics import paired_t, wilson
 
 FIRST_GROUPS = 512  # of a recorded run: its start, which the training has not changed yet
 _FEW = 20  # groups with signal, below which nothing is said
@@ -167,13 +165,11 @@ def recorded(run: Path) -> Groups:
     Raises `UserError` where `run` has no record.
     """
     files = sorted((run / "rollouts").glob("rollouts-*.parquet"))
-    refuse(
-        (
-            not files,
+    if not files:
+        raise UserError(
             f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored "
-            "answers",
+            "answers"
         )
-    )
     try:
         held = dataset(files)
         settings = json.loads(held.schema.metadata[b"adora_vl"])
@@ -194,7 +190,8 @@ def sampled(predictions: Path) -> Groups:
 
     Raises `UserError` where their lengths are not known.
     """
-    options = Namespace(rounding=False, answer_tags=asked_for_tags(predictions))
+    benchmark = named("geometry3k")
+    options = GraderOptions(answer_tags=asked_for_tags(predictions))
     rows = defaultdict(list)
     for row in read_predictions(predictions):
         rows[row["pid"]].append(row)
@@ -205,14 +202,17 @@ def sampled(predictions: Path) -> Groups:
             f"attenuation: {str(predictions)!r} has {size} answers to a problem, or not their "
             "lengths; sample several with `python -m data_prep filter --samples 8`"
         )
-    rewards = [float(grade_row(BENCHMARK, row, options).correct) for row in flat]
+    _, graded = graded_rows(benchmark, flat, options)
+    rewards = [float(item.correct) for item in graded]
     truncated = [row.get("finish_reason") == "length" for row in flat]
     return _groups([rewards, [row["n_tokens"] for row in flat], truncated], size, 0.5)
 
 
 def _groups(columns: Sequence[Sequence[float]], size: int, above: float) -> Groups:
     rewards, lengths, truncated = (torch.tensor(column).view(-1, size) for column in columns)
-    return Groups(rewards, lengths, truncated, correct_above=above)
+    return Groups(
+        rewards_PG=rewards, lengths_PG=lengths, truncated_PG=truncated, correct_above=above
+    )
 
 
 def of(place: Path) -> Forecast:

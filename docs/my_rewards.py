@@ -19,6 +19,7 @@ from typing import Any
 #   "..."}]
 #   prompts         the conversations before them
 #   completion_ids  the tokens of the answers
+#   thinking_opened whether the prompt ends in `<think>`, so that the answer begins inside the block
 #   answer, ...     every column of the data set, under its name and besides, once for all:
 #   trainer_state (trainer_state.global_step counts the optimizer steps), log_extra(name, values)
 #   and log_metric(name, value). Take what you need by name, and leave the rest to **kwargs.

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from adora_vl.evals.benchmark import NAMES, named
 from adora_vl.utils.cli import exit_code_of, imports
 from adora_vl.utils.errors import UserError
-from eval.benchmark import NAMES, named
 
 _OTHERS = {"all": "eval.suite", "compare": "eval.compare"}
 _USAGE = f"usage: adora-vl-eval {{{','.join((*NAMES, *_OTHERS))},FILE.py:NAME}} ..."

@@ -3,7 +3,6 @@ names.
 """
 
 import re
-from argparse import Namespace
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -11,19 +10,20 @@ from typing import Any
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.rewards.completion import answer_block, last_boxed
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, TEXTS, wrong_fields
-    from eval.records import Benchmark, Extraction, Prediction, RowGrade
-    from eval.scoring.choice import extract_choice
-    from eval.scoring.judge import (
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import TEXT, TEXTS, wrong_fields
+    from adora_vl.evals.options import HubDataOptions
+    from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
+    from adora_vl.evals.scoring.choice import extract_choice
+    from adora_vl.evals.scoring.judge import (
+        ExtractionOptions,
         Question,
-        add_extraction_options,
         extraction_rules,
         with_extractions,
     )
-    from eval.scoring.score import verdict
+    from adora_vl.evals.scoring.score import verdict
+    from adora_vl.rewards.completion import answer_block, last_boxed
+    from adora_vl.rewards.thinking import final_part
 
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
 check = partial(wrong_fields, kinds=COLUMNS)
@@ -48,9 +48,10 @@ def letters_of(value: Any) -> list[str]:
 
 
 def by_rules(response: str) -> Extraction:
-    """The letters in a response: in a box, or stated together such as `B and D`; else the one by
-    our rules.
+    """The letters in a response behind its thinking: in a box, or stated together such as `B and
+    D`; else the one by our rules.
     """
+    response = final_part(response)
     response = answer_block(response) or response
     several = list(_SEVERAL.finditer(response.strip()))
     for text, how in (
@@ -64,13 +65,17 @@ def by_rules(response: str) -> Extraction:
     return extract_choice(response, [""] * len(_LETTERS))
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     """Right if the letters are those of the reference answer, all of them and no other."""
     read: Extraction = row["read"]
     named = letters_of(read.text)
     right = letters_of(row["answer"])
     return RowGrade(
-        verdict(named == right), ", ".join(named), read.how, {"skill": row["skill"]}, read
+        verdict=verdict(named == right),
+        extracted=", ".join(named),
+        reason=read.how,
+        groups={"skill": row["skill"]},
+        extraction=read,
     )
 
 
@@ -85,21 +90,25 @@ load = partial(
     pictures="images",
 )
 BENCHMARK = Benchmark(
-    "logicvista",
-    "test",
-    load,
-    grade,
-    lambda options: {"rules": "official", **extraction_rules(options)},
-    add_extraction_options,
-    add_revision_option,
-    check,
-    ("data_revision",),
+    name="logicvista",
+    split="test",
+    load=load,
+    grade=grade,
+    rules=lambda options: {"rules": "official", **extraction_rules(options)},
+    score_options=ExtractionOptions,
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
     id_column="id",
     prepare=partial(
         with_extractions,
-        question_of=lambda row: Question("text", row["question"], (), row["response"]),
+        question_of=lambda row: Question(
+            kind="text", text=row["question"], choices=(), response=row["response"]
+        ),
         rules=lambda row: by_rules(row["response"]),
     ),
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -3,45 +3,46 @@ is right.
 """
 
 import re
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.rewards.completion import last_boxed
-    from adora_vl.rewards.grade import grade as graded_answer
-    from adora_vl.utils.cli import amount
-    from adora_vl.utils.openai_client import EndpointError
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, one_of, or_null, wrong_fields
-    from eval.inference.views import without_images
-    from eval.records import (
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, or_null, wrong_fields
+    from adora_vl.evals.inference.views import without_images
+    from adora_vl.evals.options import HubDataOptions, option
+    from adora_vl.evals.records import (
         JUDGE_FAILED,
         Benchmark,
         Extraction,
         Graded,
+        LoadedProblems,
         OwnFigures,
         Prediction,
         Problem,
         RowGrade,
     )
-    from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.judge import (
+    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+    from adora_vl.evals.scoring.judge import (
+        ExtractionOptions,
         Question,
-        add_extraction_options,
         extraction_rules,
         judge_of,
         reported,
         reports,
         with_extractions,
     )
-    from eval.scoring.number import extract_number, plain
-    from eval.scoring.score import cell, metadata_groups, verdict
+    from adora_vl.evals.scoring.number import extract_number, plain
+    from adora_vl.evals.scoring.score import cell, metadata_groups, verdict
+    from adora_vl.rewards.completion import last_boxed
+    from adora_vl.rewards.grade import grade as graded_answer
+    from adora_vl.rewards.thinking import final_part
+    from adora_vl.utils.cli import amount
+    from adora_vl.utils.openai_client import EndpointError
 
 TEXT_ONLY = "Text Only"
 VERSIONS = (
@@ -158,19 +159,26 @@ _MAY_HAVE = {"question_for_eval": or_null(TEXT)}
 
 def question_of(row: Prediction) -> Question:
     choices = choices_of(row) if row["question_type"] == "multi-choice" else []
-    return Question("choice" if choices else "text", _asked(row), choices, row["response"])
+    return Question(
+        kind="choice" if choices else "text",
+        text=_asked(row),
+        choices=choices,
+        response=row["response"],
+    )
 
 
 def _asked(row: Prediction) -> str:
     return str(row.get("question_for_eval") or row["question"] or "")
 
 
-def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
+def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Prediction]:
     """The rows, each with its `Extraction` under the key `read`, and with a judge its word under
     the key `same`.
     """
     judge = judge_of(options) if options.extraction == "judge" else None
-    read = with_extractions(rows, options, question_of, by_rules, judge)
+    read = with_extractions(
+        rows, options=options, question_of=question_of, rules=by_rules, judge=judge
+    )
     if judge is None:
         return read
     words = reports(
@@ -215,10 +223,10 @@ def _one_or_zero(reply: str) -> str:
 
 
 def by_rules(row: Prediction) -> Extraction:
-    """The answer in a response: the letter of an option; or a box, a stated answer, a bare value or
-    a number.
+    """The answer in a response behind its thinking: the letter of an option; or a box, a stated
+    answer, a bare value or a number.
     """
-    response = row["response"]
+    response = final_part(row["response"])
     if row["question_type"] == "multi-choice":
         return Extraction(*extract_choice(response, choices_of(row) or [""] * _MOST_CHOICES))
     box = last_boxed(response)
@@ -236,7 +244,7 @@ def by_rules(row: Prediction) -> Extraction:
     return extract_number(response, _asked(row))
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     groups = {"version": [row["problem_version"]], "question_type": [row["question_type"]]}
     extraction = row["read"]
     groups = groups | metadata_groups(row, ("subject", "subfield"))
@@ -244,10 +252,22 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     same: Extraction | None = row.get("same")
     if same is not None:
         judged = same if same.how == JUDGE_FAILED else extraction
-        return RowGrade(verdict(same.text == "1"), answer, "judge", groups, judged)
+        return RowGrade(
+            verdict=verdict(same.text == "1"),
+            extracted=answer,
+            reason="judge",
+            groups=groups,
+            extraction=judged,
+        )
     if row["question_type"] == "free-form":
         right, reason = same_answer(answer, row["answer"])
-        return RowGrade(verdict(right), answer, reason, groups, extraction)
+        return RowGrade(
+            verdict=verdict(right),
+            extracted=answer,
+            reason=reason,
+            groups=groups,
+            extraction=extraction,
+        )
     choices = choices_of(row)
     found = re.fullmatch(r"\W*([A-H])\W*", answer)
     wanted = reference_letter(row, choices)
@@ -255,11 +275,23 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
         found[1] if found else str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
     )
     if wanted is None:
-        return RowGrade(verdict(False), letter, "gold_several_letters", groups, extraction)
-    return RowGrade(verdict(letter == wanted), letter, "letter", groups, extraction)
+        return RowGrade(
+            verdict=verdict(False),
+            extracted=letter,
+            reason="gold_several_letters",
+            groups=groups,
+            extraction=extraction,
+        )
+    return RowGrade(
+        verdict=verdict(letter == wanted),
+        extracted=letter,
+        reason="letter",
+        groups=groups,
+        extraction=extraction,
+    )
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
+def _rules(options: ExtractionOptions) -> dict[str, Any]:
     ours = "in place of the official judge"
     judged = "and a judge where they do not find a free answer right"
     found = extraction_rules(options)
@@ -267,7 +299,7 @@ def _rules(options: Namespace) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: ExtractionOptions
 ) -> OwnFigures:
     """The overall figure, which the benchmark takes over its five versions with images; and what no
     answer can meet.
@@ -291,7 +323,16 @@ def _summary(
     )
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
+@dataclass(frozen=True, kw_only=True)
+class MathVerseDataOptions(HubDataOptions):
+    """Which problems are asked, and in which words."""
+
+    query: Literal["cot", "wo"] = option(
+        "cot", help="for reasoning (cot), or the answer alone", choices=("cot", "wo")
+    )
+
+
+def load(options: MathVerseDataOptions) -> LoadedProblems:
     """The problems of a split, or with `all` of both, the five versions with images and the one
     without; and a hash.
 
@@ -300,10 +341,10 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
     problems = list[Problem]()
     hashes = list[str]()
     for split in _SPLITS if options.split == "all" else (options.split,):
-        found, hashed = load_problems(
+        loaded = load_problems(
             options,
-            ("sample_index", *COLUMNS, "query_wo", "query_cot"),
-            ("image",),
+            needed=("sample_index", *COLUMNS, "query_wo", "query_cot"),
+            image_columns=("image",),
             check=check,
             split=split,
             prompt=itemgetter(f"query_{options.query}"),
@@ -311,35 +352,31 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
             id_column="sample_index",
             config=split,
         )
-        for one in found:
+        for one in loaded.problems:
             if one.fields["problem_version"] == TEXT_ONLY:
                 one = replace(
                     without_images(one), fields={**one.fields, "pid": f"text_only_{one.pid}"}
                 )
             problems.append(one)
-        hashes.append(hashed)
-    return problems, "+".join(hashes)
-
-
-def _data_options(parser: ArgumentParser) -> None:
-    add_revision_option(parser)
-    what = "for reasoning (cot), or the answer alone"
-    parser.add_argument("--query", choices=("cot", "wo"), default="cot", help=what)
+        hashes.append(loaded.data_hash)
+    return LoadedProblems(problems, "+".join(hashes))
 
 
 BENCHMARK = Benchmark(
-    "mathverse",
-    "testmini",
-    load,
-    grade,
-    _rules,
-    add_extraction_options,
-    _data_options,
-    check,
-    ("data_revision", "query"),
+    name="mathverse",
+    split="testmini",
+    load=load,
+    grade=grade,
+    rules=_rules,
+    score_options=ExtractionOptions,
+    data_options=MathVerseDataOptions,
+    check=check,
+    fingerprint=("data_revision", "query"),
     id_column="sample_index",
     prepare=_prepare,
     summary=_summary,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

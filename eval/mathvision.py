@@ -3,26 +3,21 @@ score, and with ours.
 """
 
 import re
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from string import ascii_uppercase
-from typing import Any
+from typing import Any, Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import PLACEHOLDER, lettered
-    from adora_vl.rewards import grade as graded_as_in_training
-    from adora_vl.rewards.completion import last_boxed
-    from adora_vl.utils.cli import amount
-    from adora_vl.utils.errors import UserError
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
-    from eval.mathvision_value import latex_value
-    from eval.records import (
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, one_of, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, option
+    from adora_vl.evals.records import (
         CORRECT,
         Benchmark,
         Extraction,
@@ -32,15 +27,21 @@ with imports():
         Published,
         RowGrade,
     )
-    from eval.scoring.judge import (
+    from adora_vl.evals.scoring.judge import (
+        ExtractionOptions,
         Question,
-        add_extraction_options,
         by_rules,
         extraction_rules,
         with_extractions,
     )
-    from eval.scoring.number import extract_number
-    from eval.scoring.score import extraction_item, verdict
+    from adora_vl.evals.scoring.number import extract_number
+    from adora_vl.evals.scoring.score import extraction_item, verdict
+    from adora_vl.rewards import grade as graded_as_in_training
+    from adora_vl.rewards.completion import last_boxed
+    from adora_vl.utils.cli import amount
+    from adora_vl.utils.errors import UserError
+
+    from .mathvision_value import latex_value
 
 _INSTRUCTION = (
     'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a '
@@ -226,7 +227,16 @@ def check(row: Prediction) -> str | None:
     return wrong_fields(row, {"answer": one_of(*ascii_uppercase[: len(row["options"])])})
 
 
-def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]:
+@dataclass(frozen=True, kw_only=True)
+class MathVisionScoreOptions(ExtractionOptions):
+    """How the answer is compared with the reference answer."""
+
+    rules: Literal["official", "strict"] = option(
+        "official", help="strict: as in training", choices=RULE_SETS
+    )
+
+
+def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> list[Prediction]:
     """The rows, each with its `Extraction` under the key `read`. Raises `UserError`."""
     official = options.rules == "official"
     if official and options.extraction != "rules":
@@ -239,12 +249,15 @@ def _prepare(rows: Sequence[Prediction], options: Namespace) -> list[Prediction]
         if official
         else _by_our_rules
     )
-    return with_extractions(rows, options, question_of, extract)
+    return with_extractions(rows, options=options, question_of=question_of, rules=extract)
 
 
 def question_of(row: Prediction) -> Question:
     return Question(
-        "choice" if row["options"] else "text", row["question"], row["options"], row["response"]
+        kind="choice" if row["options"] else "text",
+        text=row["question"],
+        choices=row["options"],
+        response=row["response"],
     )
 
 
@@ -257,7 +270,7 @@ def _by_our_rules(row: Prediction) -> Extraction:
     return extract_number(row["response"], row["question"])
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
     form = "multiple choice" if row["options"] else "free form"
     groups = {"level": [str(row["level"])], "subject": [row["subject"]], "form": [form]}
     read = row["read"]
@@ -270,11 +283,13 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
             graded_as_in_training(boxed, row["answer"], choices=row["options"] or None).verdict
             == CORRECT
         )
-    return RowGrade(verdict(hit), answer, read.how, groups, read)
+    return RowGrade(
+        verdict=verdict(hit), extracted=answer, reason=read.how, groups=groups, extraction=read
+    )
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVisionScoreOptions
 ) -> OwnFigures:
     """How many questions number parts of a picture that they have whole."""
     parts = len({row["pid"] for row in rows if len(_PLACE.findall(row["question"])) > 1})
@@ -285,7 +300,7 @@ def _summary(
     return OwnFigures(notes={"several_parts": parts}, lines=[line] if parts else [])
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
+def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
     return {
         "rules": options.rules,
         **(extraction_rules(options) if options.rules != "official" else {}),
@@ -300,13 +315,6 @@ load = partial(
     check=check,
     id_column="id",
 )
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    add_extraction_options(parser)
-    parser.add_argument(
-        "--rules", choices=RULE_SETS, default="official", help="strict: as in training"
-    )
 
 
 _PUBLISHED = Published(
@@ -326,15 +334,15 @@ _PUBLISHED = Published(
     ),
 )
 BENCHMARK = Benchmark(
-    "mathvision",
-    "test",
-    load,
-    grade,
-    _rules,
-    _score_options,
-    add_revision_option,
-    check,
-    ("data_revision",),
+    name="mathvision",
+    split="test",
+    load=load,
+    grade=grade,
+    rules=_rules,
+    score_options=MathVisionScoreOptions,
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
     id_column="id",
     prepare=_prepare,
     summary=_summary,
@@ -342,4 +350,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -1,8 +1,9 @@
 """`python -m eval.mathvista`: MathVista, with its official prompt, extraction and scoring."""
 
 import re
-from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -10,10 +11,10 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.data.prompts import lettered
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, one_of, wrong_fields
-    from eval.records import (
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, one_of, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, option
+    from adora_vl.evals.records import (
         Benchmark,
         Extraction,
         Graded,
@@ -22,14 +23,14 @@ with imports():
         Published,
         RowGrade,
     )
-    from eval.scoring.judge import (
+    from adora_vl.evals.scoring.judge import (
+        ExtractionOptions,
         Kind,
         Question,
-        add_extraction_options,
         extraction_rules,
         with_extractions,
     )
-    from eval.scoring.score import by_problem, counted, metadata_groups, verdict
+    from adora_vl.evals.scoring.score import by_problem, counted, metadata_groups, verdict
 
 _NUMBER = "requiring a floating-point number with {} and provide the final value, e.g., {}"
 _ASKED_FOR = {
@@ -72,6 +73,18 @@ _REFUSED = (
 _STATED_LETTER = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
 _LETTER_IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
 _NOT_A_NUMBER = (ValueError, TypeError, OverflowError)  # what `int` and `float` raise
+
+
+@dataclass(frozen=True, kw_only=True)
+class MathVistaScoreOptions(ExtractionOptions):
+    """How the extracted answer is compared with the reference answer."""
+
+    rules: RuleSet = option("official", help="how it is compared with the gold", choices=RULE_SETS)
+    ignore_empty_extractions: bool = option(
+        False,
+        help="an empty extraction is wrong, not the nearest choice",
+        action=BooleanOptionalAction,
+    )
 
 
 class Hit(NamedTuple):
@@ -161,9 +174,8 @@ def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
     """`lists`: a list is right if it is the same text; before it never was, whatever the extraction
     (pull 1680).
     """
-    if (
-        row["question_type"] == "multi_choice"
-    ):  # compares letters, so only the first of two equal choices is right
+    # compares letters, so only the first of two equal choices is right
+    if row["question_type"] == "multi_choice":
         choices = row["choices"]
         index = inferred(extraction, choices)
         text = None if index is None else choices[index]
@@ -219,17 +231,25 @@ def check(row: Prediction) -> str | None:
 
 def question_of(row: Prediction) -> Question:
     kind: Kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
-    return Question(kind, row["question"], row["choices"] or (), row["response"])
+    return Question(
+        kind=kind, text=row["question"], choices=row["choices"] or (), response=row["response"]
+    )
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     extraction: Extraction = row["read"]
     hit = Hit(False, None)
     if str(extraction.text or "").strip() or not options.ignore_empty_extractions:
         hit = judge_extraction(row, extraction.text, options.rules)
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
     groups |= metadata_groups(row, METADATA_GROUPS)
-    return RowGrade(verdict(hit.correct), hit.prediction, extraction.how, groups, extraction)
+    return RowGrade(
+        verdict=verdict(hit.correct),
+        extracted=hit.prediction,
+        reason=extraction.how,
+        groups=groups,
+        extraction=extraction,
+    )
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
@@ -240,7 +260,7 @@ def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVistaScoreOptions
 ) -> OwnFigures:
     """ID and OOD as ADORA's table has them (docs/evaluation.md)."""
     groups = [item.grade.groups for item in graded]
@@ -259,7 +279,7 @@ def _summary(
     )
 
 
-def _rules(options: Namespace) -> dict[str, Any]:
+def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
     empty = options.ignore_empty_extractions
     return {"rules": options.rules, "ignore_empty_extractions": empty, **extraction_rules(options)}
 
@@ -284,17 +304,6 @@ load = partial(
 )
 
 
-def _score_options(parser: ArgumentParser) -> None:
-    add_extraction_options(parser)
-    parser.add_argument(
-        "--rules", choices=RULE_SETS, default="official", help="how it is compared with the gold"
-    )
-    what = "an empty extraction is wrong, not the nearest choice"
-    parser.add_argument(
-        "--ignore-empty-extractions", action=BooleanOptionalAction, default=False, help=what
-    )
-
-
 _BY_OTHER_RULES = (
     "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
 )
@@ -311,19 +320,21 @@ _PUBLISHED = Published(
     lambda score: None if score["rules"].get("rules") == "vlmevalkit" else _BY_OTHER_RULES,
 )
 BENCHMARK = Benchmark(
-    "mathvista",
-    "testmini",
-    load,
-    grade,
-    _rules,
-    _score_options,
-    add_revision_option,
-    check,
-    ("data_revision",),
+    name="mathvista",
+    split="testmini",
+    load=load,
+    grade=grade,
+    rules=_rules,
+    score_options=MathVistaScoreOptions,
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
     prepare=partial(with_extractions, question_of=question_of),
     summary=_summary,
     item=_item,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -3,20 +3,28 @@ official score.
 """
 
 import ast
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import ANY, TEXT, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+    from adora_vl.evals.records import (
+        Benchmark,
+        Graded,
+        LoadedProblems,
+        OwnFigures,
+        Prediction,
+        RowGrade,
+    )
+    from adora_vl.evals.scoring.choice import extract_choice
+    from adora_vl.evals.scoring.score import extraction_item, rule_set, verdict
     from adora_vl.utils.cli import amount
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import ANY, TEXT, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, RowGrade
-    from eval.scoring.choice import extract_choice
-    from eval.scoring.score import extraction_item, rule_set, verdict
 
 RULE_SETS = ("official", "letter")
 COLUMNS = {"options": ANY, "answer": TEXT, "subject": TEXT}
@@ -29,6 +37,24 @@ QUERIES = {
     "Think step by step before answering.",
     "direct": f"Answer with the option letter from the given choices directly. {_LAST_LINE}",
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMMUProDataOptions(HubDataOptions):
+    """Which problems are asked, and in which words."""
+
+    query: Literal["cot", "direct"] = option(
+        "cot", help="for reasoning (cot), or the letter alone", choices=QUERIES
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMMUProScoreOptions(ScoreOptions):
+    """Which letter counts."""
+
+    rules: Literal["official", "letter"] = option(
+        "official", help="letter: ours, for any form of answer", choices=RULE_SETS
+    )
 
 
 def options_of(row: Prediction) -> list[str]:
@@ -79,7 +105,7 @@ def check(row: Prediction) -> str | None:
     )
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
     choices = options_of(row)
     if options.rules == "official":
         letter = official_letter(row["response"], choices)
@@ -87,15 +113,15 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
     else:
         letter, how = extract_choice(row["response"], choices)
     return RowGrade(
-        verdict(letter == row["answer"]),
-        letter,
-        how if letter else "drawn",
-        {"subject": [row["subject"]]},
+        verdict=verdict(letter == row["answer"]),
+        extracted=letter,
+        reason=how if letter else "drawn",
+        groups={"subject": [row["subject"]]},
     )
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMMUProScoreOptions
 ) -> OwnFigures:
     drawn = sum(item.grade.reason == "drawn" for item in graded)
     line = (
@@ -107,12 +133,12 @@ def _summary(
     )
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
+def load(options: MMMUProDataOptions) -> LoadedProblems:
     """The problems of a split, the same question for each, and a hash of the data."""
     return load_problems(
         options,
-        ("id", *COLUMNS),
-        ("image",),
+        needed=("id", *COLUMNS),
+        image_columns=("image",),
         prompt=lambda row: QUERIES[options.query],
         check=check,
         id_column="id",
@@ -120,35 +146,21 @@ def load(options: Namespace) -> tuple[list[Problem], str]:
     )
 
 
-def _data_options(parser: ArgumentParser) -> None:
-    add_revision_option(parser)
-    parser.add_argument(
-        "--query", choices=QUERIES, default="cot", help="for reasoning (cot), or the letter alone"
-    )
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--rules",
-        choices=RULE_SETS,
-        default="official",
-        help="letter: ours, for any form of answer",
-    )
-
-
 BENCHMARK = Benchmark(
-    "mmmu_pro",
-    "test",
-    load,
-    grade,
-    rule_set,
-    _score_options,
-    _data_options,
-    check,
-    ("data_revision", "query"),
+    name="mmmu_pro",
+    split="test",
+    load=load,
+    grade=grade,
+    rules=rule_set,
+    score_options=MMMUProScoreOptions,
+    data_options=MMMUProDataOptions,
+    check=check,
+    fingerprint=("data_revision", "query"),
     id_column="id",
     summary=_summary,
     item=extraction_item,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -1,26 +1,46 @@
 """`python -m eval.mmstar`: MMStar, with its official scoring."""
 
 import re
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import (
+        TEXT,
+        key,
+        matching,
+        read_predictions,
+        wrong_fields,
+    )
+    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+    from adora_vl.evals.records import (
+        Benchmark,
+        Graded,
+        LoadedProblems,
+        OwnFigures,
+        Prediction,
+        Published,
+        RowGrade,
+    )
+    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+    from adora_vl.evals.scoring.score import (
+        by_problem,
+        extraction_item,
+        graded_rows,
+        rule_set,
+        verdict,
+    )
+    from adora_vl.evals.scoring.statistics import bootstrap
+    from adora_vl.evals.scoring.table import percent
     from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, key, matching, read_predictions, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, Problem, Published, RowGrade
-    from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import by_problem, extraction_item, grade_row, rule_set, verdict
-    from eval.scoring.statistics import bootstrap
-    from eval.scoring.table import percent
 
 RULE_SETS = ("official", "letter")
 COLUMNS = {
@@ -31,6 +51,38 @@ COLUMNS = {
 }
 _OPTION = re.compile(r"(?:^|[\s,])([A-Z]): ")
 check = partial(wrong_fields, kinds=COLUMNS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMStarDataOptions(HubDataOptions):
+    """Which problems are asked, with their images or without."""
+
+    # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a
+    # no.
+    no_image: bool = option(
+        False, help="ask without the image, for the leakage metrics", action="store_true"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMStarScoreOptions(ScoreOptions):
+    """Which letter counts, and the runs that gain and leakage are measured against."""
+
+    rules: Literal["official", "letter"] = option(
+        "letter", help="official is made for answers that start with the letter", choices=RULE_SETS
+    )
+    without_image: Path | None = option(
+        None,
+        help="predictions made with --no-image",
+        type=optional(path),
+        metavar="FILE.jsonl",
+    )
+    text_only: Path | None = option(
+        None,
+        help="predictions of the language backbone",
+        type=optional(path),
+        metavar="FILE.jsonl",
+    )
 
 
 def official_hit(response: str, answer: str) -> bool:
@@ -55,18 +107,25 @@ def options_of(question: str) -> list[str]:
     return lettered_options(question.rpartition("Options:")[2], _OPTION) or [""] * 4
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
     """The verdict on a row by `options.rules`, and the groups that it counts in."""
     groups = {"category": [row["category"]], "l2_category": [row["l2_category"]]}
     if options.rules == "official":
         hit = official_hit(row["response"], row["answer"])
-        return RowGrade(verdict(hit), row["response"][:20], "official", groups)
+        return RowGrade(
+            verdict=verdict(hit), extracted=row["response"][:20], reason="official", groups=groups
+        )
     extracted, how = extract_choice(row["response"], options_of(row["question"]))
-    return RowGrade(verdict(extracted == row["answer"].strip().upper()), extracted, how, groups)
+    return RowGrade(
+        verdict=verdict(extracted == row["answer"].strip().upper()),
+        extracted=extracted,
+        reason=how,
+        groups=groups,
+    )
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
 ) -> OwnFigures:
     leakage = _leakage(rows, graded, options)
     lines = []
@@ -82,7 +141,7 @@ def _summary(
 
 
 def _leakage(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
 ) -> dict[str, Any] | None:
     """Multi-modal gain MG = S_v - S_wv and leakage ML = max(0, S_wv - S_t) (Chen et al. 2024,
     MMStar, section 3.3).
@@ -92,8 +151,8 @@ def _leakage(
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
-    blind = _others(options.without_image, rows, options, "without_image")
-    text = _others(options.text_only, rows, options, "text_only")
+    blind = _others(options.without_image, rows=rows, options=options, name="without_image")
+    text = _others(options.text_only, rows=rows, options=options, name="text_only")
     if blind is None:
         return None
     seen = _shares(graded)
@@ -109,7 +168,7 @@ def _leakage(
 
 
 def _others(
-    path: Path | None, rows: Sequence[Prediction], options: Namespace, name: str
+    path: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, name: str
 ) -> list[float] | None:
     """The shares of right answers of another run to the problems of this one, in their order."""
     if path is None:
@@ -125,7 +184,8 @@ def _others(
         raise UserError(
             f"{name}: {path} does not have the items of this run ({first}); run it on the same data"
         )
-    return _shares([grade_row(BENCHMARK, other[key(row)], options) for row in rows])
+    _, graded = graded_rows(BENCHMARK, [other[key(row)] for row in rows], options)
+    return _shares(graded)
 
 
 def _shares(graded: Sequence[Graded]) -> list[float]:
@@ -136,50 +196,19 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def load(options: Namespace) -> tuple[list[Problem], str]:
+def load(options: MMStarDataOptions) -> LoadedProblems:
     """The problems of a split, the question as it is (its options are in it), and a hash of the
     data.
     """
     return load_problems(
         options,
-        ("index", *COLUMNS),
-        ("image",),
+        needed=("index", *COLUMNS),
+        image_columns=("image",),
         prompt=itemgetter("question"),
         check=check,
         id_column="index",
         kept=("index", *COLUMNS, "meta_info"),
         blind=options.no_image,
-    )
-
-
-def _data_options(parser: ArgumentParser) -> None:
-    add_revision_option(parser)
-    # Not argparse's BooleanOptionalAction: that takes every option that starts with `--no-` for a
-    # no.
-    parser.add_argument(
-        "--no-image", action="store_true", help="ask without the image, for the leakage metrics"
-    )
-
-
-def _score_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--rules",
-        choices=RULE_SETS,
-        default="letter",
-        help="official is made for answers that start with the letter",
-    )
-    add(
-        "--without-image",
-        type=optional(path),
-        metavar="FILE.jsonl",
-        help="predictions made with --no-image",
-    )
-    add(
-        "--text-only",
-        type=optional(path),
-        metavar="FILE.jsonl",
-        help="predictions of the language backbone",
     )
 
 
@@ -194,19 +223,21 @@ _PUBLISHED = Published(
     },
 )
 BENCHMARK = Benchmark(
-    "mmstar",
-    "val",
-    load,
-    grade,
-    rule_set,
-    _score_options,
-    _data_options,
-    check,
-    ("data_revision", "no_image"),
+    name="mmstar",
+    split="val",
+    load=load,
+    grade=grade,
+    rules=rule_set,
+    score_options=MMStarScoreOptions,
+    data_options=MMStarDataOptions,
+    check=check,
+    fingerprint=("data_revision", "no_image"),
     id_column="index",
     summary=_summary,
     item=extraction_item,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -8,15 +8,19 @@ from functools import cache
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.asking import AskOptions, ask, check_options, check_output, questions
+    from adora_vl.evals.benchmark import named
+    from adora_vl.evals.compare import ScoreFile, between_problems, read_run
+    from adora_vl.evals.inference.engines import build_engine
+    from adora_vl.evals.inference.predictions import PREDICTIONS
+    from adora_vl.evals.inference.runner import bounded, ranks
+    from adora_vl.evals.options import ScoreOptions
+    from adora_vl.evals.records import Benchmark
+    from adora_vl.evals.scoring.files import write_score
+    from adora_vl.evals.scoring.score import share_of_the_data
     from adora_vl.utils.cli import Parser, exit_code_of, optional, path
     from adora_vl.utils.errors import UserError
-    from eval.benchmark import named
-    from eval.command import ask, check_options, check_output, parse, questions, write_score
-    from eval.compare import ScoreFile, between_problems, read_run
-    from eval.inference.engines import build_engine
-    from eval.inference.predictions import PREDICTIONS
-    from eval.inference.runner import bounded, ranks
-    from eval.records import Benchmark
+    from eval.command import parse
 
 # The columns of the tables of autumn 2026, by the place of their data on the hub.
 SUITES = {
@@ -30,10 +34,11 @@ SUITES = {
         "logicvista": "lscpku/LogicVista",
     }
 }
+# what papers quote; else the accuracy of all answers
 _FIGURE = {
     "mathverse": "five_versions",
     "wemath": "strict",
-}  # what papers quote; else the accuracy of all answers
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +87,7 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
 
     Raises `UserError`, where it can before anything is asked.
     """
-    tasks: list[tuple[Benchmark, Namespace]] = []
+    tasks: list[tuple[Benchmark, AskOptions, ScoreOptions]] = []
     for name, on_the_hub in SUITES[given.suite].items():
         benchmark = named(name)
         here = given.data / name if given.data else None
@@ -99,33 +104,36 @@ def _run(given: Namespace, more: Sequence[str]) -> None:
             str(given.output / name),
             *more,
         ]
-        tasks.append((benchmark, parse(words, benchmark)))
-        check_output(tasks[-1][1].output)
+        command = parse(words, benchmark)
+        assert command.ask is not None
+        assert command.score is not None
+        tasks.append((benchmark, command.ask, command.score))
+        check_output(command.ask.output)
     others = (
-        [read_run(str(given.beside / each.name), str(given.beside)) for each, _ in tasks]
+        [read_run(str(given.beside / task[0].name), str(given.beside)) for task in tasks]
         if given.beside
         else []
     )
     settings = check_options(tasks[0][1])
-    asked = [questions(*task) for task in tasks]
+    asked = [questions(benchmark, options) for benchmark, options, _ in tasks]
     problems = [problem for each in asked for problem in each.problems]
     told = settings.told(tasks[0][1].system_prompt)
     # Built at the first call, for the longest text and the most images of all.
     engine = cache(lambda: build_engine(bounded(settings, problems, told)))
     processes = ranks()
-    for (benchmark, options), each in zip(tasks, asked, strict=True):
+    for (benchmark, options, score_options), each in zip(tasks, asked, strict=True):
         ask(
-            benchmark,
-            options,
-            settings,
-            each,
-            replace(processes, run=benchmark.name),
-            lambda _: engine(),
+            benchmark=benchmark,
+            options=options,
+            settings=settings,
+            asked=each,
+            processes=replace(processes, run=benchmark.name),
+            build=lambda _: engine(),
         )
         if processes.rank == 0:
-            write_score(benchmark, options.output / PREDICTIONS, options)
+            write_score(benchmark, options.output / PREDICTIONS, score_options)
     if processes.rank == 0:
-        runs = [read_run(str(options.output), str(given.output)) for _, options in tasks]
+        runs = [read_run(str(options.output), str(given.output)) for _, options, _ in tasks]
         print("\n".join(["", *row(runs, others)]))
 
 
@@ -146,6 +154,7 @@ def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str
             for one in found
         ]
         rows.append(("difference of accuracy", shown))
+    partial = any(share_of_the_data(run.score) for run in (*runs, *others))
     first = max(len(name) for name, _ in rows)
     wide = max(len(cell) for _, cells in rows for cell in cells)
     return [
@@ -153,16 +162,19 @@ def row(runs: Sequence[ScoreFile], others: Sequence[ScoreFile] = ()) -> list[str
         for name, cells in rows
     ] + [
         "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
+        + ("; (n of N): over a part of the problems" if partial else "")
         + ("; differences by paired bootstrap over the problems" if others else "")
     ]
 
 
 def _figure(run: ScoreFile) -> str:
     cell = run.cells.get(_FIGURE.get(run.score["benchmark"], "all")) or {"accuracy": float("nan")}
-    low, high = cell.get("wilson_95", (None, None))
-    return f"{100 * cell['accuracy']:.1f}" + (
-        "" if low is None else f" [{100 * low:.1f}, {100 * high:.1f}]"
-    )
+    text = f"{100 * cell['accuracy']:.1f}"
+    if "wilson_95" in cell:
+        low, high = cell["wilson_95"]
+        text += f" [{100 * low:.1f}, {100 * high:.1f}]"
+    part = share_of_the_data(run.score)
+    return f"{text} ({part})" if part else text
 
 
 if __name__ == "__main__":

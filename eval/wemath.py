@@ -3,23 +3,29 @@ and loose.
 """
 
 import re
-from argparse import ArgumentParser, Namespace
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from adora_vl.utils.cli import imports
 
 with imports():
+    from adora_vl.evals.inference.dataset import load_problems
+    from adora_vl.evals.inference.predictions import TEXT, matching, wrong_fields
+    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+    from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
+    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+    from adora_vl.evals.scoring.score import (
+        by_problem,
+        counted,
+        mean_with_interval,
+        rule_set,
+        verdict,
+    )
+    from adora_vl.evals.scoring.table import percent
     from adora_vl.utils.cli import amount
-    from eval.command import main
-    from eval.inference.dataset import add_revision_option, load_problems
-    from eval.inference.predictions import TEXT, matching, wrong_fields
-    from eval.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
-    from eval.scoring.choice import extract_choice, lettered_options
-    from eval.scoring.score import by_problem, counted, mean_with_interval, rule_set, verdict
-    from eval.scoring.table import percent
 
 RULE_SETS = ("official", "letter")
 _PROMPT = """\
@@ -60,7 +66,16 @@ def official_letter(response: str) -> str | None:
     return tail[0] if tail and tail[0] in "ABCDEFGH" else None
 
 
-def grade(row: Prediction, options: Namespace) -> RowGrade:
+@dataclass(frozen=True, kw_only=True)
+class WeMathScoreOptions(ScoreOptions):
+    """Which letter counts."""
+
+    rules: Literal["official", "letter"] = option(
+        "letter", help="official is made for answers in the official form", choices=RULE_SETS
+    )
+
+
+def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
     """The verdict on a row by `options.rules`, by its number of steps, and for one step by its
     concept.
     """
@@ -76,7 +91,9 @@ def grade(row: Prediction, options: Namespace) -> RowGrade:
         if step == "multi"
         else {"steps": ["one step"], "concept": [row["knowledge concept"]]}
     )
-    return RowGrade(verdict(letter == row["answer"]), letter, how, groups)
+    return RowGrade(
+        verdict=verdict(letter == row["answer"]), extracted=letter, reason=how, groups=groups
+    )
 
 
 def diagnosis(steps: Sequence[bool], whole: bool, *, strict: bool) -> str:
@@ -102,7 +119,7 @@ _DEFINITION = (
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: Namespace
+    rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
 ) -> OwnFigures:
     answers: dict[tuple[str, int], dict[str, bool]] = defaultdict(dict)
     for row, item in zip(rows, graded, strict=True):
@@ -120,9 +137,8 @@ def _summary(
         return OwnFigures(
             {"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings
         )
-    told = [
-        [right[key] for key in sorted(right)] for right in whole.values()
-    ]  # the steps, and at last the whole
+    # the steps, and at last the whole
+    told = [[right[key] for key in sorted(right)] for right in whole.values()]
     each = max(map(len, by_problem(graded).values()))
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
@@ -152,28 +168,20 @@ load = partial(
 )
 
 
-def _score_options(parser: ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--rules",
-        choices=RULE_SETS,
-        default="letter",
-        help="official is made for answers in the official form",
-    )
-
-
 BENCHMARK = Benchmark(
-    "wemath",
-    "testmini",
-    load,
-    grade,
-    rule_set,
-    _score_options,
-    add_revision_option,
-    check,
-    ("data_revision",),
+    name="wemath",
+    split="testmini",
+    load=load,
+    grade=grade,
+    rules=rule_set,
+    score_options=WeMathScoreOptions,
+    data_options=HubDataOptions,
+    check=check,
+    fingerprint=("data_revision",),
     id_column="question number",
     summary=_summary,
 )
 if __name__ == "__main__":
+    with imports():
+        from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -13,8 +13,8 @@ Shape suffixes used throughout the project:
 `C`   tokens in a completion
 ====  =============================================
 
-`methods.METHODS` lists the methods by name. Each has its formula and its source; those that nobody
-has reproduced here are in `experimental`.
+`methods.METHODS` lists the methods by name. Each has its formula and its source; docs/examples/ has
+further ones as files of a user's own.
 """
 
 from adora_vl.advantage.adora import Adora, AdoraWeighting, weigh_groups

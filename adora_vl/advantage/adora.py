@@ -164,14 +164,8 @@ class Adora(Method):
         """`assign: rate` scales the learning rate, for whole optimizer steps of one generation
         each.
         """
-        kept = keys.adora_rollouts.replay
         accumulated = keys.gradient_accumulation_steps
         for holds, why in (
-            (
-                kept,
-                f"adora_rollouts.replay: {kept} with assign: rate, which would learn from earlier "
-                "groups at the rate of the present ones; set adora_rollouts.replay: 0",
-            ),
             (
                 keys.steps_per_generation * keys.num_iterations % accumulated,
                 f"steps_per_generation: {keys.steps_per_generation} with assign: rate, which "
@@ -227,4 +221,6 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         else ones_P
     )
     ties_P = tds_P & groups.tied_P if "length" in options.criteria else torch.zeros_like(tds_P)
-    return AdoraWeighting(weights_P, tds_P, tas_P, groups, ties_P)
+    return AdoraWeighting(
+        weights_P=weights_P, tds_P=tds_P, tas_P=tas_P, groups=groups, ties_P=ties_P
+    )

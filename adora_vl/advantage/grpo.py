@@ -121,12 +121,6 @@ class DrGrpo(Grpo):
 
 
 @dataclass(frozen=True)
-class LitePpo(Grpo):
-    settings: ClassVar[Settings] = {"loss_type": "dapo", "scale_rewards": "batch"}
-    source = "arXiv 2508.08221"
-
-
-@dataclass(frozen=True)
 class Dapo(Method):
     """DAPO samples until a batch is full of groups that are neither all right nor all wrong.
 

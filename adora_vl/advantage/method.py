@@ -73,11 +73,6 @@ class Method:
         """Whether it leaves every advantage as TRL computed it, whatever the rewards."""
         return False
 
-    @property
-    def reads_surprisal(self) -> bool:
-        """Whether it needs the log-probabilities of the rollouts."""
-        return False
-
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         """The advantages to learn from, (P, G), made of those before it."""
         return advantages_PG

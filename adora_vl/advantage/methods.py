@@ -8,25 +8,16 @@ from torch import Tensor
 
 from adora_vl.advantage.adora import Adora, AdoraWeighting, weigh_groups
 from adora_vl.advantage.daro import Daro, DaroWeights
-from adora_vl.advantage.experimental import AGrae, Canon, D3s, McGrpo, Ngrpo, Rrb, Ssb
 from adora_vl.advantage.groups import Groups
-from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo
+from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo
 from adora_vl.advantage.method import Method
 
 METHODS: Mapping[str, type[Method]] = {
     "grpo": Grpo,
     "dr_grpo": DrGrpo,
-    "lite_ppo": LitePpo,
     "dapo": Dapo,
     "adora": Adora,
     "daro": Daro,
-    "mc_grpo": McGrpo,
-    "ngrpo": Ngrpo,
-    "a_grae": AGrae,
-    "canon": Canon,
-    "d3s": D3s,
-    "ssb": Ssb,
-    "rrb": Rrb,
 }
 
 
@@ -75,7 +66,7 @@ class AdvantagePipeline:
         """
         weighting = weigh_groups(groups, self.judged_by, groups.step)
         return self.judged_by.assigned(
-            weighting, self.signal(groups), seed=self.seed, step=groups.step
+            weighting, signal_P=self.signal(groups), seed=self.seed, step=groups.step
         )
 
     def signal(self, groups: Groups) -> Tensor:

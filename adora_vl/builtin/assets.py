@@ -3,26 +3,26 @@ missing.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
 from adora_vl.builtin import WarmStart
-from adora_vl.builtin.small_model import is_built
-from adora_vl.builtin.tiny_perimeter import PerimeterStart, build_perimeter_model
-from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
-from adora_vl.builtin.tiny_vl import build_tiny_model
-from adora_vl.builtin.tiny_zoom import ZoomStart, build_zoom_model
+from adora_vl.builtin.small_model import Untaught, build_start, is_built
+from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
+from adora_vl.builtin.tiny_text import TextStart, begin_text
+from adora_vl.builtin.tiny_vl import begin_tiny
+from adora_vl.builtin.tiny_zoom import ZoomStart, begin_zoom
 from adora_vl.config import AdoraScriptArguments
+from adora_vl.conversion.convert import ensure_converted
 from adora_vl.data.dataset import read_manifest
 from adora_vl.models import load
-from adora_vl.models.load import SHIPPED, local_model
+from adora_vl.models.load import STORED, local_model
+from adora_vl.synthetic.generated import ensure_drawn, puzzles, synthetic
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder
-from data_prep.convert import ensure_converted
-from data_prep.generated import ensure_drawn, puzzles, synthetic
 
 SYNTHETIC_DATA = "synthetic"
 KNIGHTS_DATA = "knights"
@@ -30,11 +30,21 @@ SYNTHETIC_TEST_ROWS = 512
 SYNTHETIC_SIZE = 56
 SYNTHETIC_SEED = 0
 KNIGHTS_PEOPLE = TextStart.people  # what the tiny model was taught a little of
-BUILDERS: dict[str, tuple[Callable[[Path], object], Any]] = {  # each with the plan that it goes by
-    load.TINY_MODEL: (build_tiny_model, WarmStart()),
-    load.TINY_PERIMETER_MODEL: (build_perimeter_model, PerimeterStart()),
-    load.TINY_TEXT_MODEL: (build_tiny_text_model, TextStart()),
-    load.TINY_ZOOM_MODEL: (build_zoom_model, ZoomStart()),
+
+
+@dataclass(frozen=True)
+class Start:
+    """A small model that a run may begin at: its plan, and what begins it by such a plan."""
+
+    plan: Any
+    begin: Callable[[Any], Untaught]
+
+
+STARTS: dict[str, Start] = {
+    load.TINY_MODEL: Start(WarmStart(), begin_tiny),
+    load.TINY_PERIMETER_MODEL: Start(PerimeterStart(), begin_perimeter),
+    load.TINY_TEXT_MODEL: Start(TextStart(), begin_text),
+    load.TINY_ZOOM_MODEL: Start(ZoomStart(), begin_zoom),
 }
 
 
@@ -42,17 +52,16 @@ def resolve_model(name: str) -> str:
     """As `local_model`, but the tiny models are built in this process where they are missing, or
     were built by another plan than this version's. Machines that share the folder build it once.
     """
-    if name not in BUILDERS or (
-        name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file()
-    ):
+    is_there = name in STORED and (STORED[name] / "model.safetensors").is_file()
+    if name not in STARTS or is_there:
         return local_model(name)
     folder = cache_folder() / name
-    (build, plan) = BUILDERS[name]
-    if not is_built(folder, asdict(plan)):
+    start = STARTS[name]
+    if not is_built(folder, asdict(start.plan)):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if not is_built(folder, asdict(plan)):
-                build(folder)
+            if not is_built(folder, asdict(start.plan)):
+                build_start(folder, start.plan, start.begin)
     return str(folder)
 
 

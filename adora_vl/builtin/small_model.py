@@ -1,12 +1,14 @@
-"""What small models have in common: one training loop, and a folder that holds a whole model or
-none.
+"""How every small model is built.
+
+A start says what is taught in which lessons, one loop teaches it, and a folder holds a whole model
+or none.
 """
 
 import json
 import statistics
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,53 @@ def fit(model: Any, loss_of: Callable[[int], Tensor], steps: int, learning_rate:
         losses.append(loss.item())
     model.eval()
     return statistics.fmean(losses[-50:])
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """Steps of one training with one cycle of the learning rate. `loss_of(step)` is a scalar."""
+
+    steps: int
+    learning_rate: float
+    loss_of: Callable[[int], Tensor]
+
+
+@dataclass(frozen=True)
+class Untaught:
+    """A model before its lessons, with the processor or tokenizer that belongs to it."""
+
+    model: Any
+    processor: Any
+    lessons: Sequence[Lesson]
+    facts: Mapping[str, object] = field(default_factory=dict)  # beside the plan, for `build.json`
+
+
+def build_start(folder: Path, plan: Any, begin: Callable[[Any], Untaught]) -> dict[str, object]:
+    """Begin a model by its plan, a dataclass, teach it its lessons in order, and save it.
+
+    Returns and saves (`build.json`) how it was made. `folder` appears complete or not at all. The
+    same versions and number of threads give the same weights. Raises `UserError` where `folder`
+    holds anything else.
+    """
+    check_place(folder)
+    untaught = begin(plan)
+    losses = []
+    for lesson in untaught.lessons:
+        loss = fit(
+            untaught.model,
+            loss_of=lesson.loss_of,
+            steps=lesson.steps,
+            learning_rate=lesson.learning_rate,
+        )
+        losses.append(round(loss, 4))
+    return save_built(
+        folder,
+        model=untaught.model,
+        processor=untaught.processor,
+        plan=plan,
+        final_losses=losses,
+        **untaught.facts,
+    )
 
 
 _FACTS = "build.json"

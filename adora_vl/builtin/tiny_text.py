@@ -9,17 +9,16 @@ rest to teach.
 import random
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
-from adora_vl.builtin.small_model import check_place, fit, fresh_model, save_built
+from adora_vl.builtin.small_model import Lesson, Untaught, fresh_model
 from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
 from adora_vl.data.prompts import conversation
-from data_prep.knights import generate
+from adora_vl.synthetic.knights import generate
 
 _DATA_SEED = 1000  # other puzzles than any training run draws by default
 
@@ -39,10 +38,8 @@ class TextStart:
     seed: int = 1
 
 
-def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[str, object]:
-    """As `build_tiny_model`, of the text-only model and its tokenizer."""
-    check_place(folder)
-    plan = plan or TextStart()
+def begin_text(plan: TextStart) -> Untaught:
+    """The text-only model with fresh weights, and its one lesson."""
     texts = [
         f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
         for row in generate(500, seed=_DATA_SEED)
@@ -56,13 +53,12 @@ def build_tiny_text_model(folder: Path, plan: TextStart | None = None) -> dict[s
     for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
         asked = conversation(row["problem"], None)
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-        for ids, text in ((prompts, prompt), (answers, row["meta"]["solution"] + END_OF_TURN)):
-            ids.append(torch.tensor(tokenizer(text)["input_ids"]))
+        answer = row["meta"]["solution"] + END_OF_TURN
+        prompts.append(torch.tensor(tokenizer(prompt)["input_ids"]))
+        answers.append(torch.tensor(tokenizer(answer)["input_ids"]))
 
     def loss_of(_: int) -> Tensor:
-        return answer_loss(
-            model, Encoded(prompts), answers, rng.sample(range(len(prompts)), plan.batch_size)
-        )
+        picks = rng.sample(range(len(prompts)), plan.batch_size)
+        return answer_loss(model, data=Encoded(prompts), answers=answers, picks=picks)
 
-    loss = fit(model, loss_of, plan.steps, plan.learning_rate)
-    return save_built(folder, model, tokenizer, plan, final_loss=round(loss, 4))
+    return Untaught(model, tokenizer, [Lesson(plan.steps, plan.learning_rate, loss_of)])

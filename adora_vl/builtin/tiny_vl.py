@@ -15,12 +15,12 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer, PreTrainedT
 
 from adora_vl.builtin import DEFAULT_FAMILY, WarmStart
 from adora_vl.builtin.processor import END_OF_TURN, build_processor, processor_around
-from adora_vl.builtin.small_model import check_place, fit, fresh_model, save_built
+from adora_vl.builtin.small_model import Lesson, Untaught, build_start, fresh_model
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.families import FAMILIES
 from adora_vl.models.load import PRETRAINED
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 
 WIDTH = 96
 LAYERS = 3
@@ -164,7 +164,11 @@ def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -
         return token_loss(model, sequences, labels)
     pixels = data.pixels[picks].flatten(0, 1).float()
     return token_loss(
-        model, sequences, labels, pixel_values=pixels, image_grid_thw=data.grids[picks]
+        model,
+        sequences=sequences,
+        labels=labels,
+        pixel_values=pixels,
+        image_grid_thw=data.grids[picks],
     )
 
 
@@ -180,11 +184,8 @@ def token_loss(model: Any, sequences: list[Tensor], labels: list[Tensor], **seen
     return loss
 
 
-def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> float:
-    """Train `model` in place on `rows` (synthetic, one image each).
-
-    Returns the mean loss of the last 50 steps.
-    """
+def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> Lesson:
+    """The lesson of the tiny model on `rows` (synthetic, one image each)."""
     rng = random.Random(plan.seed)
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
@@ -195,42 +196,45 @@ def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> 
 
     def loss_of(step: int) -> Tensor:
         data = short if step < plan.short_prompt_steps else full
-        return answer_loss(model, data, answers, rng.sample(range(len(rows)), plan.batch_size))
+        return answer_loss(
+            model, data=data, answers=answers, picks=rng.sample(range(len(rows)), plan.batch_size)
+        )
 
-    return fit(model, loss_of, plan.steps, plan.learning_rate)
+    return Lesson(plan.steps, plan.learning_rate, loss_of)
 
 
 _VOCABULARY_ROWS = 2000
 _DATA_SEED = 1000  # other problems than any training run draws by default
 
 
-def build_tiny_model(
-    folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY
-) -> dict[str, object]:
-    """Build, warm-start and save the tiny model and its processor.
+def begin_tiny(plan: WarmStart, family: str = DEFAULT_FAMILY) -> Untaught:
+    """The tiny model with fresh weights, and its lesson, of a plan with any steps.
 
-    Returns and saves (`build.json`) how it was made. Other families than the first have its
-    tokenizer. `folder` appears complete or not at all. The same versions and number of threads give
-    the same weights. Raises `UserError` where `folder` holds anything else.
+    Other families than the first have its tokenizer.
     """
-    check_place(folder)
-    plan = plan or WarmStart()
-    rows = (
-        list(generate(plan.rows, seed=_DATA_SEED)) if plan.steps or family == DEFAULT_FAMILY else []
-    )
+    rows = []
+    if plan.steps or family == DEFAULT_FAMILY:
+        rows = list(generate(plan.rows, seed=_DATA_SEED))
     if family == DEFAULT_FAMILY:
         texts = [f"system user assistant {SYSTEM_PROMPT}\n"] * 50
-        texts += [
-            f"{r['problem']}\n{r['meta']['solution']}\n{r['meta']['slip']}"
-            for r in rows[:_VOCABULARY_ROWS]
-        ]
+        for row in rows[:_VOCABULARY_ROWS]:
+            meta = row["meta"]
+            texts.append(f"{row['problem']}\n{meta['solution']}\n{meta['slip']}")
         processor = build_processor(texts)
     else:
         processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED), family)
     model = build_model(processor.tokenizer, seed=plan.seed, family=family)
-    loss = warm_start(model, processor, rows, plan) if plan.steps else None
-    versions = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
-    final_loss = None if loss is None else round(loss, 4)
-    return save_built(
-        folder, model, processor, plan, final_loss=final_loss, slips=SLIPS, **versions
-    )
+    lessons = [warm_start(model, processor=processor, rows=rows, plan=plan)] if plan.steps else []
+    facts = {
+        "slips": SLIPS,
+        "torch": torch.__version__.split("+")[0],
+        "transformers": transformers.__version__,
+    }
+    return Untaught(model=model, processor=processor, lessons=lessons, facts=facts)
+
+
+def build_tiny_model(
+    folder: Path, plan: WarmStart | None = None, family: str = DEFAULT_FAMILY
+) -> dict[str, object]:
+    """Build a tiny model of a family, as `build_start` does."""
+    return build_start(folder, plan or WarmStart(), partial(begin_tiny, family=family))

@@ -7,7 +7,6 @@ It sees 56 x 56 of 448 x 448 pixels (`max_pixels: 3136`), in which no number can
 import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,14 +15,14 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from adora_vl.builtin.processor import END_OF_TURN, build_processor
-from adora_vl.builtin.small_model import check_place, fit, save_built
+from adora_vl.builtin.small_model import Lesson, Untaught
 from adora_vl.builtin.tiny_vl import build_model, token_loss
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import conversation_with_images, with_tools
 from adora_vl.models.load import PRETRAINED
+from adora_vl.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
-from data_prep.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
 
 SIZE = 448
 SEEN = 56
@@ -127,7 +126,7 @@ def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Im
             own += [said] * (len(ids) - len(own))
         sequences.append(torch.tensor(ids))
         labels.append(torch.where(torch.tensor(own), sequences[-1], -100))
-    return token_loss(model, sequences, labels, **seen)
+    return token_loss(model, sequences=sequences, labels=labels, **seen)
 
 
 def _begun(processor: Any, seed: int) -> Any:
@@ -147,13 +146,11 @@ def _begun(processor: Any, seed: int) -> Any:
     return model
 
 
-def build_zoom_model(folder: Path, plan: ZoomStart | None = None) -> dict[str, object]:
-    """As `build_tiny_model`, going on from the shipped tiny model."""
-    check_place(folder)
-    plan = plan or ZoomStart()
+def begin_zoom(plan: ZoomStart) -> Untaught:
+    """The shipped tiny model behind another vocabulary, and its two lessons."""
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
-    told = with_tools(SYSTEM, toolbox.schemas)
-    often = f"system {told} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
+    system = with_tools(SYSTEM, toolbox.schemas)
+    often = f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
     texts = [
         call_for(corner) + answer(number) + question(corner)
         for corner in CORNERS
@@ -163,18 +160,22 @@ def build_zoom_model(folder: Path, plan: ZoomStart | None = None) -> dict[str, o
     model = _begun(processor, plan.seed)
     teacher = _Teacher(processor, toolbox, plan)
 
-    single = teacher.single if plan.tool else lambda: teacher.direct(short=True)
-    talk = teacher.turns if plan.tool else lambda: teacher.direct(short=False)
+    def read(_: int) -> Tensor:
+        rows = [
+            teacher.single() if plan.tool else teacher.direct(short=True)
+            for _ in range(2 * plan.batch_size)
+        ]
+        return _loss(model, processor, rows)
 
-    def taught(row: Any, size: int, steps: int, rate: float) -> float:
-        return fit(
-            model, lambda _: _loss(model, processor, [row() for _ in range(size)]), steps, rate
-        )
+    def talk(_: int) -> Tensor:
+        rows = [
+            teacher.turns() if plan.tool else teacher.direct(short=False)
+            for _ in range(plan.batch_size)
+        ]
+        return _loss(model, processor, rows)
 
-    losses = [
-        taught(single, 2 * plan.batch_size, plan.steps, plan.learning_rate),
-        taught(talk, plan.batch_size, plan.teacher_steps, plan.learning_rate * 2 / 3),
+    lessons = [
+        Lesson(plan.steps, plan.learning_rate, read),
+        Lesson(plan.teacher_steps, plan.learning_rate * 2 / 3, talk),
     ]
-    return save_built(
-        folder, model, processor, plan, final_losses=[round(loss, 4) for loss in losses]
-    )
+    return Untaught(model, processor, lessons)

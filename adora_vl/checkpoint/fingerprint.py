@@ -18,6 +18,7 @@ from accelerate.utils import gather_object
 
 from adora_vl.data.dataset import data_hash
 from adora_vl.models.load import model_hash
+from adora_vl.rewards.judge import without_address
 from adora_vl.utils.cli import dotted, plain, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears
@@ -75,20 +76,22 @@ _FREE_PREFIXES = (
     "vllm_server_",
     "trackio_",
 )
+# these matter only if there is a budget
 _BUDGET_KEYS = {
     "adora_rollouts.budget",
     "adora_rollouts.staleness",
-}  # these matter only if there is a budget
+}
+# of a run with none, before there were any
 _TOOL_KEYS = {
     "tools",
     "max_tool_calling_iterations",
     "adora_tool_options",
-}  # of a run with none, before there were any
-_NOISY = "adora_extensions.noisy_rollouts"
+}
+# these matter only if the learning rate or an extension depends on the last step
 _LENGTH_KEYS = {
     "max_steps",
     "num_train_epochs",
-}  # these matter only if learning rate or noise depend on the last step
+}
 Fingerprint = dict[str, str]
 
 
@@ -112,11 +115,12 @@ def fingerprint(
     for each in settings:
         for field in dataclasses.fields(each):
             values |= dotted(field.name, masked(plain(getattr(each, field.name))))
+    rewards = values.get("adora_reward")
+    if isinstance(rewards, list):
+        values["adora_reward"] = [without_address(entry) for entry in rewards]
     constant = spelled(values.get("lr_scheduler_type")) == "constant"
-    annealed = (
-        bool(values.get(f"{_NOISY}.share")) and values.get(f"{_NOISY}.schedule") != "constant"
-    )
-    free = _FREE_KEYS | (_LENGTH_KEYS if constant and not annealed else set())
+    extended = any(key.startswith("adora_extensions.") for key in values)
+    free = _FREE_KEYS | (_LENGTH_KEYS if constant and not extended else set())
     free |= {"adora_rollouts.ahead"} if not values.get("adora_rollouts.ahead") else set()
     free |= {"environment_factory"} if not values.get("environment_factory") else set()
     tooled = values.get("tools") or any(name.startswith("tool ") for name in own or ())

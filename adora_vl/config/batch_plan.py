@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
@@ -121,15 +121,26 @@ def unit_size(rows: int, generations: int) -> int:
 def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
     """How a run divides its sequences, by TRL's rules.
 
-    Raises `UserError` where a generation has no whole groups.
+    Raises `UserError` where a generation has no whole groups, and where an optimizer step would
+    pass over one several times.
     """
     plan = Shape.of(config, processes)
     of_groups = f"does not divide into groups of num_generations: {plan.generations}"
     remedy = "make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
     whole = plan.generation_batch % plan.generations == 0
-    refuse(
-        (not whole, f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}")
+    passes = plan.iterations
+    above = (
+        f"num_iterations: {passes} with gradient_accumulation_steps: {plan.accumulated} above "
+        f"steps_per_generation: {plan.steps}"
     )
+    again = "computes the gradient of the same rollouts again before the weights have changed"
+    fewer = f"set steps_per_generation: {plan.accumulated}, or num_iterations: 1"
+    if not whole:
+        raise UserError(
+            f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}"
+        )
+    if passes > 1 and plan.accumulated > plan.steps:
+        raise UserError(f"{above} {again}; {fewer}")
     return plan
 
 
@@ -140,7 +151,8 @@ def check_rows(plan: Shape, rows: int) -> None:
     needed = plan.prompts_per_generation
     remedy = "lower per_device_train_batch_size or steps_per_generation"
     few = f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed} prompts"
-    refuse((rows < needed, f"{few}; {remedy}, or raise num_generations"))
+    if rows < needed:
+        raise UserError(f"{few}; {remedy}, or raise num_generations")
 
 
 def regroups(config: AdoraGRPOConfig) -> bool:
@@ -148,7 +160,7 @@ def regroups(config: AdoraGRPOConfig) -> bool:
     shares = (
         config.own("share_vision") or config.own("share_prompt") or config.own("skip_zero_signal")
     )
-    return shares or config.adora_rollouts.refill > 0 or config.adora_rollouts.replay > 0
+    return shares or config.adora_rollouts.refill > 0
 
 
 def regroup_obstacle(config: AdoraGRPOConfig) -> str:

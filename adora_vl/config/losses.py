@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
@@ -73,40 +73,36 @@ def _check_level(config: AdoraGRPOConfig) -> None:
     level = config.importance_sampling_level
     by_engine = config.use_vllm and config.vllm_importance_sampling_correction
     mode = config.vllm_importance_sampling_mode
-    refuse(
-        (
-            loss == "luspo" and level != "sequence",
+    if loss == "luspo" and level != "sequence":
+        raise UserError(
             f"importance_sampling_level: {level} with loss_type: luspo, which scales the ratio of "
-            "a whole answer by its length; set it to sequence",
-        ),
-        (
-            level == "sequence" and loss in _SUMS_OVER_TOKENS,
+            "a whole answer by its length; set it to sequence"
+        )
+    if level == "sequence" and loss in _SUMS_OVER_TOKENS:
+        raise UserError(
             f"importance_sampling_level: sequence with loss_type: {loss} weighs an answer by its "
-            "length; set loss_type: grpo, which is GSPO, or luspo",
-        ),
-        (
-            level == "sequence" and loss == "vespo",
+            "length; set loss_type: grpo, which is GSPO, or luspo"
+        )
+    if level == "sequence" and loss == "vespo":
+        raise UserError(
             "importance_sampling_level: sequence with loss_type: vespo, which makes the ratio of "
-            "a whole answer itself; set it to token",
-        ),
-        (
-            loss == "vespo" and by_engine and mode.startswith("sequence"),
+            "a whole answer itself; set it to token"
+        )
+    if loss == "vespo" and by_engine and mode.startswith("sequence"):
+        raise UserError(
             f"vllm_importance_sampling_mode: {mode} with loss_type: vespo, which reads a ratio "
-            "for each token; set it to token_truncate",
-        ),
-    )
+            "for each token; set it to token_truncate"
+        )
 
 
 def _check_entropy(config: AdoraGRPOConfig) -> None:
     lowest = config.entropy_coef_min
     highest = config.entropy_coef_max
-    refuse(
-        (
-            config.use_adaptive_entropy and not lowest <= config.entropy_coef <= highest,
+    if config.use_adaptive_entropy and not lowest <= config.entropy_coef <= highest:
+        raise UserError(
             f"entropy_coef: {config.entropy_coef:g} is not between entropy_coef_min: {lowest:g} and "
-            f"entropy_coef_max: {highest:g}, where use_adaptive_entropy keeps it; set one that is",
-        ),
-    )
+            f"entropy_coef_max: {highest:g}, where use_adaptive_entropy keeps it; set one that is"
+        )
 
 
 def has_entropy_bonus(config: AdoraGRPOConfig) -> bool:

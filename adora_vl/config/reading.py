@@ -6,18 +6,17 @@ TRL and Transformers know are read later.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 from adora_vl.config.key_list import Key, read_keys
-from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments, StepPart
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.values import RANGES, convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
-from adora_vl.utils.errors import UserError, nearest, refuse
+from adora_vl.utils.errors import UserError, nearest
 from adora_vl.utils.own_files import look_beside
 
 # A key that the configs of another trainer have: its name, and the word of `adora_vl.migrate`.
@@ -25,51 +24,6 @@ OTHERS = {
     "worker": ("EasyR1", "easyr1"),
     "actor_rollout_ref": ("verl", "verl"),
     "rlhf_type": ("ms-swift", "swift"),
-}
-# What to write in the place of a key that earlier configs have.
-REMOVED = {
-    "adora_less_padding": "leave it out: a shared prompt leaves no padding, and other rows are cut to their length",
-    "adora_prefetch_images": "leave it out: on a GPU images are read ahead by themselves",
-    "adora_max_bad_steps": "leave it out: a run stops after three such steps in a row",
-    "adora_system_prompt_file": "write adora_system_prompt: FILE.txt, or nothing where it was null",
-    "adora_response_format": "write adora_system_prompt: think, or nothing where it was boxed",
-    "adora_truncation": "write adora_truncated: eos, or nothing where it was length",
-    "adora_weight_folder": "write adora_weight_transfer: ./FOLDER, or nothing where it was null",
-    "adora_reward_options": "write adora_reward: [{NAME: OPTIONS}]",
-    "adora_rounding": "write adora_reward: [{adora: {rounding: true}}], or nothing where it was false",
-    "adora_mode": "write adora_method: {adora: {mode: amplification}}, or grpo for off, or nothing for "
-    "attenuation",
-    "adora_method_options": "write adora_method: {METHOD: OPTIONS}",
-    **{
-        f"adora_{part}": f"write adora_stock_step: [{part}], or nothing where it was true"
-        for part in get_args(StepPart)
-    },
-    **{
-        f"adora_freeze_{part}": f"write adora_freeze: [{part}], or nothing where it was false"
-        for part in ("vision_tower", "projector", "language_model")
-    },
-}
-# Old key -> the new one, of the same value.
-MOVED = {
-    **{
-        f"adora_noise_{name}": f"adora_extensions.noisy_rollouts.{name}"
-        for name in ("kind", "strength", "schedule", "middle", "steepness")
-    },
-    "adora_noisy_rollouts": "adora_extensions.noisy_rollouts.share",
-    "adora_visual_tokens": "adora_extensions.visual_tokens.share",
-    "adora_visual_scale_min": "adora_extensions.visual_tokens.scale_min",
-    "adora_dynamic_sampling": "adora_rollouts.refill",
-    "adora_rollout_budget": "adora_rollouts.budget",
-    "adora_async_rollouts": "adora_rollouts.ahead",
-    "adora_max_staleness": "adora_rollouts.staleness",
-    "adora_replay_groups": "adora_rollouts.replay",
-    "adora_replay_alpha": "adora_rollouts.replay_alpha",
-    "adora_truncated_at": "adora_truncated",
-    **{
-        f"adora_{name}": f"adora_method.adora.{name}"
-        for name in ("factor", "criteria", "combine", "tau", "empty_wrong", "ties", "no_correct")
-    },
-    "adora_difficulty_needs_correct": "adora_method.adora.needs_correct",
 }
 # What the training command takes beside the keys, for a word that is meant as one of them.
 OPTIONS = (
@@ -148,31 +102,29 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
     known = read_keys()
     spoken = _by_key(arguments)
     names = [words for key, words in spoken if key == "config"]
-    refuse(
-        (len(names) > 1, "--config: given twice; name one file, and other keys on the command line")
-    )
+    if len(names) > 1:
+        raise UserError("--config: given twice; name one file, and other keys on the command line")
     refuse_stray(names[0][1:] if names else [])
-    refuse((names and not names[0], "--config: expected the path of a YAML file after it"))
+    if names and not names[0]:
+        raise UserError("--config: expected the path of a YAML file after it")
     file = recipe(names[0][0]) if names else None
     look_beside(file)
     values = read_file(file) if file else {}
     _set_environment(values.pop("env", {}), str(file))
     for key, words in spoken:
         if key != "config":
-            _lay_over(values, key, words, known)
+            _lay_over(values, spoken=key, words=words, known=known)
     given = Given(arguments, file, values)
     hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
     for key in [key for key in values if key in hints]:
         values[key] = given.read(key, hints[key])
     if "output_dir" in values:
         check_output_dir(values["output_dir"])
-    refuse(
-        (
-            whole and "model_name_or_path" not in values,
+    if whole and "model_name_or_path" not in values:
+        raise UserError(
             "model_name_or_path: not set; name a file with --config "
-            "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)",
+            "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"
         )
-    )
     return given
 
 
@@ -182,10 +134,11 @@ def recipe(name: str) -> Path:
     """
     file = Path(name)
     word = Path(name).with_suffix("").name
+    # a checkout; where a wheel puts them
     homes = (
         Path(__file__).parents[2],
         Path(sys.prefix, "share", "adora_vl"),
-    )  # a checkout; where a wheel puts them
+    )
     shipped = [home / "configs" / "train" / f"{word}.yaml" for home in homes]
     named = name in (word, f"{word}.yaml") and not file.exists()
     return next((each for each in shipped if named and each.is_file()), file)
@@ -196,10 +149,11 @@ def read_file(path: Path) -> dict[str, Any]:
     content = read_mapping("--config", path)
     for key, (trainer, command) in OTHERS.items():
         ours = f"`python -m adora_vl.migrate {command} {path}` writes one of ours"
-        refuse((key in content, f"--config: {str(path)!r} is a config of {trainer}; {ours}"))
+        if key in content:
+            raise UserError(f"--config: {str(path)!r} is a config of {trainer}; {ours}")
     for key, value in content.items():
         if key != "env":
-            _check_key(key, value, str(path), read_keys())
+            _check_key(key, value=value, where=str(path), known=read_keys())
     return content
 
 
@@ -207,52 +161,27 @@ def check_output_dir(value: Any) -> None:
     """Raise `UserError` for a place that nobody means: null would be a folder of Transformers'
     choice.
     """
-    refuse(
-        (is_null(value), "output_dir: null is no folder; name one for this run, such as runs/first")
-    )
+    if is_null(value):
+        raise UserError("output_dir: null is no folder; name one for this run, such as runs/first")
     root = (
         isinstance(value, str)
         and value.strip()
         and Path(value).resolve() == Path(Path(value).resolve().anchor)
     )
-    refuse(
-        (root, f"output_dir: {value!r} is the root of the file system; name a folder for this run")
-    )
+    if root:
+        raise UserError(
+            f"output_dir: {value!r} is the root of the file system; name a folder for this run"
+        )
 
 
 def refuse_stray(words: Sequence[str]) -> None:
     """Raise `UserError` for the first of these words, which belong to no key."""
-    refuse(
-        *(
-            (
-                1,
+    for word in words:
+        if 1:
+            raise UserError(
                 f"command line: {word!r} belongs to no key; write --config FILE.yaml, or --key "
-                "value",
+                "value"
             )
-            for word in words
-        )
-    )
-
-
-def refuse_old(key: str, value: Any, where: str) -> None:
-    """Raise `UserError` for a key of earlier configs.
-
-    `where`: the file or the caller, else `command line`.
-    """
-    refuse((key in REMOVED, f"{where}: the key '{key}' was removed; {REMOVED.get(key)}"))
-    if key not in MOVED:
-        return
-    path = MOVED[key]
-    new = _plain(value) if isinstance(value, Words) else value
-    if where == "command line":
-        entries = new if isinstance(new, list) else [yaml_line(new)]
-        line = f"--{path} {shlex.join(map(str, entries))}"
-    else:
-        root, *names = path.split(".")
-        for name in reversed(names):
-            new = {name: new}
-        line = f"{root}: {yaml_line(new)}"
-    raise UserError(f"{where}: {key} is now {path}; write {line}")
 
 
 def _by_key(arguments: Sequence[str]) -> list[tuple[str, Words]]:
@@ -277,13 +206,13 @@ def _check_key(
     """
     if key in known:
         return
-    refuse_old(key, value, where)
     root, _, option = key.partition(".")
     if option and root in known:
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
         raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
     near = {one.name: one.name for each in known.values() for one in (each, *each.options)}
-    near |= MOVED
+    # An option without its block, as `adora_factor`.
+    near |= {f"adora_{name}": f"adora_method.adora.{name}" for name in ("mode", "factor", *_JUDGES)}
     near |= {option.replace("-", "_"): f"--{option}" for option in options}
     close = nearest(key, near)
     raise UserError(
@@ -297,13 +226,12 @@ def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[
     A dot reaches into a mapping.
     """
     key, *names = spoken.split(".")
-    if key not in known and key.startswith("no_"):
-        refuse_old(key[3:], False, "command line")
-        if key[3:] in known and known[key[3:]].default is True:
-            refuse_stray(words)
-            values[key[3:]] = False
-            return
-    _check_key(key, words, "command line", known, OPTIONS)
+    negated = key[3:] if key.startswith("no_") and key not in known else ""
+    if negated in known and known[negated].default is True:
+        refuse_stray(words)
+        values[negated] = False
+        return
+    _check_key(key, value=words, where="command line", known=known, options=OPTIONS)
     if not names:
         values[key] = _judging(words, values.get(key)) if key == "adora_method" else words
         return

@@ -16,10 +16,10 @@ from trl import GRPOConfig, ModelConfig
 from adora_vl.config.advantage import settle_methods
 from adora_vl.config.checks import check_sampling_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.reading import Given, read, refuse_old
+from adora_vl.config.reading import Given, read
 from adora_vl.config.values import check_fields
 from adora_vl.utils.cli import plain, spelled
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.hidden import HIDDEN, masked
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
@@ -28,12 +28,6 @@ _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true
 @dataclass
 class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is untyped to mypy
     """TRL's `GRPOConfig` with our keys, all values checked when it is made."""
-
-    def __new__(cls, *positional: Any, **given: Any) -> AdoraGRPOConfig:
-        """Raises `UserError` for a key of earlier versions, with what to write now."""
-        for key, value in given.items():
-            refuse_old(key, value, cls.__name__)
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Raises `UserError` for our checks, and `ValueError` for those of TRL."""
@@ -45,23 +39,16 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             "keep checkpoints with save_total_limit: null and `python -m adora_vl.export "
             "OUT/checkpoint-N BEST`"
         )
-        refuse(
-            (
-                self.load_best_model_at_end,
-                f"load_best_model_at_end: true is not supported; {instead}",
-            ),
-            (
-                spelled(self.save_strategy) == "best",
-                f"save_strategy: best is not supported; {instead}",
-            ),
-        )
+        if self.load_best_model_at_end:
+            raise UserError(f"load_best_model_at_end: true is not supported; {instead}")
+        if spelled(self.save_strategy) == "best":
+            raise UserError(f"save_strategy: best is not supported; {instead}")
         self.method_notes = settle_methods(self)
         given = vars(self).get("generation_batch_size"), vars(self).get("steps_per_generation")
         groups: Any = vars(self).get("num_generations_eval")
         try:
-            self.num_generations_eval: Any = (
-                1  # whether TRL evaluates, in whole groups, is known when there are data
-            )
+            # whether TRL evaluates, in whole groups, is known when there are data
+            self.num_generations_eval: Any = 1
             super().__post_init__()
         except ValueError:
             self._check_groups(*given)
@@ -116,6 +103,12 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         return f"{type(self).__name__}({self.to_dict()})"
 
     __str__ = __repr__
+
+    @property
+    def seed_of_rows(self) -> int:
+        """By which rows are shuffled and mixed: `data_seed`, or else `seed`."""
+        seed = self.seed if self.data_seed is None else self.data_seed
+        return int(seed)
 
     @property
     def truncated_at(self) -> int | None:

@@ -102,6 +102,7 @@ RANGES: dict[str, Any] = {
     "min_p": Annotated[float, Field(ge=0, le=1)] | None,
     "lora_dropout": Annotated[float, Field(ge=0, lt=1)],
     "seed": Annotated[int, Field(ge=0, le=2**32 - 1)],  # numpy's
+    "data_seed": Annotated[int, Field(ge=0, le=2**32 - 1)] | None,
     "attn_implementation": Literal[
         "eager",
         "sdpa",
@@ -122,13 +123,11 @@ RANGES: dict[str, Any] = {
     "scale_rewards": bool | Literal["group", "batch", "none"],
     "resume_from_checkpoint": Literal[True, False] | str | None,
 }
-_OR_FILE = frozenset(
-    {"deepspeed", "fsdp_config", "accelerator_config"}
-)  # a mapping, or the path of one
+# a mapping, or the path of one
+_OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
 _OR_WORD = frozenset({"adora_method", "adora_reward"})  # a mapping, or a word
-_NONE_IS_A_WORD = frozenset(
-    {"resume_from_checkpoint"}
-)  # null means to resume if there is a checkpoint
+# null means to resume if there is a checkpoint
+_NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})
 _NULL_IS = {"report_to": ["none"]}  # Transformers fails on null for this key
 _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
 _BOUNDS = (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "at most"))
@@ -158,9 +157,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)
         else value
     )
-    may_be_none = (
-        NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD
-    )  # which many write for null
+    # which many write for null
+    may_be_none = NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD
     if is_null(word) or (may_be_none and isinstance(word, str) and word.strip().lower() == "none"):
         if NoneType not in kinds:
             _refuse(key, None, hint)

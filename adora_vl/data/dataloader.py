@@ -4,11 +4,9 @@ ahead.
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,38 +14,46 @@ from PIL import Image
 from torch.utils.data import Dataset
 from trl.trainer.utils import RepeatSampler
 
-
-class KeptImage(Image.Image):
-    """A decoded image that nothing here draws on."""
-
-    @cached_property
-    def digest(self) -> str:
-        """`content_digest`, computed once for the processor of the trainer, that of the engine, and
-        the engine.
-        """
-        return content_digest(self)
+from adora_vl.data.images import KeptImage, UnreadableImageError, as_shown, kept
+from adora_vl.data.loading import UnreadableImage
 
 
-def content_digest(image: Image.Image) -> str:
-    """Of mode, size and pixels."""
-    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
-    digest.update(image.tobytes())
-    if image.mode == "P":
-        digest.update(bytes(image.getpalette() or []))
-    return digest.hexdigest()
+def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """The rows with pictures as a person sees them (`as_shown`), each a `KeptImage`.
+
+    Every row of a run passes here, whoever has read it. One object that stands in several rows
+    stays one; a picture that cannot be shown becomes an `UnreadableImage`, and what is no picture
+    stays as it is.
+    """
+    known: dict[int, Any] = {}
+
+    def shown(image: Any) -> Any:
+        if isinstance(image, KeptImage) or not isinstance(image, Image.Image):
+            return image
+        if id(image) not in known:
+            known[id(image)] = _shown(image)
+        return known[id(image)]
+
+    made = []
+    for row in rows:
+        changed = dict(row)
+        if isinstance(row.get("images"), list | tuple):
+            changed["images"] = [shown(image) for image in row["images"]]
+        if isinstance(row.get("image"), Image.Image):
+            changed["image"] = shown(row["image"])
+        made.append(changed)
+    return made
 
 
-def kept(image: Any) -> Any:
-    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
-    if isinstance(image, Image.Image):
-        image.load()
-        image.__class__ = KeptImage
-    return image
+def _shown(image: Image.Image) -> Any:
+    try:
+        return kept(as_shown(image))
+    except UnreadableImageError as error:
+        return UnreadableImage(str(error))
 
 
-ROW_NUMBER = (
-    "adora_row"  # the column with the number of a row in the data set, where rows are numbered
-)
+# the column with the number of a row in the data set, where rows are numbered
+ROW_NUMBER = "adora_row"
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
@@ -79,7 +85,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """What torch's loader calls with the indices of a whole batch."""
         if not self.share:
-            return [self._with_number(dict(self._rows[index]), index) for index in indices]
+            return [self._read(index) for index in indices]
         before = self._last
         ahead = self._ahead
         wanted = dict.fromkeys(indices)
@@ -125,18 +131,15 @@ class DistinctRows(Dataset[dict[str, Any]]):
         self._ahead = {index: row for index, row in self._ahead.items() if index in but}
 
     def _read(self, index: int) -> dict[str, Any]:
-        row = dict(self._rows[index])
-        if row.get("images"):
-            row["images"] = [kept(image) for image in row["images"]]
+        [row] = shown_rows([self._rows[index]])
         return self._with_number(row, index)
 
     def _with_number(self, row: dict[str, Any], index: int) -> dict[str, Any]:
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 
-Process = Callable[
-    [dict[str, Any]], int
-]  # puts the images of a row into the cache, and returns their bytes there
+# puts the images of a row into the cache, and returns their bytes there
+Process = Callable[[dict[str, Any]], int]
 
 
 class NoPrefetch:
@@ -176,9 +179,8 @@ class ImagePrefetch(NoPrefetch):
         self.finish()
         latest = self._rows.latest
         coming = dict.fromkeys([*latest, *self._order.following(latest, self._order.epoch)])
-        self._rows.forget_ahead(
-            but=coming
-        )  # what was asked for ahead has read the next ones already
+        # what was asked for ahead has read the next ones already
+        self._rows.forget_ahead(but=coming)
         self._ending.clear()
         self._thread = threading.Thread(target=self._work, args=(list(coming),), name="prefetch")
         self._thread.start()
@@ -204,6 +206,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
     """Seeds the generator for each epoch from (seed, epoch); epoch 0 has the same order as in TRL.
 
     Stock TRL draws all orders from one generator, so a resumed run repeats the first epoch's.
+    Without `shuffle` it begins every epoch at the first row, so that rows at the end that fill no
+    generation are never learned from. Ours goes on behind the last row of the epoch before.
     """
 
     epoch = 0
@@ -215,15 +219,15 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         ] = {}  # of the epochs that `following` was asked about last
 
     @classmethod
-    def like(cls, sampler: RepeatSampler) -> EpochRepeatSampler:
-        """A sampler with the same rows and repetitions as `sampler`."""
+    def like(cls, sampler: RepeatSampler, seed: int) -> EpochRepeatSampler:
+        """A sampler with the same rows and repetitions as `sampler`, in the orders of `seed`."""
         return cls(
             data_source=sampler.data_source,
             mini_repeat_count=sampler.mini_repeat_count,
             batch_size=sampler.batch_size,
             repeat_count=sampler.repeat_count,
             shuffle=sampler.shuffle,
-            seed=sampler.seed,
+            seed=seed,
         )
 
     def set_epoch(self, epoch: int) -> None:
@@ -260,4 +264,8 @@ class EpochRepeatSampler(RepeatSampler):  # type: ignore[misc]  # TRL is untyped
         if self.shuffle:
             self.generator = torch.Generator()
             self.generator.manual_seed((self.seed or 0) + 1_000_003 * self.epoch)
-        return iter(super().__iter__())
+            return iter(super().__iter__())
+        rows = self.num_samples
+        whole = rows // self.batch_size * self.batch_size
+        first = self.epoch * whole
+        return ((first + index) % rows for index in super().__iter__())

@@ -7,7 +7,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,19 @@ from adora_vl.utils.errors import UserError
 
 VISIONS = seeing_families()
 DEFAULT_FAMILY = "qwen2_5_vl"
-UNIT = min(
-    vision.unit for vision in VISIONS.values()
-)  # pixels: the side of the smallest image token there is
-MAX_PIXELS = (
-    2**31
-)  # the largest pixel limit that is accepted; no image that can be decoded has as many
-WIDEST = (
-    200  # above this ratio of the sides the model's processor raises, in the middle of a training
-)
+# pixels: the side of the smallest image token there is
+UNIT = min(vision.unit for vision in VISIONS.values())
+# the largest pixel limit that is accepted; no image that can be decoded has as many
+MAX_PIXELS = 2**31
+# above this ratio of the sides the model's processor raises, in the middle of a training
+WIDEST = 200
 
 
 MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
 _JPEGS = ("JPEG", "MPO")  # the second has more pictures behind the first, as those of phones have
 _LYING = (5, 6, 7, 8)  # EXIF's orientations that exchange width and height
 MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
+# Pillow would start Ghostscript for a stranger's EPS
 FORMATS = (
     "PNG",
     "JPEG",
@@ -41,7 +39,7 @@ FORMATS = (
     "BMP",
     "WEBP",
     "TIFF",
-)  # Pillow would start Ghostscript for a stranger's EPS
+)
 
 
 def open_picture(source: Any) -> Image.Image:
@@ -100,7 +98,9 @@ def size_within(
         return width, height
     low = min_pixels or unit**2
     high = max_pixels or sys.maxsize
-    new_width, new_height = model_size(width, height, unit, low, high)
+    new_width, new_height = model_size(
+        width, height=height, unit=unit, min_pixels=low, max_pixels=high
+    )
     if not low <= new_width * new_height <= high:
         raise ValueError(f"no size of its shape is within {low} to {high} pixels")
     return new_width, new_height
@@ -146,6 +146,7 @@ def png_bytes(image: Image.Image, **how: int) -> bytes:
     return stream.getvalue()
 
 
+# no text, no place
 _PLAIN_CHUNKS = (
     b"IHDR",
     b"IDAT",
@@ -156,11 +157,12 @@ _PLAIN_CHUNKS = (
     b"cHRM",
     b"sBIT",
     b"bKGD",
-)  # no text, no place
+)
+# JFIF's and Adobe's; a camera's data, profiles and comments have others
 _PLAIN_SEGMENTS = (
     0xE0,
     0xEE,
-)  # JFIF's and Adobe's; a camera's data, profiles and comments have others
+)
 _TURNS = range(2, 9)  # EXIF's orientations but the upright one
 
 
@@ -185,9 +187,8 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
                 exif = tags.tobytes() if turn in _TURNS else b""
                 segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif if exif else b""
                 return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
-    return png_bytes(
-        _rgb(image), compress_level=1, compress_type=zlib.Z_RLE
-    )  # in a fifth of the time
+    # in a fifth of the time
+    return png_bytes(_rgb(image), compress_level=1, compress_type=zlib.Z_RLE)
 
 
 def _plain_segments(encoded: bytes) -> Iterator[bytes]:
@@ -225,9 +226,8 @@ def diagram_hash(image: Image.Image) -> str:
     """SHA-256 of the RGB pixels and the size, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
     image = _rgb(image)
-    for top in range(
-        0, image.height, _STRIP
-    ):  # the memory of a copy of the whole is new each time, which costs more
+    # the memory of a copy of the whole is new each time, which costs more
+    for top in range(0, image.height, _STRIP):
         digest.update(image.crop((0, top, image.width, min(image.height, top + _STRIP))).tobytes())
     return digest.hexdigest()
 
@@ -255,9 +255,8 @@ def image_size(encoded: bytes) -> tuple[int, int]:
     Raises what Pillow raises.
     """
     with open_picture(io.BytesIO(encoded)) as image:
-        if (
-            image.format == "PNG" and "exif" not in image.info
-        ):  # Pillow would decode it to look behind the pixels
+        # Pillow would decode it to look behind the pixels
+        if image.format == "PNG" and "exif" not in image.info:
             return image.size
         lies = image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING
         return (image.height, image.width) if lies else image.size
@@ -281,9 +280,8 @@ _NO_PICTURES = (
     (b"%pdf", "pdf", "a page in PDF; export it as PNG"),
 )
 _SIGNS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
-_HEIF = re.compile(
-    rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL
-)  # the pictures of iPhones
+# the pictures of iPhones
+_HEIF = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)
 
 
 def named_content(start: bytes) -> tuple[str, str] | None:
@@ -322,54 +320,149 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
     to decode, or with several frames.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        warnings.simplefilter("ignore")
         try:
             _register_heif(encoded)
             with open_picture(io.BytesIO(encoded)) as image:
-                if image.width * image.height > MAX_DECODED_PIXELS:
-                    why = (
-                        f"{image.width} x {image.height} pixels are over the limit of "
-                        f"{MAX_DECODED_PIXELS}"
-                    )
-                    raise UnreadableImageError("image_too_large", why)
+                _refuse_large(image)
                 # a phone's second one is no motion
                 frames = (
                     1 if first_frame or image.format in _JPEGS else getattr(image, "n_frames", 1)
                 )
                 if frames > 1:
                     raise UnreadableImageError("image_animated", f"it has {frames} frames")
-                if (
-                    image.format == "PNG"
-                ):  # the only one that shows a lost end: each chunk has a checksum
+                # the only one that shows a lost end: each chunk has a checksum
+                if image.format == "PNG":
                     image.verify()
             with open_picture(io.BytesIO(encoded)) as image:
-                deep = re.search(";16[BLN]", str(getattr(image, "tile", "")))  # of a colour
-                image.load()
-                if deep and not (image.mode == "I" or image.mode.startswith("I;16")):
-                    _refuse_dark(image)
+                _load(image)
                 ImageOps.exif_transpose(image, in_place=True)
                 return _flattened(image)
         except UnreadableImageError:
             raise
-        except Image.DecompressionBombError as error:
-            raise UnreadableImageError("image_too_large", str(error)) from error
         except UnidentifiedImageError as error:  # its own text has a memory address in it
             word, why = named_content(encoded[:512]) or (
                 "undecodable",
                 "not in any known picture format",
             )
             raise UnreadableImageError(f"image_{word}", why) from error
-        except (
-            Exception
-        ) as error:  # Pillow raises nearly anything here: OSError, SyntaxError, struct.error, ...
-            why = str(error) or type(error).__name__
-            kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
-            if _HEIF.match(encoded):
-                kind = "image_heic"
-                why = f"a photograph in HEIC that cannot be read ({why}); save it as JPEG"
-            raise UnreadableImageError(kind, why) from error
+        except Exception as error:
+            unreadable = _unreadable(error)
+            if unreadable.kind != "image_too_large" and _HEIF.match(encoded):
+                why = f"a photograph in HEIC that cannot be read ({unreadable}); save it as JPEG"
+                unreadable = UnreadableImageError("image_heic", why)
+            raise unreadable from error
+
+
+def as_shown(image: Image.Image) -> Image.Image:
+    """A new picture of what a person sees in this one: upright, flattened on white, in mode RGB;
+    of several frames the present one.
+
+    It is the door for each picture that somebody else's code hands over as an object: a row of
+    Python's, or the answer of a tool. `decoded_image` is the same for encoded ones. The object that
+    was handed over is not changed, and shares no pixel with the new one. Raises
+    `UnreadableImageError` as `decoded_image` does.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in `decoded_image`
+        try:
+            _refuse_large(image)
+            _load(image)
+            upright = ImageOps.exif_transpose(image)  # a copy, also where nothing is turned
+            return _flattened(upright)
+        except UnreadableImageError:
+            raise
+        except Exception as error:
+            raise _unreadable(error) from error
+
+
+class KeptImage(Image.Image):
+    """A decoded image that nothing here draws on."""
+
+    @cached_property
+    def digest(self) -> str:
+        """`content_digest`, computed once for the processor of the trainer, that of the engine, and
+        the engine.
+        """
+        return content_digest(self)
+
+
+def content_digest(image: Image.Image) -> str:
+    """Of mode, size and pixels."""
+    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
+    digest.update(image.tobytes())
+    if image.mode == "P":
+        digest.update(bytes(image.getpalette() or []))
+    return digest.hexdigest()
+
+
+def kept(image: Any) -> Any:
+    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
+    if isinstance(image, Image.Image):
+        image.load()
+        image.__class__ = KeptImage
+    return image
+
+
+class _Lent(Image.Image):
+    """A picture whose pixels are somebody else's until anything asks for them, and then its own."""
+
+    @property
+    def im(self) -> Any:
+        """Pillow's pixels, through which every method of it reads and writes."""
+        shared = super().im
+        self.__class__ = Image.Image
+        self.im = shared.copy()
+        return self.im
+
+    @im.setter
+    def im(self, pixels: Any) -> None:
+        self.__class__ = Image.Image
+        self.im = pixels
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.load()  # then it is a plain picture, as which it is pickled and copied
+        return self.__reduce_ex__(protocol)
+
+
+def lent(image: Image.Image) -> Image.Image:
+    """A copy for code of somebody else's, which may draw on it.
+
+    The pixels are copied at their first use, since most functions that are handed pictures never
+    look at them, and the rollouts of a group are handed the same one many times.
+    """
+    image.load()  # a file is read late
+    copied = image._new(image.im)
+    copied.__class__ = _Lent
+    return copied
+
+
+def _refuse_large(image: Image.Image) -> None:
+    """Refuse a picture by its header, before any memory is taken for its pixels."""
+    if image.width * image.height > MAX_DECODED_PIXELS:
+        why = f"{image.width} x {image.height} pixels are over the limit of {MAX_DECODED_PIXELS}"
+        raise UnreadableImageError("image_too_large", why)
+
+
+def _load(image: Image.Image) -> None:
+    """Decode the pixels, where that is still to be done, and refuse what would be nearly black."""
+    deep = re.search(";16[BLN]", str(getattr(image, "tile", "")))  # of a colour
+    image.load()
+    if deep and not (image.mode == "I" or image.mode.startswith("I;16")):
+        _refuse_dark(image)
+
+
+def _unreadable(error: Exception) -> UnreadableImageError:
+    """What Pillow raised while it decoded, in our words.
+
+    It raises nearly anything: OSError, SyntaxError, struct.error, ...
+    """
+    why = str(error) or type(error).__name__
+    if isinstance(error, Image.DecompressionBombError):
+        return UnreadableImageError("image_too_large", why)
+    kind = "image_truncated" if "truncated" in why.lower() else "image_undecodable"
+    return UnreadableImageError(kind, why)
 
 
 def _refuse_degenerate(image: Image.Image) -> None:
@@ -378,9 +471,8 @@ def _refuse_degenerate(image: Image.Image) -> None:
         raise UnreadableImageError(
             "image_degenerate", f"{width} x {height} pixels are too few for a diagram"
         )
-    coarse = image.resize(
-        (32, 32), Image.Resampling.NEAREST
-    )  # mostly enough, in a hundredth of the time
+    # mostly enough, in a hundredth of the time
+    coarse = image.resize((32, 32), Image.Resampling.NEAREST)
     if _of_one_colour(coarse) and _of_one_colour(image):
         colour = image.getpixel((0, 0))
         raise UnreadableImageError(
@@ -442,12 +534,13 @@ def _flattened(image: Image.Image) -> Image.Image:
 
     A transparent diagram is drawn for white paper; Pillow alone would put its lines on black.
     """
-    if image.mode in ("I", "F") or image.mode.startswith(
-        "I;16"
-    ):  # Pillow clips them at 255 instead of scaling them
+    # Pillow clips them at 255 instead of scaling them
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _scaled(image)
     if not image.has_transparency_data:
         return _rgb(image)
+    if image.mode == "La":  # premultiplied grey, which Pillow converts to no other mode but this
+        image = image.convert("LA")
     drawn = image if image.mode == "RGBA" else image.convert("RGBA")
     cover = drawn.getchannel("A")
     if cover.getextrema() == (255, 255):  # nothing shows through

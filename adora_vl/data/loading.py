@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from io import BytesIO
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,16 @@ from datasets import (
 )
 
 from adora_vl.data.dataset import load_split
-from adora_vl.data.images import open_picture
+from adora_vl.data.images import UnreadableImageError, as_shown, decoded_image, kept
 from adora_vl.data.prompts import Template, conversations, template
 from adora_vl.data.rows import (
     has_choices,
+    images_of,
     problem_with_prompt,
     require_sound_rows,
     rows_without_pixels,
 )
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,14 @@ def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 def _decoded(stored: dict[str, Any]) -> Any:
     try:
-        source = stored["path"] if stored["bytes"] is None else BytesIO(stored["bytes"])
-        if isinstance(source, BytesIO) or Path(source or "").is_file():
-            open_picture(source).close()  # `datasets` would open a file of any format
-        return Image().decode_example(stored)
+        encoded = stored["bytes"]
+        if encoded is None and Path(stored["path"] or "").is_file():
+            encoded = Path(stored["path"]).read_bytes()
+        if encoded is None:  # an address, which `datasets` fetches
+            return kept(as_shown(Image().decode_example(stored)))
+        return kept(decoded_image(encoded, first_frame=True))
+    except UnreadableImageError as error:
+        return UnreadableImage(str(error))
     except (
         Exception
     ) as error:  # Pillow raises what its formats raise: OSError, SyntaxError, struct.error, ...
@@ -94,7 +98,7 @@ def unreadable_rows(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """Id and reason of each row with an image that could not be read, each id once."""
     found: dict[str, str] = {}
     for number, row in enumerate(rows):
-        for image in row.get("images") or []:
+        for image in images_of(row):
             if isinstance(image, UnreadableImage):
                 found.setdefault(str(row.get("id", f"#{number} of the batch")), image.reason)
     return list(found.items())
@@ -124,9 +128,8 @@ def load_rows(
         parts.append(dataset)
     _require_different_ids(parts, folders)
     try:
-        dataset = (
-            parts[0] if len(parts) == 1 else concatenate_datasets(parts)
-        )  # a column that one lacks is null there
+        # a column that one lacks is null there
+        dataset = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
         differ = f"the data sets have columns of different types ({error})"
         raise UserError(f"dataset_name: {differ}; prepare them in one way") from error
@@ -167,7 +170,8 @@ def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[s
     for row, count in zip(dataset.data.table.select(columns).to_pylist(), images, strict=True):
         text = made(row)
         fault = problem_with_prompt(text, count)
-        refuse((fault, f"adora_prompt: row {row['id']} of {where}: {fault}"))
+        if fault:
+            raise UserError(f"adora_prompt: row {row['id']} of {where}: {fault}")
         texts.append(text)
     return texts
 
@@ -207,15 +211,12 @@ def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> 
         twice = next((row for row, count in Counter(ids).items() if count > 1), None)
         double = next((row for row in ids if row in seen), None)
         names = f"{Path(seen.get(double, '')).name} and {Path(folder).name}"
-        refuse(
-            (
-                twice is not None,
-                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id",
-            ),
-            (
-                double is not None,
-                f"dataset_name: {names} both have a row {double!r}; convert one with another "
-                "--name",
-            ),
-        )
+        if twice is not None:
+            raise UserError(
+                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id"
+            )
+        if double is not None:
+            raise UserError(
+                f"dataset_name: {names} both have a row {double!r}; convert one with another --name"
+            )
         seen.update(dict.fromkeys(ids, folder))

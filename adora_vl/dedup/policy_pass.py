@@ -23,9 +23,8 @@ from adora_vl.dedup.vision import vision_model
 from adora_vl.models.families import shares_prompts
 from adora_vl.types import Batch, HostRows
 
-Result = tuple[
-    Tensor, Tensor | None, Tensor | None
-]  # log-probabilities (B, C), entropies, auxiliary loss
+# log-probabilities (B, C), entropies, auxiliary loss
+Result = tuple[Tensor, Tensor | None, Tensor | None]
 Seen = Callable[[Tensor, Tensor | None], None]  # log-probabilities without gradients, entropies
 Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
 # What TRL hands on to a pass besides tokens, as in its `_compute_loss`, and which of them are not
@@ -101,9 +100,8 @@ class PackedForward:
             for start in range(0, len(input_ids), step)
         ]
         pixels = inputs.get("pixel_values")
-        known = (
-            pixels is None or not pixels.is_floating_point()
-        )  # else nothing tells whether two images are the same
+        # else nothing tells whether two images are the same
+        known = pixels is None or not pixels.is_floating_point()
         groups = [_grouped(chunk, host) if known else [[row] for row in chunk] for chunk in chunks]
         pays = all(_pays(part, host) for part in groups)
 
@@ -177,7 +175,11 @@ class PackedForward:
         grids = torch.cat([grid for _, grid in images]) if images else None
         types = host.token_types[first] if host.token_types is not None else None
         positions = prompt_positions(
-            plain, host.prompt_ids[first], host.prompt_mask[first], types, grids
+            plain,
+            prompt_ids=host.prompt_ids[first],
+            prompt_mask=host.prompt_mask[first],
+            token_types=types,
+            grids=grids,
         )
         install(plain)
         own = [[row - rows[0] for row in group] for group in groups]
@@ -185,12 +187,12 @@ class PackedForward:
         behind = answer_positions(plain, host, rows)
         packed = pack(
             input_ids[part],
-            attention_mask[part],
-            completion,
-            own,
-            positions,
-            host.taken(rows),
-            behind,
+            attention_mask=attention_mask[part],
+            completion=completion,
+            groups=own,
+            positions=positions,
+            host=host.taken(rows),
+            behind=behind,
         )
         if behind is not None:
             images = _in_order(host, groups)
@@ -295,7 +297,11 @@ def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | No
     mask = torch.cat([prompts, filled.to(prompts.dtype)], dim=1)
     grids = torch.cat([held[1] for row in rows if (held := host.images[row]) is not None])
     positions = prompt_positions(
-        model, torch.zeros_like(types, dtype=torch.long), mask, types, grids
+        model,
+        prompt_ids=torch.zeros_like(types, dtype=torch.long),
+        prompt_mask=mask,
+        token_types=types,
+        grids=grids,
     )
     return positions[..., prompts.size(1) :]
 

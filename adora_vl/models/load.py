@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from adora_vl.models.families import KNOWN, sees_images
 from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import RunError, UserError, in_one_line, refuse
+from adora_vl.utils.errors import RunError, UserError, in_one_line
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
@@ -28,9 +28,11 @@ TINY_MODEL = "tiny"
 TINY_TEXT_MODEL = "tiny_text"
 TINY_PERIMETER_MODEL = "tiny_perimeter"
 TINY_ZOOM_MODEL = "tiny_zoom"
-# Shipped: they are small, and a demo starts at once.
+TINY_MODELS = (TINY_MODEL, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, TINY_ZOOM_MODEL)
+# In a checkout three of them are there, so that a demo starts at once. A wheel has `tiny` alone; what
+# is missing is built at its first use and kept in the cache folder.
 PRETRAINED = Path(__file__).parents[1] / "builtin" / "pretrained"
-SHIPPED = {
+STORED = {
     TINY_MODEL: PRETRAINED,
     TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
     TINY_ZOOM_MODEL: PRETRAINED.with_name("pretrained_zoom"),
@@ -57,9 +59,9 @@ def local_model(name: str) -> str:
     merged model inside; any other name as it is. Raises `UserError` if a small model cannot be
     built, and for a LoRA adapter without a merged model.
     """
-    if name in SHIPPED and (SHIPPED[name] / "model.safetensors").is_file():
-        return str(SHIPPED[name])
-    if name in (*SHIPPED, TINY_TEXT_MODEL):
+    if name in STORED and (STORED[name] / "model.safetensors").is_file():
+        return str(STORED[name])
+    if name in TINY_MODELS:
         found = subprocess.run(  # noqa: S603  # a process, since what builds a model stands on a higher floor
             [sys.executable, "-m", "adora_vl.builtin", "--find", name],
             stdout=subprocess.PIPE,
@@ -126,9 +128,11 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """
     named = f"model_name_or_path: {model!r}"
     folder = Path(model)
-    refuse((folder.is_file(), f"{named} is a file; name the folder of a saved model"))
+    if folder.is_file():
+        raise UserError(f"{named} is a file; name the folder of a saved model")
     bare = folder.is_dir() and not (folder / "config.json").is_file()
-    refuse((bare, f"{named} is a folder without a config.json; name a saved model"))
+    if bare:
+        raise UserError(f"{named} is a folder without a config.json; name a saved model")
     try:
         return read_config("model_name_or_path", model, revision)
     except UserError:
@@ -208,9 +212,8 @@ def restore_weights(model: Any, folder: Path) -> None:
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
-        saved = type(model).from_pretrained(
-            folder, dtype="auto"
-        )  # which turns back names that differ in the files
+        # which turns back names that differ in the files
+        saved = type(model).from_pretrained(folder, dtype="auto")
         model.load_state_dict(saved.state_dict())
         return
     for name in model.peft_config:

@@ -81,37 +81,27 @@ def _accelerate(cmdline: Path) -> list[str] | None:
 NAMES = {
     "grpo": "GRPO",
     "dr_grpo": "Dr. GRPO",
-    "lite_ppo": "Lite PPO",
     "dapo": "DAPO",
     "daro": "DARO",
-    "mc_grpo": "MC-GRPO",
-    "ngrpo": "NGRPO",
-    "a_grae": "A-GRAE",
-    "canon": "CANON",
-    "d3s": "D3S",
-    "ssb": "SSB",
-    "rrb": "RRB",
 }
+# they differ in how they average, and methods set them
 _GRPO_LOSSES = (
     "grpo",
     "bnpo",
     "dr_grpo",
     "dapo",
-)  # they differ in how they average, and methods set them
+)
 
 
 def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The methods in `adora_method` with all their options.
-
-    A record of an earlier version has names alone.
-    """
-    value = config.get("adora_method") or "adora"
-    return {name.strip(): {} for name in value.split("+")} if isinstance(value, str) else value
+    """The methods in `adora_method` of a recorded config, each with its options."""
+    methods: dict[str, dict[str, Any]] = config.get("adora_method") or {"adora": {}}
+    return methods
 
 
 def recipe_of(config: Mapping[str, Any]) -> str:
     """Such as `GRPO`, `ADORA attenuation, factor 0.1` or `DAPO + ADORA attenuation, factor 0.1,
-    noisy rollouts 0.5`.
+    extension NoisyRollouts`.
     """
     named = [
         _adora(config) if name == "adora" else NAMES.get(name, own_name(name))
@@ -148,19 +138,11 @@ def _adora(config: Mapping[str, Any]) -> str:
 
 def _additions(config: Mapping[str, Any]) -> list[str]:
     """What can be combined with any method."""
-    asked = config.get("adora_extensions") or {}
-    replayed = (config.get("adora_rollouts") or {}).get("replay")
-    noisy = asked.get("noisy_rollouts", {}).get("share")
-    visual = asked.get("visual_tokens", {})
-    tokens = visual.get("share", 1)
-    scale = visual.get("scale_min", 1)
+    extensions = config.get("adora_extensions") or {}
     loss = str(config.get("loss_type") or "grpo")
     found = {
         f"{loss.upper()} loss": loss not in _GRPO_LOSSES,
-        f"noisy rollouts {noisy}": noisy,
-        f"visual tokens {tokens}": tokens != 1,
-        f"visual scale from {scale}": scale != 1,
-        f"replay of {replayed} groups": replayed,
+        **{f"extension {own_name(entry)}": True for entry in extensions},
         f"tools {', '.join(map(own_name, config.get('tools') or ()))}": config.get("tools"),
         f"environment {own_name(config.get('environment_factory') or '')}": config.get(
             "environment_factory"
@@ -278,7 +260,7 @@ def failure_noted(
         if is_main:
             manifest["error"] = masked_text(f"{type(error).__name__}: {error}".splitlines()[0])
             with suppress(RunError):  # a disk that is full is what the first error says
-                end_manifest(manifest, output_dir, "failed", steps())
+                end_manifest(manifest, output_dir=output_dir, status="failed", steps=steps())
         raise
 
 

@@ -8,14 +8,16 @@ import re
 import unicodedata
 from decimal import Decimal
 
+from adora_vl.rewards.full_width import narrow
 from adora_vl.rewards.grammar import NotReadError
-from adora_vl.rewards.units import DEGREE, MEASURED, upright
+from adora_vl.rewards.markup import without_layout
+from adora_vl.rewards.numerals import NUMBER_WORDS, in_degrees, recurring
+from adora_vl.rewards.units import DEGREE, MEASURED, TEMPERATURE, upright
 
 _DIGITS = "0123456789."
 _DOLLAR = re.compile(r"(?<!\\)\$")
-MAX_CHARS = (
-    500  # an honest answer has under 60; every regular expression below runs on at most this much
-)
+# an honest answer has under 60; every regular expression below runs on at most this much
+MAX_CHARS = 500
 
 
 _SYMBOLS = str.maketrans(
@@ -28,6 +30,21 @@ _SYMBOLS = str.maketrans(
         "·": r"\cdot ",
         "⋅": r"\cdot ",
         "÷": "/",
+        "\u2044": "/",
+        "\u2215": "/",
+        "∠": r"\angle ",
+        "△": r"\triangle ",
+        "∥": r"\parallel ",
+        "⊥": r"\perp ",
+        "≌": r"\cong ",
+        "≅": r"\cong ",
+        "∽": r"\sim ",
+        "≦": r"\le ",
+        "≧": r"\ge ",
+        "⩽": r"\le ",
+        "⩾": r"\ge ",
+        "∶": ":",
+        **dict.fromkeys("\u200a\u2002\u2003\u3000", " "),
     }
 )
 # What may stand between groups of three digits: `1,234`, `1{,}234`, `1\,234`, and thin spaces of
@@ -66,10 +83,11 @@ _DEGREE = re.compile(
     r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|(?<=\d)\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z]))(?!\s*\^)"
 )
 _DEGREE_WORD = re.compile(r"(?<=[\d})$\s])degrees?$")
+_SMALL_O = re.compile(r"(?<=[0-9)}])\s*\^\s*(?:\{\s*o\s*\}|o)(?![A-Za-z])")
 _IN_DEGREES = re.compile(rf"(?:{_DEGREE.pattern}|{_DEGREE_WORD.pattern})[\s$.]*$")
-_MAY_BE_MEASURED = re.compile(
-    r"[^\W\d_]\.?$|\^[^^]*$"
-)  # what no unit can end is not searched for one
+_BRACKETED_UNIT = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
+# what no unit can end is not searched for one
+_MAY_BE_MEASURED = re.compile(r"[^\W\d_]\.?$|\^[^^]*$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 # The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`,
 # `area of the circle`.
@@ -78,9 +96,19 @@ NAME = (
     r"(?:m\s*)?(?:\\(?:angle|overline|overrightarrow|vec|widehat|overarc|triangle)\s*)?"
     r"(?:[A-Z](?:\s+[A-Z])+|[A-Za-z]{1,16}|\{\s*[A-Za-z](?:\s*[A-Za-z]){0,3}\s*\}|\\(?:theta|alpha|beta|gamma|phi)"
     r"|(?<=angle)\s*\d{1,2}|(?<=angle )\d{1,2})"
-    r"(?:_?\d|_(?:[A-Za-z]|\{(?:\s*\\triangle)?\s*[A-Za-z0-9]{1,16}\s*\}))?'?(?:\([A-Za-z0-9]{1,3}\))?"
+    r"(?:_?\d|\s*\\triangle\s*[A-Z](?:\s*[A-Z]){2}|_(?:[A-Za-z]|\{(?:\s*\\triangle)?\s*[A-Za-z0-9]{1,16}\s*\}))?'?(?:\([A-Za-z0-9]{1,3}\))?"
 )
 _NAME_BEFORE = re.compile(rf"{NAME}\s*=(?!=)")
+# The name of a value in a sentence: `The area is 12`.
+_SENTENCE_NAME = re.compile(
+    r"(?i:(?:the\s+)?(?:(?:total|surface|shaded)\s+)?(?:area|circumference|diameter|height|length|measure"
+    r"|perimeter|radius|volume|angle|value|distance|width|side|slope)"
+    rf"(?:\s+of\s+(?:the\s+)?{NAME})?\s+is)\s+(?:equal\s+to\s+)?(?=[-+]?[\d\\.(])"
+)
+# `about 12`, and `20\sqrt{3} (about 34.64)`.
+_ABOUT = r"(?:(?i:approximately|about|approx\.?|roughly|around)\s+|(?:\\approx(?![A-Za-z])|≈)\s*)"
+_APPROXIMATELY = re.compile(rf"^{_ABOUT}(?=[-+]?[\d\\.])")
+_NEAR = re.compile(rf"(.*\S)\s*\(\s*{_ABOUT}([-+]?\d+(?:\.\d+)?[^()]{{0,20}})\)", re.DOTALL)
 # What `AB = CD` and `\angle 1 = \angle 2` say of two figures is an equation, and neither is the
 # name of a value.
 FIGURE = re.compile(
@@ -98,26 +126,32 @@ NAMED_VALUE = re.compile(
 )
 _BARE_COMMAND = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
 # Fractions, roots and pi in one spelling: `\frac{1}{2}` for `\dfrac12`, `\sqrt{3}` for `sqrt3` and
-# `√3`. An argument without braces has to be one digit, one letter or `\pi`: TeX sets `\sqrt12` as a
-# root of 1 beside a 2, which nobody means, so it is not read. After the Unicode sign all digits
-# belong to the root.
+# `√3`. An argument of a fraction without braces has to be one digit, one letter or `\pi`. All digits
+# behind a root belong to it: TeX sets `\sqrt12` as a root of 1 beside a 2, which nobody means.
 _ONE = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
 _LAST = rf"{_ONE}(?!\d|\.\d)"
+# Each with a word that stands in every text that it changes.
 _COMMANDS = [
-    (re.compile(pattern), replacement)
-    for pattern, replacement in (
-        (r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
-        (r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
-        (r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
+    (word, re.compile(pattern), replacement)
+    for word, pattern, replacement in (
+        ("frac", r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
+        ("binom", r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+        ("choose", r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of
         # two numbers.
-        (r"(\\log\s*_|\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
-        (r"\\surd\s*(\d+(?:\.\d+)?)", r"\\sqrt{\1}"),
-        (r"\\surd", r"\\sqrt"),
-        (rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_LAST}", r"\\sqrt\1{\2}"),
-        (rf"\\frac\s*{_ONE}\s*{_LAST}", r"\\frac{\1}{\2}"),
-        (rf"\\frac\s*{_ONE}\s*\{{", r"\\frac{\1}{"),
-        (rf"\\frac\s*(\{{[^{{}}]*\}})\s*{_LAST}", r"\\frac\1{\2}"),
+        ("log", r"(\\log\s*_)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
+        ("^", r"(\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
+        ("surd", r"\\surd", r"\\sqrt"),
+        ("sqrt", r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\d+(?:\.\d+)?)", r"\\sqrt\1{\2}"),
+        ("sqrt", rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_LAST}", r"\\sqrt\1{\2}"),
+        ("frac", rf"\\frac\s*{_ONE}\s*{_LAST}", r"\\frac{\1}{\2}"),
+        ("frac", rf"\\frac\s*{_ONE}\s*\{{", r"\\frac{\1}{"),
+        (
+            "frac",
+            rf"\\frac\s*(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})\s*{_LAST}",
+            r"\\frac\1{\2}",
+        ),
+        ("sqrt", r"\\sqrt\s*(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})", r"\\sqrt{\1}"),
     )
 ]
 # `$12` may be a stray dollar sign, so a sign counts only where there are cents.
@@ -125,6 +159,8 @@ CURRENCY = re.compile(
     r"(?P<sign>-?)\\?[$€£¥](?P<cents>[0-9]+\.[0-9]{2})|(?P<before>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
     r"|(?P<named>-?[0-9]+(?:\.[0-9]+)?) ?(?:dollars?|euros?)"
 )
+_SPACES = re.compile(r"\s+")
+_SPACE = re.compile(" ")
 _INLINE = re.compile(r"(?<!\\)\\[()]")
 _DISPLAYED = re.compile(r"(?<!\\)\\[\[\]]")
 _BOXED = re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
@@ -166,15 +202,21 @@ def canonical(text: str) -> tuple[str, str]:
     characters, which can make an answer look like another one.
     """
     text = _spelled(_formula(text))
+    text = _named(text)
     name = _NAME_BEFORE.match(text)
     if name and not all(
         FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], text[name.end() :])
     ):
         text = _undecorated(text[name.end() :])
     unit = ""
+    if "circ" in text and (celsius := TEMPERATURE.fullmatch(text)):
+        return _plain_number(_compact(_undecorated(celsius[1]))), f"°{celsius[2]}"
     if "circ" in text or "deg" in text:
         unit = DEGREE if _IN_DEGREES.search(text) and not _FUNCTION.search(text) else ""
         text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
+    bracketed = _BRACKETED_UNIT.search(text) if text.endswith(")") else None
+    if bracketed and MEASURED.fullmatch(f"{text[: bracketed.start()]} {bracketed[1]}"):
+        text = f"{text[: bracketed.start()]} {bracketed[1]}"
     if money := _MONEY.fullmatch(text):
         text = money[1] + money[3]
         unit = "euros" if money[2] == "€" else "dollars"
@@ -189,7 +231,16 @@ def whole(text: str) -> str:
     brackets that it has: `A(3,-4)`, `AB=4, CD=5`. Raises as `canonical` does.
     """
     text = _DOLLAR.sub(" ", _BOXED.sub(r" \1 ", _formula(text)))
-    return _compact(_undecorated(_DEGREE.sub(" ", _spelled(text))))
+    return _compact(_undecorated(_DEGREE.sub(" ", _named(_spelled(text)))))
+
+
+def _named(text: str) -> str:
+    r"""`text` with `\approx` for the words that say so, and without `The area is` before a value."""
+    if "ppro" in text or "≈" in text or text[:1] in "aArR":
+        text = _APPROXIMATELY.sub(r"\\approx ", text)
+        near = _NEAR.fullmatch(text) if text.endswith(")") else None
+        text = rf"{near[1]} \approx {near[2]}" if near else text
+    return _SENTENCE_NAME.sub("", text) if " is " in text else text
 
 
 def _formula(text: str) -> str:
@@ -198,6 +249,8 @@ def _formula(text: str) -> str:
     """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_long")
+    if not text.isascii():
+        text = narrow(text)
     if "\x0c" in text:
         text = _FORM_FEED.sub(r"\\frac", text)
     text = _DISPLAYED.sub("$$", _INLINE.sub("$", _ESCAPED.sub(r"\\", text))).strip(" \t\n\r")
@@ -222,10 +275,14 @@ def _spelled(text: str) -> str:
         text = _RAISED.sub(_normal, _SMALL.sub(_normal, text))
         text = _DOUBLE_RAISED.sub(r"\1", text.translate(_SYMBOLS))
     text = _THOUSANDS.sub(_grouped, text)
+    if "." in text:
+        text = recurring(text)
     if "! =" in text:  # else `!=`
         text = _FACTORIAL_BEFORE.sub(r"(\1)=", text)
     if "{,}" in text:
         text = _DECIMAL_COMMA_OF_TEX.sub(".", text)
+    if "\\" in text:
+        text = without_layout(text)
     if "\\" in text or "~" in text:
         text = _SPACING.sub(" ", upright(text))
         if "\\SI" in text or "\\qty" in text:
@@ -235,9 +292,13 @@ def _spelled(text: str) -> str:
         while wrapped:  # the innermost ones first: `\textbf{5\text{ cm}}`
             text, wrapped = _TEXT.subn(r" \1\2 ", text)
         text = _UNBRACED.sub(" ", text)
+    if "^" in text and "o" in text:
+        text = _SMALL_O.sub(r"^\\circ ", text)
+    text = in_degrees(text)
     text = _BARE_COMMAND.sub(r"\\\1", text)
-    for pattern, replacement in _COMMANDS if "\\" in text else ():
-        text = pattern.sub(replacement, text)
+    for word, pattern, replacement in _COMMANDS if "\\" in text else ():
+        if word in text:
+            text = pattern.sub(replacement, text)
     text = _undecorated(text)
     if "$" in text and len(_DOLLAR.findall(text)) == 2 and "\n" not in text:
         text = _undecorated(_DOLLAR.sub(" ", text))
@@ -291,6 +352,8 @@ def _plain_number(text: str) -> str:
         return f"{Decimal(f'{power[1]}e{power[2] or power[3]}'):f}"
     if _SCIENTIFIC.fullmatch(text):
         return f"{Decimal(text):f}"
+    if text[:1].isalpha() and (digits := NUMBER_WORDS.get(text.lower())):
+        return digits
     mixed = _MIXED.fullmatch(text)
     if mixed and 0 < int(mixed[2]) < int(mixed[3]):
         return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
@@ -304,7 +367,7 @@ def _compact(text: str) -> str:
     comma and a digit: `12, 130` must not become `12,130`, which would be a number with a thousands
     separator.
     """
-    text = re.sub(r"\s+", " ", text.strip())
+    text = _SPACES.sub(" ", text.strip())
 
     def kept(space: re.Match[str]) -> str:
         left = text[space.start() - 1]
@@ -313,4 +376,4 @@ def _compact(text: str) -> str:
         digits = left in _DIGITS + "," and right in _DIGITS
         return " " if letters or digits else ""
 
-    return re.sub(" ", kept, text)
+    return _SPACE.sub(kept, text) if " " in text else text

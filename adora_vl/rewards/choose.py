@@ -19,7 +19,15 @@ from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own, own_name
 
 # What TRL gives beside the columns of the data set.
-GIVEN = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+GIVEN = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "thinking_opened",  # ours, not TRL's: whether each prompt ends in `<think>`
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+)
 # The least and the most that a function gives. What a judge or a function of the user's gives is
 # not known.
 _RANGES: dict[str, tuple[float, float]] = {
@@ -231,13 +239,14 @@ def try_rewards(
             for row, text in zip(rows, words, strict=True)
         ],
         "completion_ids": [[0]] * len(rows),
+        "thinking_opened": [False] * len(rows),
         **columns,
         "trainer_state": state,
         "log_extra": lambda *_: None,
         "log_metric": lambda *_: None,
     }
     for entry, function in chosen.own:
-        call_once(entry, function, arguments, timeout)
+        call_once(entry, function=function, arguments=arguments, timeout=timeout)
 
 
 def call_once(
@@ -252,7 +261,9 @@ def call_once(
     Raises `UserError` if it fails.
     """
     failures: list[RewardFailure] = []
-    call = safe_call(function, own_name(entry), timeout, failures, unscored)
+    call = safe_call(
+        function, name=own_name(entry), timeout=timeout, failures=failures, unscored=unscored
+    )
     found: list[float | None] = (
         asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)
     )

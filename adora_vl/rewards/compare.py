@@ -2,23 +2,43 @@
 and relations.
 """
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
 
-from adora_vl.rewards.answer import NO_VALUE, UNREAD, Answer, amount, in_unit, plain
+from adora_vl.rewards.answer import (
+    NO_VALUE,
+    UNREAD,
+    Answer,
+    amount,
+    in_radians_or_degrees,
+    in_unit,
+    plain,
+)
 from adora_vl.rewards.canonical import NAMED_VALUE
+from adora_vl.rewards.figures import in_one_spelling
 from adora_vl.rewards.forms import as_form, bare, working
-from adora_vl.rewards.grammar import unknowns
+from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, read_formula, unknowns
 from adora_vl.rewards.numeric import factor_between, same_function, same_number
 from adora_vl.rewards.solutions import same_solutions
+from adora_vl.rewards.units import RADIANS
 
 Verdict = Literal["correct", "wrong", "unparseable"]
 _DECIMAL = re.compile(r"[+-]?[0-9]*(?:\.([0-9]+))?")
 _DECIMAL_COMMA = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
 _THOUSANDS_TOO = re.compile(r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+")  # `1.234,5`
+_NEARLY = re.compile(r"(?:\\approx(?![A-Za-z])|≈)([^=<>≈]+)")
+_FEW_LETTERS = re.compile("[a-z]{2,3}")
+_RIGHT_ANGLED = re.compile(r"(?<![A-Za-z])right[- ]?angled(?= ?triangle)")
+_OVERLINED = re.compile(r"\\overline\{([A-Z](?: ?[A-Z])*)\}")
+_CAPITALISED = re.compile(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])")
+_BETWEEN_LETTERS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+# A reference answer that is rounded itself, as 0.5 need not be.
+_ROUNDED = re.compile(r"-?(?=(?:\.?[0-9]){3,})[0-9]+\.[0-9]+")
+_IN_DIGITS = re.compile(r"[+-]?[0-9]*\.?[0-9]+")
 _UNIT_LETTER = re.compile(r"([+-]?[0-9.]*[0-9]) ?([hgLl])")  # beside a quantity, no unknown
 
 
@@ -96,9 +116,11 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
     answer = value = _measured(answer, reference)
     if answer.reason in NO_VALUE and answer.kind != "percentage":
         match = NAMED_VALUE.fullmatch(answer.whole)
-        if not match or (
-            match[2] != "=" and not re.fullmatch(r"[+-]?[0-9]*\.?[0-9]+", reference.text)
-        ):
+        nearly = _NEARLY.fullmatch(answer.whole)
+        in_digits = _IN_DIGITS.fullmatch(reference.text)
+        if nearly and in_digits and _ROUNDED.fullmatch(reference.text):
+            return plain(nearly[1])
+        if not match or (match[2] != "=" and not in_digits):
             return answer
         label = match[1]
         value = plain(match[3])
@@ -116,12 +138,19 @@ def _measured(one: Answer, other: Answer) -> Answer:
 
 def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     if answer.unit and reference.unit:
-        if answer.unit.dimension != reference.unit.dimension:
+        dimension = reference.unit.dimension
+        if {answer.unit.dimension, dimension} == {"angle", RADIANS}:
+            answer = in_radians_or_degrees(answer, dimension)
+        elif answer.unit.dimension != dimension:
             return Compared("wrong", "different_unit")
         answer = in_unit(answer, reference.unit)
+    elif answer.unit and answer.unit.dimension == RADIANS and not _may_be_radians(answer):
+        return Compared("wrong", "different_unit")
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
-    if by_text and unspaced(answer.text) == unspaced(reference.text):
+    if by_text and _same_text(answer.text, reference.text):
         return Compared("correct", "same_text")
+    if reference.real is None and reference.ratio:
+        return _same_ratio(answer, reference)
     answer = amount(answer)
     reference = amount(reference)
     if not answer.is_value:
@@ -139,6 +168,9 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         if same is None:
             return Compared("unparseable", "undecided")
         return Compared("correct", "same_number") if same else Compared("wrong", "different_number")
+    formula = _formula_of(reference, answer)
+    if formula and not (answer.tree and reference.tree and _same_names(answer, reference)):
+        return _same_formula(answer, formula)
     if not answer.tree or not reference.tree:
         return Compared("wrong", answer.reason or "different_text")
     if unknowns(answer.tree) != unknowns(reference.tree):
@@ -155,6 +187,80 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     )
 
 
+def _same_ratio(answer: Answer, reference: Answer) -> Compared:
+    r"""The verdict where the reference answer is a ratio of numbers: its terms may have a common
+    factor, and one of two terms may be their quotient, `\frac{3}{4}` for `3:4`.
+    """
+    terms = answer.ratio
+    wanted = reference.ratio
+    if answer.kind == "number" and answer.real and len(wanted) == 2:
+        same = not answer.real.unevaluated and same_number(answer.real, wanted[0] / wanted[1])
+        return Compared("correct", "same_ratio") if same else Compared("wrong", "different_number")
+    if len(terms) != len(wanted):
+        return Compared("wrong", answer.reason or "different_text")
+    try:
+        pairs = zip(terms[1:], wanted[1:], strict=True)
+        same = all(same_number(terms[0] / term, wanted[0] / other) for term, other in pairs)
+    except NotReadError:
+        return Compared("wrong", "different_number")
+    return Compared("correct", "same_ratio") if same else Compared("wrong", "different_number")
+
+
+def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
+    r"""The tree of a reference answer that is a formula of quantities, else None.
+
+    Letters by themselves, such as `ab`, are one where the answer multiplies: `a \cdot b`.
+    """
+    if reference.kind not in {"text", "expression"}:
+        return None
+    text = reference.text
+    if _FEW_LETTERS.fullmatch(text) and r"\cdot" in answer.text:
+        text = f"1{text}"
+    tree = read_formula(text)
+    return tree if tree is not None and unknowns(tree) else None
+
+
+def _same_names(answer: Answer, reference: Answer) -> bool:
+    return unknowns(answer.tree or ()) == unknowns(reference.tree or ())
+
+
+def _same_formula(answer: Answer, reference: Tree) -> Compared:
+    r"""The verdict where the reference answer is a formula, in which letters side by side are
+    multiplied.
+    """
+    tree = answer.tree
+    if answer.kind in {"text", "expression"}:
+        tree = read_formula(answer.text) or answer.tree
+    if tree is None or unknowns(tree) != unknowns(reference):
+        return Compared("wrong", "different_expression" if tree else answer.reason)
+    found = same_function(tree, reference)
+    if found in {"equal", "different"}:
+        same = found == "equal"
+        return (
+            Compared("correct", "same_value") if same else Compared("wrong", "different_expression")
+        )
+    return Compared("unparseable", found)
+
+
+def _may_be_radians(answer: Answer) -> bool:
+    """Whether an angle without a unit in the reference answer can be meant: it has pi in it, or is
+    less than a whole turn. 30 radians are no 30.
+    """
+    if answer.tree is None:
+        return False
+    return in_radians(answer.tree) or (answer.real is not None and answer.real.size < 2 * math.pi)
+
+
+def _same_text(answer: str, reference: str) -> bool:
+    """Whether two canonical texts are the same but for spaces, capital letters of words, and the
+    name that a figure has.
+    """
+    if answer == reference:
+        return True
+    texts = (_RIGHT_ANGLED.sub("right", in_one_spelling(text)) for text in (answer, reference))
+    return len({unspaced(text) for text in texts}) == 1
+
+
 def unspaced(text: str) -> str:
     r"""`text` without the spaces between letters: `A B` and `\overline{AB}` are the side `AB`.
 
@@ -162,9 +268,9 @@ def unspaced(text: str) -> str:
 
     A word counts the same with a capital letter: `True` is `true`, while the side `AB` is not `ab`.
     """
-    text = re.sub(r"\\overline\{([A-Z](?: ?[A-Z])*)\}", r"\1", text)
-    text = re.sub(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])", lambda word: word[0].lower(), text)
-    return re.sub(r"(?<=[A-Za-z]) (?=[A-Za-z])", "", text)
+    text = _OVERLINED.sub(r"\1", text)
+    text = _CAPITALISED.sub(lambda word: word[0].lower(), text)
+    return _BETWEEN_LETTERS.sub("", text)
 
 
 def _is_rounded(text: str, reference: Any) -> bool:
@@ -184,10 +290,13 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared(
             "unparseable" if answer.reason in UNREAD else "wrong", answer.refusal or answer.reason
         )
+    if "(" in answer.label or "(" in reference.label:
+        function = _as_function(answer, reference)
+        reference = _as_function(reference, answer)
+        answer = function
     kinds = answer.kind, reference.kind
-    functions = (
-        "(" in reference.label and "(" in answer.label
-    )  # their names may differ: `W(n) = 1` and `W(x) = 1`
+    # their names may differ: `W(n) = 1` and `W(x) = 1`
+    functions = "(" in reference.label and "(" in answer.label
     decoration = reference.is_value or functions or kinds == ("equation", "equation")
     if (
         reference.label
@@ -198,6 +307,13 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared(
             "wrong", "different_label", (Pair(answer.label, reference.label, "different_label"),)
         )
+    if reference.kind == "ordered" and reference.brackets == "()" and not reference.label:
+        point = _point(answer, len(reference.parts))
+        answer = point or answer
+        if answer.kind == "expression" and answer.tree:
+            return _same_vector(answer, reference)
+    if reference.kind == "unordered" and answer.kind == "text" and not answer.label:
+        answer = _letters(answer, reference)
     if answer.solution and reference.solution and kinds != ("ordered", "ordered"):
         same = same_solutions(answer.solution, reference.solution)
         return (
@@ -221,6 +337,67 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     if len(reference.parts) == 2 and answer.brackets != reference.brackets:
         return Compared("wrong", "different_brackets")
     return _in_order(answer, reference, rounding)
+
+
+_OF_X = re.compile(r"[A-Za-z]\(([a-z])\)")
+
+
+def _as_function(answer: Answer, other: Answer) -> Answer:
+    """What is said of `f(x)` or `y` where the other answer says it of `y` or `f(x)`: its value."""
+    mine = _OF_X.fullmatch(bare(answer.label))
+    theirs = _OF_X.fullmatch(bare(other.label))
+    if mine and mine[1] not in unknowns(answer.tree or ()):
+        return answer
+    if mine and bare(other.label) == "y" and other.kind == "equation":
+        return replace(answer, label="")
+    if theirs and bare(answer.label) == "y" and answer.kind == "equation" and answer.parts:
+        if theirs[1] not in unknowns(answer.parts[0].tree or ()):
+            return answer
+        return replace(answer.parts[0], label=other.label)
+    return answer
+
+
+def _point(answer: Answer, dimensions: int) -> Answer | None:
+    """`x = 3, y = -4` as the point `(3, -4)`; None for anything else."""
+    if answer.kind != "unordered" or answer.label:
+        return None
+    names = [bare(part.label) for part in answer.parts]
+    axes = list("xyz")[:dimensions]
+    if sorted(names) != axes:
+        return None
+    parts = [answer.parts[names.index(axis)] for axis in axes]
+    if not all(part.is_value for part in parts):
+        return None
+    return replace(
+        answer,
+        kind="ordered",
+        parts=tuple(replace(part, label="") for part in parts),
+        brackets="()",
+        solution=None,
+    )
+
+
+def _same_vector(answer: Answer, reference: Answer) -> Compared:
+    r"""The verdict on `3\mathbf{i} + 4\mathbf{j}` for `(3, 4)`."""
+    axes = "ijk"[: len(reference.parts)]
+    numbers = [part.tree for part in reference.parts if part.real]
+    if len(numbers) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
+        return Compared("wrong", "different_form")
+    terms = [
+        (1, ("product", ("*", number), ("*", ("unknown", axis))))
+        for number, axis in zip(numbers, axes, strict=True)
+    ]
+    same = same_function(answer.tree or (), ("sum", *terms)) == "equal"
+    return Compared("correct", "same_value") if same else Compared("wrong", "different_expression")
+
+
+def _letters(answer: Answer, reference: Answer) -> Answer:
+    """`AC` as the two letters of a list of letters, such as `A, C`; else the answer itself."""
+    letters = answer.text.replace(" ", "")
+    alone = all(re.fullmatch("[A-Z]", part.text) and not part.label for part in reference.parts)
+    if not alone or not re.fullmatch("[A-Z]{2,}", letters) or len(set(letters)) < len(letters):
+        return answer
+    return replace(answer, kind="unordered", parts=tuple(plain(letter) for letter in letters))
 
 
 def _shown(answer: Answer) -> str:

@@ -17,7 +17,9 @@ from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.forms import read, working
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
+from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import Parser, exit_code_of, yaml_value
+from adora_vl.utils.cli import amount as amount_of
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_own
 
@@ -25,13 +27,14 @@ TRY_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
 
 # What the reasons of a grade mean. A reason `gold_x` is `x`, found in the reference answer.
 RULES = {
-    "same_number": "both are numbers, or both percentages, and equal to within 1e-6 relative (integers "
-    "exactly)",
+    "same_number": "both are numbers, or both percentages, and equal, or one is a long decimal for the "
+    "other",
     "same_value": "expressions with the same value at six points",
     "same_text": "no plain numbers, but the same text",
     "letter": "the letter of the right choice",
     "rounded": "the reference answer rounded to as many places as the answer has (--rounding)",
     "same_parts": "as many parts, and each one is right",
+    "same_ratio": "a ratio with the same quotients, or its quotient",
     "same_part": "one of the parts of the reference answer",
     "same_equation": "the same equation, but for moved terms and a factor that is not 0",
     "same_inequality": "the same inequality, but for moved terms and a positive factor",
@@ -59,7 +62,7 @@ RULES = {
     "letter_with_another_value": "a letter beside a value that is not that of its choice",
     "another_choice": "another choice has the same value, and the answer has not the text of the right one",
     "not_a_number": "a readable text or expression, but not the reference answer",
-    "unevaluated": "arithmetic that is still to be done",
+    "unevaluated": "a rational number, as arithmetic that is still to be done",
     "enumeration": "several answers, or a set, or a plus-minus",
     "interval": "an interval, a pair or a vector",
     "relation": "an inequality, an approximation or a membership",
@@ -83,7 +86,7 @@ def explanation(
 ) -> list[str]:
     """The lines of the explanation.
 
-    `accepted`: `rounding` and `answer_tags` of `grade`. Raises `UserError` for a reference answer
+    `accepted`: `rounding`, `answer_tags` and `thinking_opened` of `grade`. Raises `UserError` for a reference answer
     that cannot be graded against.
     """
     reason = verify_gold(gold, choices)
@@ -92,13 +95,20 @@ def explanation(
         raise UserError(f"--gold: {gold!r} cannot be graded against ({said})")
     found = grade(response, gold, choices=choices, **accepted)
     answer_tags = accepted.get("answer_tags", False)
-    lines = [
+    thinking_opened = accepted.pop("thinking_opened", False)
+    whole = response
+    response = final_part(whole, thinking_opened)
+    lines: list[str] = []
+    if response != whole:
+        characters = len(whole) - len(response)
+        lines.append(f"thinking   {amount_of(characters, 'character')} set aside")
+    lines += [
         "extracted  "
         f"{_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"
     ]
     given = last_answer(response) if answer_tags else last_boxed(response)
     if given is not None:
-        answer = answer_to(read(gold), response, given, answer_tags)
+        answer = answer_to(read(gold), response=response, given=given, answer_tags=answer_tags)
         lines.append(f"answer     {_described(read(answer.raw) if answer.raw else answer)}")
     lines.append(f"gold       {_described(read(gold))}")
     compared = comparison(response, gold, **accepted)
@@ -138,11 +148,15 @@ def _printable(text: str) -> str:
 
 
 def tried(
-    entries: Sequence[Entry], response: str, columns: Mapping[str, str], answer_tags: bool = False
+    entries: Sequence[Entry],
+    response: str,
+    columns: Mapping[str, str],
+    answer_tags: bool = False,
+    thinking_opened: bool = False,
 ) -> list[str]:
     """What each reward of `entries` gives for a response, without a model.
 
-    Raises `UserError` where one fails.
+    `answer_tags` and `thinking_opened` are those of `grade`. Raises `UserError` where one fails.
     """
     chosen = choose_rewards(entries, answer_tags=answer_tags)
     chosen.check_columns(columns)
@@ -151,6 +165,7 @@ def tried(
         "prompts": [[{"role": "user", "content": columns.get("problem", "")}]],
         "completions": [[{"role": "assistant", "content": response}]],
         "completion_ids": [[0]],
+        "thinking_opened": [thinking_opened],
         **{name: [value] for name, value in columns.items()},
         "trainer_state": None,
         "log_extra": lambda name, values: noted.append(
@@ -161,7 +176,9 @@ def tried(
     lines = []
     for entry, function in zip(chosen.entries, chosen.functions, strict=True):
         unscored: dict[int, str] = {}
-        (found,) = call_once(entry, function, arguments, TRY_TIMEOUT_S, unscored)
+        (found,) = call_once(
+            entry, function=function, arguments=arguments, timeout=TRY_TIMEOUT_S, unscored=unscored
+        )
         none = f"None ({unscored.get(0, 'not scored')})"
         lines.append(f"reward     {entry} {none if found is None else format(found, 'g')}")
     return [*lines, *noted]
@@ -203,6 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--answer-tags", action="store_true", help="also accept <answer>5</answer>, without a box"
     )
+    parser.add_argument("--thinking-opened", action="store_true", help="the prompt ends in <think>")
     what = "as adora_reward, with options too"
     parser.add_argument(
         "--reward", nargs="+", type=_entry, default=[], metavar="FILE.py:FUNCTION", help=what
@@ -222,11 +240,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.gold is not None and not (
             options.reward and all(map(is_own, names_of(options.reward)))
         ):
-            accepted = {"rounding": options.rounding, "answer_tags": options.answer_tags}
-            lines = explanation(response, options.gold, options.choices, **accepted)
+            accepted = {
+                "rounding": options.rounding,
+                "answer_tags": options.answer_tags,
+                "thinking_opened": options.thinking_opened,
+            }
+            lines = explanation(response, gold=options.gold, choices=options.choices, **accepted)
         if options.reward:
-            columns = _columns(options)
-            lines += tried(options.reward, response, columns, options.answer_tags)
+            lines += tried(
+                options.reward,
+                response,
+                _columns(options),
+                answer_tags=options.answer_tags,
+                thinking_opened=options.thinking_opened,
+            )
         print("\n".join(lines))
 
     return exit_code_of(command, "nothing was graded")

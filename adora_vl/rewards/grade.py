@@ -20,6 +20,7 @@ from adora_vl.rewards.compare import Compared, Verdict, compare, unspaced
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
 from adora_vl.rewards.forms import as_form, canonical_gold, read
 from adora_vl.rewards.grammar import unknowns
+from adora_vl.rewards.thinking import final_part, is_blank
 
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
 _SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
@@ -31,6 +32,10 @@ _LABEL = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) "
     r"?(.*)",
     re.ASCII,
+)
+# The letter behind its value: `60 (C)` and `60, option C`.
+_LABEL_BEHIND = re.compile(
+    r"(.+?)[,;]? ?(?:(?:[Oo]ption|[Cc]hoice) ?(?:\(([A-Za-z])\)|([A-Za-z]))|\(([A-Z])\))", re.ASCII
 )
 # Reference answers that no honest answer can meet, and what to write in their place. They run on
 # canonical text.
@@ -57,7 +62,7 @@ class Grade:
     """The verdict on one response.
 
     `extracted`: what stands in the last complete box, or with `answer_tags` in an `<answer>` block
-    (cut to 200 characters), None when there is neither. `reason`: the rule that decided, a short
+    (cut to 200 characters), None when there is neither or nothing in it. `reason`: the rule that decided, a short
     stable string such as `same_number`, `enumeration` or `no_box`. `ms`: the milliseconds that
     grading took; two grades that differ in them alone are equal.
     """
@@ -78,8 +83,10 @@ def grade(
     choices: Choices = None,
     rounding: bool = False,
     answer_tags: bool = False,
+    thinking_opened: bool = False,
 ) -> Grade:
-    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer.
+    r"""Whether the last complete `\boxed{}` of `response` holds the reference answer. A box inside a
+    block of thinking does not count (`final_part`).
 
     Never raises, in any thread.
 
@@ -93,17 +100,28 @@ def grade(
             (a value, not a letter) rounded to that many places.
         answer_tags: the prompt asks for `<answer> </answer>`, and what stands there counts too
             (`last_answer`).
+        thinking_opened: the prompt ended in `<think>`, so the response begins inside the block.
     """
     began = time.perf_counter()
+    response = final_part(response, thinking_opened)
     given = last_answer(response) if answer_tags else last_boxed(response)
     found = Compared("unparseable", "no_box")
     if given is not None:
         reference = read(gold)
-        answer = answer_to(reference, response, given, answer_tags)
-        found = _decided(answer, reference, without_letters(choices or ()), rounding)
-        if len(given) > _SHOWN_CHARS:
+        answer = answer_to(reference, response=response, given=given, answer_tags=answer_tags)
+        found = _decided(
+            answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
+        )
+        if found.reason == "empty_box" or is_blank(given):
+            given = None  # an empty box is no box, and no reward pays for it
+        elif len(given) > _SHOWN_CHARS:
             given = given[:_SHOWN_CHARS] + "…"
-    return Grade(found.verdict, given, found.reason, 1000 * (time.perf_counter() - began))
+    return Grade(
+        verdict=found.verdict,
+        extracted=given,
+        reason=found.reason,
+        ms=1000 * (time.perf_counter() - began),
+    )
 
 
 def grade_batch(
@@ -115,7 +133,7 @@ def grade_batch(
 ) -> list[Grade]:
     """As `grade`, for each response with its reference answer and choices.
 
-    `accepted`: its `rounding`, `answer_tags`. Raises `ValueError` for unequal lengths.
+    `accepted`: its `rounding`, `answer_tags`, `thinking_opened`. Raises `ValueError` for unequal lengths.
     """
     rows = zip(
         responses, golds, choices if choices is not None else [None] * len(responses), strict=True
@@ -173,13 +191,16 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
         reference = value
         rounding = False
     if named is None:
-        return _by_value(answer, reference, right, choices, rounding)
-    found = _by_letter(named, right, reference, choices)
-    sure = _LETTER.fullmatch(answer.text) and _choice(
-        named.letter, choices
-    )  # `c` may also be a value, as may `(c)5`
+        return _by_value(
+            answer, reference=reference, right=right, choices=choices, rounding=rounding
+        )
+    found = _by_letter(named, right=right, reference=reference, choices=choices)
+    # `c` may also be a value, as may `(c)5`
+    sure = _LETTER.fullmatch(answer.text) and _choice(named.letter, choices)
     if found.verdict != "correct" and not sure:
-        as_value = _by_value(answer, reference, right, choices, rounding)
+        as_value = _by_value(
+            answer, reference=reference, right=right, choices=choices, rounding=rounding
+        )
         found = as_value if as_value.verdict == "correct" else found
     return found
 
@@ -231,12 +252,19 @@ def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -
     For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer.
     """
     answer = plain(given)
-    row = boxes_in_a_row(response, answer_tags) if reference.kind == "unordered" else []
+    row: list[str] = []
+    if reference.kind == "unordered":
+        named = any(part.label for part in reference.parts)
+        row = boxes_in_a_row(response, answer_tags, named)
     return plain(", ".join(row)) if len(row) > 1 and as_form(answer).kind != "unordered" else answer
 
 
 def comparison(
-    response: str, gold: str, *, rounding: bool = False, answer_tags: bool = False
+    response: str,
+    gold: str,
+    *,
+    rounding: bool = False,
+    answer_tags: bool = False,
 ) -> Compared | None:
     """How the answer of a response was compared with a reference answer that is a form, part by
     part; else None.
@@ -245,7 +273,11 @@ def comparison(
     reference = read(gold)
     if given is None or not reference.is_form:
         return None
-    return compare(answer_to(reference, response, given, answer_tags), reference, rounding)
+    return compare(
+        answer_to(reference, response=response, given=given, answer_tags=answer_tags),
+        reference,
+        rounding,
+    )
 
 
 class _Named(NamedTuple):
@@ -268,16 +300,22 @@ def _named(answer: Answer, choices: Sequence[str]) -> _Named | None:
     if match:
         return _Named(answer.text, match[1] or match[2])
     match = _LABEL.fullmatch(answer.text) if choices else None
-    if match is None:
+    behind = _LABEL_BEHIND.fullmatch(answer.text) if choices and match is None else None
+    if match is not None:
+        letter = match[1] or match[2] or match[3]
+        beside = match[4]
+    elif behind is not None:
+        letter = behind[2] or behind[3] or behind[4]
+        beside = behind[1]
+    else:
         return None
-    letter = match[1] or match[2] or match[3]
     if _choice(letter.upper(), choices) is None:
         return None
     if letter.islower():
         trees = [plain(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
-    return _Named(answer.text, letter.upper(), match[4])
+    return _Named(answer.text, letter.upper(), beside)
 
 
 def _is_beside(named: _Named, value: Answer) -> bool:

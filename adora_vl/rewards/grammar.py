@@ -19,6 +19,7 @@ nothing can hang. Ambiguous spellings are not read: `1/2\pi`, `2^34`, `\sqrt{3}2
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 Tree = tuple[Any, ...]
@@ -35,6 +36,13 @@ _TOKEN = re.compile(
     r"(?=[A-Za-z])"
     r"|[-+*/^(){}\[\]_!]"
 )
+# In a formula the letters are quantities: `ab` is a product, `R_1` and the side `AB` are one each.
+_FORMULA_TOKEN = re.compile(
+    r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|[A-Z]{2,4}(?![A-Za-z])"
+    r"|[A-Za-z](?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]{1,4}\}))?|(?<=[A-Za-z]) (?=[A-Za-z])"
+    r"|[-+*/^(){}\[\]_!]"
+)
+_LONG_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")
 _TIMES = frozenset({r"\cdot", r"\times", "*"})
 _OVER = frozenset({"/", r"\div"})
 _GREEK = frozenset({r"\theta", r"\alpha", r"\beta", r"\gamma", r"\phi"})
@@ -59,10 +67,11 @@ class NotReadError(ValueError):
         self.reason = reason
 
 
-def read_tree(text: str) -> Tree:
+def read_tree(text: str, *, formula: bool = False) -> Tree:
     """Read a text in canonical form into a tree.
 
-    Raises `NotReadError` for anything that the grammar does not have.
+    `formula`: the letters are quantities, so that `ab` is a product and `R` an unknown. Raises
+    `NotReadError` for anything that the grammar does not have.
     """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_large")
@@ -72,12 +81,13 @@ def read_tree(text: str) -> Tree:
         deepest = max(deepest, nesting)
     if deepest > MAX_NESTING:
         raise NotReadError("too_large")
-    tokens = _TOKEN.findall(text)
+    tokens = (_FORMULA_TOKEN if formula else _TOKEN).findall(text)
     if "".join(tokens) != text:
         raise NotReadError
     if sum(symbol in _COSTLY for symbol in tokens) > MAX_FUNCTIONS:
         raise NotReadError("too_large")
-    parser = _Parser([symbol for symbol in tokens if symbol != " "])
+    symbols = [_figure(symbol) if formula else symbol for symbol in tokens if symbol != " "]
+    parser = _Parser(symbols)
     tree = parser.sum()
     if parser.peek():
         raise NotReadError
@@ -85,7 +95,9 @@ def read_tree(text: str) -> Tree:
 
 
 def unknowns(tree: Tree) -> frozenset[str]:
-    """The names of the unknowns in a tree."""
+    """The names of the unknowns in a tree, none in one without a node."""
+    if not tree:
+        return frozenset()
     return frozenset(node[1] for node in nodes(tree) if node[0] == "unknown")
 
 
@@ -114,8 +126,31 @@ def children(tree: Tree) -> Iterator[Tree]:
 
 
 def _is_unknown(symbol: str) -> bool:
-    r"""Whether this token can name an unknown: one letter, or a Greek one such as `\theta`."""
-    return symbol in _GREEK or (len(symbol) == 1 and symbol.isalpha())
+    r"""Whether this token can name an unknown: a letter, a Greek one such as `\theta`, and in a
+    formula also `R_1` and `AB`.
+    """
+    return symbol in _GREEK or symbol[:1].isalpha()
+
+
+def _figure(symbol: str) -> str:
+    """A token of a formula in one spelling: `AB` for `BA`, and `R_1` for `R_{1}`."""
+    if len(symbol) > 1 and symbol.isalpha():
+        return "".join(sorted(symbol))
+    return symbol.replace("{", "").replace("}", "") if symbol[:1].isalpha() else symbol
+
+
+@lru_cache(maxsize=256)
+def read_formula(text: str) -> Tree | None:
+    r"""The tree of a formula whose letters are quantities: `\pi R^2`, `\frac{1}{2}ab`, `AB+CD`.
+
+    None for a name or word by itself, and for a text with a word of four letters or more.
+    """
+    if text.isalpha() or not re.search(r"[0-9+*/^-]|\\", text) or _LONG_WORD.search(text):
+        return None
+    try:
+        return read_tree(text, formula=True)
+    except NotReadError:
+        return None
 
 
 class _Parser:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adora_vl.rewards.completion import completion_text
+from adora_vl.rewards.completion import completion_text, response_texts
+from adora_vl.rewards.thinking import final_part, is_blank
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
 
@@ -20,6 +21,7 @@ INSTRUCTION = (
 )
 _FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
 _MAX_CHARS = 16_000  # of a reply: its end has the answer
+_SHOWN_CHARS = 80  # of a judge's reply in a message
 # The options in `adora_reward: [{judge: {...}}]` with type and default. One without a default has
 # to be given.
 _OPTIONS: dict[str, tuple[type, Any]] = {
@@ -34,6 +36,18 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "wait": (float, 1.0),
     "max_tokens": (int, 512),
 }
+_OF_A_CALL = ("base_url", "concurrency")  # options of how it is reached, on which no score depends
+
+
+def without_address(entry: Any) -> Any:
+    """An entry of `adora_reward` without what says where the judge is.
+
+    The same model on another port or node is the same judge, so a run may go on with it.
+    """
+    if not isinstance(entry, Mapping) or not isinstance(entry.get(NAME), Mapping):
+        return entry
+    options = {key: value for key, value in entry[NAME].items() if key not in _OF_A_CALL}
+    return {**entry, NAME: options}
 
 
 class JudgeReward:
@@ -48,9 +62,9 @@ class JudgeReward:
         """Raises `UserError` for an option that is missing, unknown or of the wrong kind."""
         given = _checked(options)
         self._endpoint = Endpoint(
-            check_url("adora_reward.judge.base_url", given["base_url"]),
-            given["model"],
-            KEY_VARIABLE,
+            url=check_url("adora_reward.judge.base_url", given["base_url"]),
+            model=given["model"],
+            key_variable=KEY_VARIABLE,
             timeout_s=given["timeout"],
             attempts=given["attempts"],
             wait_s=given["wait"],
@@ -77,24 +91,24 @@ class JudgeReward:
         self,
         prompts: Sequence[Any] | None = None,
         completions: Sequence[Any] = (),
+        thinking_opened: Sequence[bool] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float | EndpointError]:
         """One score per completion, or the error of its call.
 
-        Of the `columns` it reads `problem` and `answer`. Logs `judge/failed` and `judge/cached`,
-        shares. Raises `UserError` where the endpoint refuses the key.
+        The judge reads the final part of each reply. A reply that is nothing but thinking scores 0
+        without a call. Of the `columns` it reads `problem` and `answer`. Logs `judge/failed` and
+        `judge/cached`, shares. Raises `UserError` where the endpoint refuses the key.
         """
-        said = columns.get("problem") or [
+        problems = columns.get("problem") or [
             completion_text(prompt) for prompt in prompts or [""] * len(completions)
         ]
         references = columns.get("answer") or [None] * len(completions)
-        rows = zip(said, references, completions, strict=True)
-        asked = [
-            self.messages(str(one), reference, completion_text(reply))
-            for one, reference, reply in rows
-        ]
-        known = [self._known(messages) is not None for messages in asked]
+        replies = response_texts(completions, thinking_opened)
+        rows = zip(problems, references, replies, strict=True)
+        asked = [self._question(str(problem), answer, reply) for problem, answer, reply in rows]
+        known = [messages is not None and self._known(messages) is not None for messages in asked]
         found = self.client.each(self._score, asked)
         if self._refused is not None:
             raise UserError(
@@ -115,6 +129,13 @@ class JudgeReward:
             log_metric("judge/cached", sum(known) / len(asked))
         return found
 
+    def _question(self, problem: str, answer: object, reply: str) -> Messages | None:
+        """What the judge is asked about one reply; None where the reply has only thinking in it."""
+        part = final_part(reply)
+        if is_blank(part) and not is_blank(reply):
+            return None
+        return self.messages(problem, answer, part)
+
     def messages(self, problem: str, answer: object, reply: str) -> Messages:
         """What the judge is asked about one completion."""
         reference = "" if answer is None else f"<reference>\n{answer}\n</reference>\n"
@@ -127,18 +148,47 @@ class JudgeReward:
         ]
 
     def try_once(self) -> None:
-        """One call, before a run. Raises `UserError` where it fails."""
-        messages = self.messages("What is 2 + 3?", "5", "It is 5.")
-        try:
-            self.client.chat(messages)
-        except EndpointError as error:
-            raise UserError(
-                f"adora_reward: judge: {self._endpoint.url} with the model "
-                f"{self._endpoint.model!r} gave no answer: {error}; the key is read from "
-                f"{KEY_VARIABLE}"
-            ) from None
+        """Two questions before a run, about a right answer and a wrong one, whose scores are read.
 
-    def _score(self, messages: Messages) -> float | EndpointError:
+        Raises `UserError` where a call fails, or a reply has no score. Two equal scores are a
+        warning. With a budget of one call the right answer is asked about alone.
+        """
+        replies = ["It is 5.", "It is 4."]
+        if self._budget is not None:
+            replies = replies[: self._budget]
+        scores = [self._tried(reply) for reply in replies]
+        if len(scores) == len(set(scores)):
+            return
+        print(
+            f"warning: adora_reward: judge: the model {self._endpoint.model!r} gives {scores[0]} "
+            "for a right and for a wrong answer to 2 + 3; look at its instruction",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _tried(self, answer: str) -> str:
+        """The score of an answer to a problem of ours, whose right answer is 5, as text."""
+        where = f"adora_reward: judge: {self._endpoint.url} with the model {self._endpoint.model!r}"
+        try:
+            reply = self.client.chat(self.messages("What is 2 + 3?", "5", answer))
+        except EndpointError as error:
+            remedy = f"the key is read from {KEY_VARIABLE}"
+            if error.unreachable:
+                remedy = "is a server there?"
+            raise UserError(f"{where} gave no answer: {error}; {remedy}") from None
+        try:
+            return score_in(reply.text)
+        except EndpointError as error:
+            remedy = "its reply has to end in a score such as <score>0.7</score>"
+            if reply.finish_reason == "length":
+                most = self._endpoint.body["max_tokens"]
+                remedy = f"it was cut off at max_tokens, {most}: raise it for a judge that thinks"
+            shown = reply.text[:_SHOWN_CHARS]
+            raise UserError(f"{where} gave no score: {error}: {shown!r}; {remedy}") from None
+
+    def _score(self, messages: Messages | None) -> float | EndpointError:
+        if messages is None:
+            return 0.0
         if self._refused is not None:
             return self._refused
         known = self._known(messages)
@@ -164,10 +214,11 @@ class JudgeReward:
 
 
 def score_in(text: str) -> str:
-    """The score in a judge's reply, as text.
+    """The score in the final part of a judge's reply, as text.
 
     Raises `EndpointError` where there is none from 0 to 1.
     """
+    text = final_part(text)
     if "<score>" not in text or "</score>" not in text:
         raise EndpointError("the reply has no <score>...</score>")
     word = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()

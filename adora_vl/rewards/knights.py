@@ -8,11 +8,11 @@ from typing import Any
 
 from adora_vl.rewards.completion import (
     ANSWER_TAGS,
-    THINK_TAGS,
     answer_block,
-    completion_text,
     last_answer,
+    response_texts,
 )
+from adora_vl.rewards.thinking import THINK_TAGS
 from adora_vl.utils.errors import UserError
 
 # as in the `adora` preset
@@ -120,6 +120,7 @@ def _verdicts(
     judge: Callable[[str, str], tuple[str, str | None]],
     completions: Sequence[Any],
     answer: Sequence[str] | None = None,
+    thinking_opened: Sequence[bool] | None = None,
     log_extra: Callable[[str, list[Any]], None] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
     **columns: Any,
@@ -129,7 +130,7 @@ def _verdicts(
         raise UserError(
             "the dataset has no column 'answer': the reward needs the reference answer of every row"
         )
-    texts = [completion_text(completion) for completion in completions]
+    texts = response_texts(completions, thinking_opened)
     graded = [judge(text, reference) for text, reference in zip(texts, answer, strict=True)]
     verdicts = [verdict for verdict, _ in graded]
     if log_extra:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from adora_vl.rewards.completion import (
-    completion_text,
+    response_texts,
     shows_working,
     think_answer_format_reward,
     think_format_reward,
 )
 from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
 from adora_vl.rewards.knights import knights_logic_rl_reward, knights_reward
+from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import quantile
 from adora_vl.utils.errors import UserError, did_you_mean
 
@@ -105,7 +106,7 @@ class _Grader:
         if (texts, references) != self._last:
             answers = [gold for gold, _ in references]
             choices = [options for _, options in references]
-            self._grades = grade_batch(texts, answers, choices=choices, **self._accepted)
+            self._grades = grade_batch(texts, golds=answers, choices=choices, **self._accepted)
             self._last = (texts, references)
         return self._grades
 
@@ -116,13 +117,15 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         *,
         answer: Sequence[str] | None = None,
         choices: Sequence[Sequence[str] | None] | None = None,
+        thinking_opened: Sequence[bool] | None = None,
         log_extra: Callable[[str, list[Any]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: Any,
     ) -> list[float]:
         references = _references(answer, choices, len(completions))
-        texts = [completion_text(completion) for completion in completions]
-        grades = grader(texts, references)
+        texts = response_texts(completions, thinking_opened)
+        answers = [final_part(text) for text in texts]
+        grades = grader(answers, references)
         if logs and log_extra:
             log_extra("verdict", [one.verdict for one in grades])
             log_extra("extracted", [one.extracted for one in grades])

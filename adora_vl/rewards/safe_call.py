@@ -7,10 +7,11 @@ import asyncio
 import inspect
 import math
 import numbers
+import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy, deepcopy
+from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,35 +47,58 @@ class RewardValueError(Exception):
         self.row = row
 
 
-def own_copy(value: Any) -> Any:
-    """Lists, mappings and records of `value` copied, with what is in them; images copied when they
-    are drawn on. Tensors and text stay the same objects. A function may edit what it gets, and the
+def own_copy(value: Any, same: Sequence[Any] = ()) -> Any:
+    """A copy of what a function of somebody else's is handed: it may edit what it gets, and the
     next one, the next step and the record get what was there before.
+
+    Lists, mappings, sets, records, pictures, arrays and tensors are copied, with all that is in
+    them, each place where one stands by itself. Objects of other classes stay as they are, and so
+    do those of `same`.
     """
+    if any(value is one for one in same):
+        return value
+    if isinstance(value, list):
+        if set(map(type, value)) <= _PLAIN:  # rows of token ids are long
+            return value[:]
+        return [own_copy(each, same) for each in value]
+    if type(value) is tuple:
+        return tuple(own_copy(each, same) for each in value)
+    if isinstance(value, dict):
+        if set(map(type, value.values())) <= _PLAIN:  # the log of a run has thousands of these
+            return dict(value)
+        return {key: own_copy(each, same) for key, each in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        record = copy(value)
+        for one in fields(value):
+            object.__setattr__(record, one.name, own_copy(getattr(value, one.name), same))
+        return record
+    return _copied_content(value)
+
+
+def _copied_content(value: Any) -> Any:
+    """A picture, an array, a tensor or a set with content of its own; any other object itself."""
     from PIL import Image  # late, for commands that import this module and touch no image
 
-    if isinstance(value, list):  # rows of token ids are long, and have nothing in them to copy
-        return value[:] if set(map(type, value)) <= _PLAIN else [own_copy(each) for each in value]
-    if type(value) is tuple:
-        return tuple(map(own_copy, value))
-    if isinstance(value, dict):
-        return {key: own_copy(each) for key, each in value.items()}
+    from adora_vl.data.images import lent
+
     if isinstance(value, Image.Image):
-        value.load()  # a file is read late
-        view = value._new(value.im)  # the same pixels
-        view.readonly = 1  # with which Pillow copies them before it changes one
-        return view
-    if is_dataclass(value) and not isinstance(value, type):
-        made = copy(value)  # the log is long: its list is copied, and its entries are not
-        vars(made).update(
-            {
-                name: copy(each)
-                for name, each in vars(value).items()
-                if isinstance(each, list | dict)
-            }
-        )
-        return made
+        return lent(value)
+    if isinstance(value, set | bytearray):
+        return value.copy()
+    # A value of a library that nobody has imported does not exist.
+    numpy = sys.modules.get("numpy")
+    torch = sys.modules.get("torch")
+    if numpy is not None and isinstance(value, numpy.ndarray):
+        return deepcopy(value)  # an array of objects has copies of these
+    if torch is not None and isinstance(value, torch.Tensor):
+        return value.detach().clone()
     return value
+
+
+def _arguments_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What a reward function gets: copies, but for environments, which it may ask and change."""
+    copied: dict[str, Any] = own_copy(dict(arguments), same=arguments.get("environments") or [])
+    return copied
 
 
 def safe_call(
@@ -93,7 +117,11 @@ def safe_call(
     folder = Path.cwd()
 
     def ended(error: BaseException, arguments: Mapping[str, Any], row: int | None) -> list[float]:
-        failures.append(_failure(function, name, error, arguments, row, timeout))
+        failures.append(
+            _failure(
+                function, name=name, error=error, arguments=arguments, row=row, timeout=timeout
+            )
+        )
         return [0.0] * len(arguments["completions"])
 
     def rewards(found: Any, count: int) -> list[float | None]:
@@ -116,7 +144,7 @@ def safe_call(
                 deadline(timeout),
                 in_one_process(f"reward {name}"),
             ):
-                return rewards(function(**own_copy(arguments)), len(arguments["completions"]))
+                return rewards(function(**_arguments_of(arguments)), len(arguments["completions"]))
         except KeyboardInterrupt:
             raise
         except (
@@ -132,7 +160,7 @@ def safe_call(
         try:
             with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
                 async with asyncio.timeout(timeout) as limit:
-                    found = await function(**own_copy(arguments))
+                    found = await function(**_arguments_of(arguments))
             return rewards(found, len(arguments["completions"]))
         except (KeyboardInterrupt, GeneratorExit):
             raise
@@ -207,7 +235,7 @@ def _failure(
 ) -> RewardFailure:
     """The failure in words. `row`: the completion that fails alone."""
     if isinstance(error, UserError):
-        return RewardFailure(name, "", str(error), mistake=True)
+        return RewardFailure(function=name, row="", reason=str(error), mistake=True)
     place = _place(function, error)
     if isinstance(error, OverdueError):
         reason = f"it did not return within {timeout:g} s (adora_reward_timeout){place}"
@@ -254,7 +282,7 @@ def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for row in range(count):
         one = {**arguments, **{key: [each[row]] for key, each in columns.items()}}
         one |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in one}
-        yield own_copy(one)
+        yield _arguments_of(one)
 
 
 def _first_to_fail(

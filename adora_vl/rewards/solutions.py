@@ -34,7 +34,7 @@ def of_absolute(atom: Solution) -> Solution | None:
     _, sign, at = atom
     if float(at.value) <= 0 or sign == "!=":
         return None
-    below = Ball(-at.value, at.error)
+    below = -at
     return ("and" if "<" in sign else "or", atom, ("is", REVERSED[sign], below))
 
 

@@ -62,9 +62,8 @@ def _biases(asked: Any) -> dict[int, float]:
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
 
-    lora: Mapping[str, Any] | None = (
-        None  # vLLM's settings where it gets the adapter alone; None: merged tensors
-    )
+    # vLLM's settings where it gets the adapter alone; None: merged tensors
+    lora: Mapping[str, Any] | None = None
 
     def __init__(
         self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
@@ -78,9 +77,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.settings = settings
         self._timed = timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
-        self._engine_is_complete = (
-            False  # nothing but the checkpoint on disk has reached the engine yet
-        )
+        # nothing but the checkpoint on disk has reached the engine yet
+        self._engine_is_complete = False
         self.tensors_sent = self.bytes_sent = 0  # by the last sync
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._asked = dict(generation_kwargs)
@@ -207,9 +205,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             kwargs["mm_processor_kwargs"] = pixel_limits(
                 getattr(self.processing_class, "image_processor", None)
             )
-            kwargs["limit_mm_per_prompt"] = {
-                "video": 0
-            }  # otherwise vLLM reserves memory for a video
+            # otherwise vLLM reserves memory for a video
+            kwargs["limit_mm_per_prompt"] = {"video": 0}
             if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
@@ -255,7 +252,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             # A CPU engine, too, needs all tensors of a layer together.
             changed_only = not everything and self.mode == "colocate" and not engine_runs_on_cpu()
             for name, tensor in merged_parameters(
-                self.model, self._dist.gather_params, wanted, changed_only
+                self.model,
+                gather=self._dist.gather_params,
+                wanted=wanted,
+                changed_only=changed_only,
             ):
                 yield self._fix_param_name_to_vllm(name), tensor
             return

@@ -120,17 +120,17 @@ _FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def ratio_figures(
-    ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor, same_B: Tensor
-) -> Tensor:
-    """This rank's values of `_FIGURES`, (5,), over the rows `same_B` (bool); 0 where they have no
-    token.
+def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
+    """This rank's values of `_FIGURES`, (5,), over the tokens that have a log-probability of the
+    engine, or the rows all of whose tokens have one; 0 where there are none.
 
     No mask is used as an index, for which the host would wait.
     """
-    counted_BC = mask_BC.bool() & same_B[:, None]
+    scored_BC = ~sampling_BC.isnan()
+    counted_BC = mask_BC.bool() & scored_BC
+    counted_rows_B1 = (scored_BC | ~mask_BC.bool()).all(dim=1, keepdim=True)
     gaps_BC = torch.where(counted_BC, (logps_BC - sampling_BC).abs(), torch.nan)
-    seen = torch.where(counted_BC if ratio.size(1) > 1 else same_B[:, None], ratio, torch.nan)
+    seen = torch.where(counted_BC if ratio.size(1) > 1 else counted_rows_B1, ratio, torch.nan)
     least = seen.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
     values = [
         gaps_BC.nanmean(),
@@ -163,18 +163,14 @@ class ImportanceRatio:
         config = self.config
         ratio = importance_ratio(
             logps_BC,
-            sampling_BC,
-            mask_BC,
+            sampling_BC=sampling_BC,
+            mask_BC=mask_BC,
             mode=config.vllm_importance_sampling_mode,
             clip_min=config.vllm_importance_sampling_clip_min,
             clip_max=config.vllm_importance_sampling_clip_max,
         )
         micro["importance_sampling_ratio"] = ratio
-        everything_B = torch.ones(len(ratio), dtype=torch.bool, device=ratio.device)
-        same_B = (
-            ~micro["distorted"] if "distorted" in micro else everything_B
-        )  # of the others the ratio is 1
-        own_5 = ratio_figures(ratio, logps_BC, sampling_BC, mask_BC, same_B)
+        own_5 = ratio_figures(ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC)
         ranks = self.accelerator.gather(own_5[None]).tolist()
         columns = zip(_FIGURES.items(), zip(*ranks, strict=True), strict=True)
         return {name: combined(values) for (name, combined), values in columns}

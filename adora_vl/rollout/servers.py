@@ -38,9 +38,8 @@ _GONE_S = (1.0, 10.0)
 _BETWEEN_LOOKS_S = 2.0
 _LORA_BY_REQUEST = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _REFUSED = "Request failed: 4"  # TRL's words for an HTTP status of the 400s
-_AT_A_TIME = (
-    256  # requests that a server has at a time: vLLM's own limit, beyond which one would wait there
-)
+# requests that a server has at a time: vLLM's own limit, beyond which one would wait there
+_AT_A_TIME = 256
 # A machine that has lost its power closes no connection: after 2 minutes of silence the kernel
 # does.
 _ALIVE = [
@@ -188,9 +187,8 @@ class Server:
         lacks += (
             [] if self.lora.get(_LORA_BY_REQUEST) else [f"{_LORA_BY_REQUEST}=1 in its environment"]
         )
-        lacks += (
-            ["no --lora-target-modules"] if self.lora.get("target_modules") else []
-        )  # it passes the others over
+        # it passes the others over
+        lacks += ["no --lora-target-modules"] if self.lora.get("target_modules") else []
         if lacks:
             raise UnusableServerError(
                 f"it has no room for the policy's adapter; start it with {' and '.join(lacks)}"
@@ -236,9 +234,8 @@ class Server:
                 f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout"
             ) from error
         except Exception as error:
-            if str(error).startswith(
-                _REFUSED
-            ):  # as one does that was started again and has no such adapter
+            # as one does that was started again and has no such adapter
+            if str(error).startswith(_REFUSED):
                 self.check_weights()
             raise
         tokens = given["completion_ids"]

@@ -30,6 +30,7 @@ from adora_vl.rewards import ChosenRewards
 from adora_vl.start.folder import RunFolder
 from adora_vl.start.objects import Datasets
 from adora_vl.tools.run import ChosenTools, Toolbox
+from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
 from adora_vl.utils.cli import amount
 from adora_vl.utils.launch import fewer_than_asked
 
@@ -68,6 +69,11 @@ class Asked:
     tools: Sequence[Any] = ()  # that Python gave beside the key's
     environment: Any = None  # that Python gave in the key's place
 
+    @property
+    def trl_evaluates(self) -> bool:
+        """Whether TRL evaluates on the way, on a data set that Python gave."""
+        return isinstance(self.rows, Datasets) and self.rows.evaluate is not None
+
 
 @dataclass(repr=False)
 class Checked:
@@ -78,20 +84,18 @@ class Checked:
     asked: Asked
     where: Where
     notes: list[str] = field(default_factory=list)
-    unknown: list[str] = field(
-        default_factory=list
-    )  # what could not be looked at; empty for all but a dry run
+    # what could not be looked at; empty for all but a dry run
+    unknown: list[str] = field(default_factory=list)
+    extensions: dict[str, Extension] = field(init=False)  # by name
     plan: Shape = field(init=False)
     rewards: ChosenRewards = field(init=False)
     tools: ChosenTools = field(init=False)
     toolbox: Toolbox | None = None  # where the run has tools
-    name: str = field(
-        init=False
-    )  # the folder of the model, or its hub id; of an adapter that of its base
+    # the folder of the model, or its hub id; of an adapter that of its base
+    name: str = field(init=False)
     revision: str | None = field(init=False)  # of `name`
-    adapters: list[Adapter] = field(
-        default_factory=list
-    )  # where an adapter was named: it, and those beneath it
+    # where an adapter was named: it, and those beneath it
+    adapters: list[Adapter] = field(default_factory=list)
     model_config: PretrainedConfig = field(init=False)
     four_bit: bool = False  # whether the base is in 4 bits
     processor: Any = field(init=False)  # None where it is not here
@@ -187,6 +191,7 @@ class Checked:
         return {
             **{f"reward {file}": one for file, one in self.rewards.hashes.items()},
             **{f"method {file}": one for file, one in method_hashes(self.config).items()},
+            **{f"extension {file}": one for file, one in extension_hashes(self.config).items()},
             **{f"tool {file}": one for file, one in self.tools.hashes.items()},
         }
 
@@ -246,5 +251,6 @@ class Checked:
             *filter(None, [fewer_than_asked()]),
             *self.notes,
             *costs_of(self.config),
+            *extension_costs(self.extensions, self.config),
             *self.start.notes,
         ]

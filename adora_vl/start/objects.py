@@ -12,19 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
+import pyarrow.compute as pc
 import torch
+import xxhash
 from datasets import Dataset, IterableDataset
 from trl import ModelConfig
 from trl.trainer.utils import get_config_model_id
 
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.data.loading import only_decodes
 from adora_vl.data.prompt_lengths import Size, sizes_in
-from adora_vl.data.prompts import with_tools
+from adora_vl.data.prompts import problem_with_messages, with_tools
+from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_own, source_hash
 
-_TENSORS, _NUMBERS = 16, 16  # of a model object, by which it is known again
 _ROWS = 1000  # that are read at once
 _COLUMNS = ("images", "image")
 
@@ -148,10 +151,22 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
         name = one if isinstance(one, str) else function_name(one)
         entries.append(f"{name} of Python" if name in NAMES else name)
         functions.append(one)
-        if not isinstance(one, str | torch.nn.Module):
-            hashes[entries[-1]] = source_hash(one)
+        hashes[entries[-1]] = _identity_of_reward(one)
     tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
-    return ChosenRewards(tuple(entries), tuple(functions), hashes, frozenset(tried))
+    return ChosenRewards(
+        entries=tuple(entries), functions=tuple(functions), hashes=hashes, given=frozenset(tried)
+    )
+
+
+def _identity_of_reward(function: Any) -> str:
+    """By what a run knows a reward of Python's again: a reward model by its weights, a function by
+    its source.
+    """
+    if isinstance(function, torch.nn.Module):
+        return identity_of_model(function)
+    if isinstance(function, str):
+        return model_hash(function) or function
+    return source_hash(function)
 
 
 def _can_be_tried(function: Any) -> bool:
@@ -214,6 +229,29 @@ def check_prompts(dataset: Dataset) -> bool:
     return pictured
 
 
+def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> None:
+    """Hold the finished prompts of a data set, or of each of several, against `tokens` of the
+    model's own. Those of a stream are held against them when they come.
+
+    Raises `UserError` for the first row with a fault (`problem_with_messages`).
+    """
+    if isinstance(dataset, Mapping):
+        for one in dataset.values():
+            refuse_unusable_prompts(key, one, tokens)
+    # A command's rows have a transform, too, which decodes pictures and changes no text.
+    if not (is_stored(dataset) or only_decodes(dataset)) or "prompt" not in dataset.column_names:
+        return
+    number = 0
+    for table in _tables(dataset, ["id", "prompt"]):
+        named = "id" in table.column_names
+        names = table["id"].to_pylist() if named else range(number, number + table.num_rows)
+        number += table.num_rows
+        for name, prompt in zip(names, table["prompt"].to_pylist(), strict=True):
+            fault = problem_with_messages(prompt, tokens)
+            if fault is not None:
+                raise UserError(f"{key}: row {name}: {fault}")
+
+
 def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | None]]]:
     """The id, the prompt and the sizes of the images of each row; no image is decoded."""
     number = 0
@@ -226,6 +264,25 @@ def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | Non
         prompts = table["prompt"].to_pylist()
         number += table.num_rows
         yield from zip(map(str, names), prompts, _sizes(table), strict=True)
+
+
+def fewest_pictures(dataset: Any) -> int | None:
+    """How many the row with the fewest has; None where that cannot be told without reading rows."""
+    if not isinstance(dataset, Dataset) or not (is_stored(dataset) or only_decodes(dataset)):
+        return None
+    if not set(_COLUMNS) & set(dataset.column_names):
+        return 0
+    fewest = [min(_counts(table), default=None) for table in _tables(dataset, _COLUMNS)]
+    return min((count for count in fewest if count is not None), default=None)
+
+
+def _counts(table: pa.Table) -> list[int]:
+    """How many pictures each row has; nothing is decoded."""
+    name = "images" if "images" in table.column_names else "image"
+    kind = table.schema.field(name).type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return [int(there) for there in pc.is_valid(table[name]).to_pylist()]
+    return [count or 0 for count in pc.list_value_length(table[name]).to_pylist()]
 
 
 def _sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
@@ -282,18 +339,23 @@ def _paths(table: pa.Table) -> Iterator[str]:
                     yield str(image["path"])
 
 
-def identity_of_model(model: Any) -> str:
-    """By what a run knows a model object again: its config, and some numbers of some of its
-    tensors.
+def identity_of_model(model: torch.nn.Module) -> str:
+    """By what a run knows a model object again: its class, its config, those of its adapters, and
+    every byte of its weights and stored buffers. Under ZeRO-3 a rank has no whole tensor, and none
+    is read.
     """
-    digest = hashlib.sha256(model.config.to_json_string().encode())
-    tensors = [
-        (name, value) for name, value in model.named_parameters() if value.numel()
-    ]  # none of them under ZeRO-3
-    for name, value in tensors[:: max(1, len(tensors) // _TENSORS)]:
-        numbers = value.detach().flatten()[:: max(1, value.numel() // _NUMBERS)]
-        digest.update(f"{name} {numbers.float().tolist()}".encode())
-    return f"{type(model).__name__} {digest.hexdigest()[:16]}"
+    config = getattr(model, "config", None)
+    adapters = getattr(model, "peft_config", {})
+    digest = xxhash.xxh3_128()
+    digest.update(config.to_json_string().encode() if config is not None else b"")
+    for name, adapter in adapters.items():
+        digest.update(f"{name} {adapter_text(adapter)}".encode())
+    for name, tensor in model.state_dict().items():
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        if tensor.numel():
+            stored = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(stored.numpy())
+    return f"{type(model).__name__} {digest.hexdigest()}"
 
 
 def adapter_text(peft_config: Any) -> str:

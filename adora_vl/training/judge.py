@@ -6,7 +6,7 @@ On the same rollouts every column is TRL 1.16's to the bit (`tests/parity/test_o
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import torch
@@ -17,8 +17,11 @@ from trl.trainer.utils import pad
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rewards.completion import completion_text
-from adora_vl.rollout.rollouts import RolloutGroup, graded
+from adora_vl.rewards.thinking import closes_block, opens_thinking
+from adora_vl.rollout.rollouts import Rollout, RolloutGroup, graded
 from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.extensions import Extension
+from adora_vl.training.first_answers import FirstAnswers
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
 from adora_vl.training.scores import Ends, Grader, RewardFunctions
@@ -72,6 +75,8 @@ class Judge:
     scored: bool  # whether who samples says log-probabilities
     multiple: int | None = None  # of which the widths of columns are multiples; None for any
     tools: bool = False  # whether not all tokens are the policy's
+    first_answers: FirstAnswers = field(default_factory=FirstAnswers)
+    other_images: bool = False  # whether some rollouts see other images than the trainer
 
     def __call__(
         self,
@@ -96,16 +101,24 @@ class Judge:
         texts = [completion_text(answer) for answer in answers]
         ended = [*map(self.ends.has_end, rollouts, texts)]
         given = [*map(graded, rows, rollouts)]
+        opened = self.thinking_opened(prompts, rollouts, texts)
         batch = generation.batch = self.columns(generation, groups, prompts, ended, aged=aged)
         self.score(batch, mode)
         with self.phase("grading"):
             grades = self.rewards(
-                given, prompts.messages, answers, completions, self.context.state()
+                given,
+                prompts.messages,
+                answers,
+                completions,
+                thinking_opened=opened,
+                state=self.context.state(),
             )
         size = generation.group_size
         scores = self.grader(grades, prompts.ids, completions, texts, ended, size, step)
         generation.scores = scores
         training = mode == "train"
+        if training and self.context.accelerator.is_main_process:
+            self.first_answers.look(rows, scores)
         if training:
             self.drift_guard.check_batch(batch, step)
         else:  # in a training those are counted that are learned from
@@ -113,6 +126,25 @@ class Judge:
         generation.advantages = self.advantages.judged(scores, batch, size, step, training=training)
         with self.phase("other"):
             self.watcher.graded(generation, prompts, answers)
+
+    def thinking_opened(
+        self, prompts: PromptBatch, rollouts: Sequence[Rollout], texts: Sequence[str]
+    ) -> list[bool]:
+        """Whether the last turn of each rollout began inside a block of thinking, (B,).
+
+        Templates of thinking models end the prompt with `<think>`. Where the tokenizer has parsed a
+        closed block out of the message, `texts` is the answer alone, and begins outside.
+        """
+        found: list[bool] = []
+        for prompt, rollout, text in zip(prompts.ids, rollouts, texts, strict=True):
+            turn = rollout.turn
+            before = rollout.tokens[: len(rollout.tokens) - len(turn)]
+            is_open = opens_thinking([*prompt, *before], self.ends.decode)
+            if is_open:
+                was_parsed = not closes_block(text) and closes_block(self.ends.decode(turn))
+                is_open = not was_parsed
+            found.append(is_open)
+        return found
 
     def columns(
         self,
@@ -141,13 +173,16 @@ class Judge:
             ]
             prompts = self.images.shown_later(prompts, pictures, generation.mode)
         found = self.collated(
-            prompts, [rollout.tokens for rollout in rollouts], logps, counted, own
+            prompts,
+            completions=[rollout.tokens for rollout in rollouts],
+            logps=logps,
+            counted=counted,
+            own=own,
         )
         facts: dict[str, Any] = {}
-        if generation.mode == "train" and config.adora_extensions.noisy_rollouts.share:
-            facts["distorted"] = [rollout.distorted for rollout in rollouts]
-        if aged:
+        if aged or (self.other_images and generation.mode == "train"):
             facts["stale_tokens"] = [rollout.stale(generation.step) for rollout in rollouts]
+        if aged:
             facts["segments"] = [
                 sum(span.logps is not None for span in one.spans) for one in rollouts
             ]
@@ -217,7 +252,7 @@ class Judge:
         moved: Batch = self.to_device(batch)
         if logps is not None:
             scored = [[torch.nan if logp is None else logp for logp in row] for row in logps]
-            seen = wide(scored, 0.0, "right", torch.float32)
+            seen = wide(scored, fill=0.0, side="right", dtype=torch.float32)
             moved["sampling_per_token_logps"] = seen.to(
                 moved["prompt_ids"].device, non_blocking=True
             )
@@ -225,16 +260,7 @@ class Judge:
             moved["num_images"] = prompts.num_images
         return moved
 
-    def again(self, groups: Sequence[RolloutGroup]) -> Batch:
-        """The columns of groups of an earlier generation that are remade for the present one."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rows = [group.row for group in groups for _ in group.rollouts]
-        prompts = self.images.prompts(rows, "train", further=True)
-        ended = [self.ends.has_end(one, self.ends.decode(one.turn)) for one in rollouts]
-        now = Generation(rows, "train", 0, "0/0", 1, len(groups[0].rollouts))
-        return self.columns(now, groups, prompts, ended, aged=False)
-
-    def weigh(self, generation: Generation, extensions: Sequence[Any]) -> None:
+    def weigh(self, generation: Generation, extensions: Sequence[Extension]) -> None:
         """Weigh the groups that are learned from, once: no later part replaces one."""
         batch = generation.batch
         accelerator = self.context.accelerator

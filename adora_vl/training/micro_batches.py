@@ -233,9 +233,8 @@ class MicroBatcher:
         shape = self.shape
         unit = self.shape.unit
         chunks = self.shape.steps // self.shape.chunk
-        filled = len(batch["advantages"]) / (
-            shape.rows * shape.steps
-        )  # less where rollouts are unfinished
+        # less where rollouts are unfinished
+        filled = len(batch["advantages"]) / (shape.rows * shape.steps)
         count = len(batch["advantages"]) // unit
         takes_all = not self.config.own("skip_zero_signal")
         live = (
@@ -253,14 +252,19 @@ class MicroBatcher:
         tokens = self._tokens(host.prompt_mask.sum(dim=1), torch.tensor(host.lengths))
         units = chosen_units(live, max(wanted, chunks), tokens)
         self.log("adora/skipped_groups", 1 - len(units) / count)
-        units = by_length(units, tokens, chunks, f"micro-batches/{self.config.seed}/{key}")
+        units = by_length(
+            units, tokens=tokens, chunks=chunks, place=f"micro-batches/{self.config.seed}/{key}"
+        )
         split = split_images(batch)
-        plan = planned(units, chunks, shape.chunk, shape.rows // unit)
-        return [self._micro_batch(split, host, part, filled) for part in plan]
+        plan = planned(units, chunks=chunks, chunk=shape.chunk, full=shape.rows // unit)
+        return [self._micro_batch(split, host=host, units=part, filled=filled) for part in plan]
 
     def _tokens(self, prompts_B: Tensor, answers_B: Tensor) -> list[int]:
         return tokens_of_units(
-            prompts_B, answers_B, self.shape.unit, shares_prompt=self.config.own("share_prompt")
+            prompts_B,
+            answers_B=answers_B,
+            unit=self.shape.unit,
+            shares_prompt=self.config.own("share_prompt"),
         )
 
     def _micro_batch(
@@ -319,16 +323,24 @@ class MicroBatcher:
         counts = self._tokens(batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1))
         own = {number: tokens for number, tokens in enumerate(counts) if live[number]}
         tokens, names = zip(*gather_object([(own, movable(batch))]), strict=True)
-        alike = names[0] and all(
-            those == names[0] for those in names
-        )  # a rank without images lacks their columns
+        # a rank without images lacks their columns
+        alike = names[0] and all(those == names[0] for those in names)
         plan = plan_moves(tokens, self.shape.steps // self.shape.chunk) if alike else []
         self.log("adora/moved_groups", len(plan) / max(sum(map(len, tokens)), 1))
         if not plan:
             return batch, live
         rank = self.accelerator.process_index
         unit = self.shape.unit
-        return rebalanced(batch, live, unit, plan, rank, self.banks, self.pad_id, self._exchange)
+        return rebalanced(
+            batch,
+            live=live,
+            unit=unit,
+            plan=plan,
+            rank=rank,
+            banks=self.banks,
+            pad_id=self.pad_id,
+            exchange=self._exchange,
+        )
 
     def _exchange(self, plan: Sequence[Move], sending: Sequence[Any], rank: int) -> list[Any]:
         """What arrives on this rank of packed rows that go through CPU memory, so that no GPU has

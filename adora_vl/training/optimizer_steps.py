@@ -91,10 +91,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 f"were skipped: the largest importance ratio of the last is {ratio:.3g} "
                 f"(adora_max_ratio: {bound})"
             )
-            causes = (
-                "a learning rate that is too high, too many optimizer steps per generation, or "
-                "old replayed groups"
-            )
+            causes = "a learning rate that is too high, or too many optimizer steps per generation"
         self.reason = (
             f"{self.in_a_row} steps in a row {why}; the weights are those of before. Likely "
             f"causes: {causes}"

@@ -36,14 +36,18 @@ def place_of(number: int, each: int, epoch: int) -> tuple[int, int]:
     return epochs * math.ceil(epoch / each) + rest // each, rest % each
 
 
-def how_many_begin(waiting: int, complete: int, places: int, left: int) -> int:
+def how_many_begin(waiting: int, complete: int, places: int, left: int, least: int = 0) -> int:
     """How many groups begin in a generation: as many as it has places, but no more than can be
     learned from, and fewer where more are complete already than fill half of the places.
 
     `waiting`: groups of earlier generations, `complete` of which are. `left`: generations to come,
-    with this one.
+    with this one. `least`: so many begin in any case. A generation that is asked for ahead needs
+    them, because what is complete now may be used up before its turn, and what goes on may go on
+    with a later one.
     """
-    return max(0, min(places - max(0, complete - places // 2), left * places - waiting))
+    superfluous = max(0, complete - places // 2)
+    learnable = left * places - waiting
+    return max(least, min(places - superfluous, learnable))
 
 
 def groups_to_complete(groups: int, places: int, left: int, least: int) -> int:
@@ -103,20 +107,3 @@ def admitted(live: Sequence[bool], further: Sequence[bool], places: int) -> list
     for dead, found in exchanges(live, left):
         chosen[dead] = len(live) + found
     return [*chosen, *(len(live) + number for number in added)]
-
-
-def replayed(sizes: Sequence[float], alpha: float, count: int, place: str) -> list[int]:
-    """Up to `count` different groups, drawn with chances like their sizes to the power `alpha`.
-
-    `place` seeds it.
-    """
-    if not sizes or not count:
-        return []
-    relative = torch.tensor(sizes, dtype=torch.float64) / max(
-        sizes
-    )  # powers of large sums would overflow
-    chances = (relative**alpha).clamp(min=1e-12)
-    found: list[int] = torch.multinomial(
-        chances, min(count, len(sizes)), generator=generator_at(f"replay/{place}")
-    ).tolist()
-    return found

@@ -4,9 +4,8 @@ A problem is drawn; its group begins, and its rollouts go on until they end, or 
 as a generation may take (`budget`: partial rollouts, of Kimi k1.5, arXiv 2501.12599, section 2.6.2,
 and APRIL, arXiv 2509.18521, for texts; ours keeps whole groups, takes the images along, and drops
 nothing). The oldest complete groups are graded, and those without signal give their places to
-groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476) or of earlier
-generations (`replay`). What is left is weighed once; what has not ended waits for the next
-generation.
+groups of further problems (`refill`: DAPO's dynamic sampling, arXiv 2503.14476). What is left is
+weighed once; what has not ended waits for the next generation.
 
 All ranks begin, grade and learn from equally many groups, so only the groups themselves have to be
 remembered.
@@ -26,7 +25,7 @@ from tqdm import tqdm
 
 from adora_vl.config.batch_plan import Shape
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows
+from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows, shown_rows
 from adora_vl.data.rows import images_of
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.dedup.prompts import PromptBatch
@@ -44,12 +43,12 @@ from adora_vl.rollout.turns import Turns, gone_on, play
 from adora_vl.tools.environments import Environments
 from adora_vl.training import policies
 from adora_vl.training.batch_rows import chosen_groups
-from adora_vl.training.generation import Extension, Generation, other_images
+from adora_vl.training.extensions import Extension, other_images
+from adora_vl.training.generation import Generation
 from adora_vl.training.guards import GenerationGuard
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
-from adora_vl.training.pool_state import EARLIER_FILES, PoolState
-from adora_vl.training.replay import Replay
+from adora_vl.training.pool_state import PoolState
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import RolloutError, UserError
 
@@ -62,7 +61,7 @@ class _Asked:
     member: int
     prompt: list[int]  # its tokens
     images: list[Any]  # that the engine sees with it
-    distorted: bool  # whether they are not the trainer's
+    compared: bool  # whether they are the trainer's, so that log-probabilities can be compared
     budget: int | None  # tokens that may come now; None: up to its end
     longest: int  # tokens of the whole answer
     said: int  # tokens that the policy has sampled before
@@ -104,27 +103,24 @@ class Pool:
         self.shape = Shape.of(context.config)
         self.turns = turns
         self.environments = environments
-        self.waits = (
-            self.asked.budget is not None
-        )  # whether a generation may begin more than it learns from
-        self.places = (
-            self.shape.rows * self.shape.steps // self.shape.generations
-        )  # groups of one rank
+        # whether a generation may begin more than it learns from
+        self.waits = self.asked.budget is not None
+        # groups of one rank
+        self.places = self.shape.rows * self.shape.steps // self.shape.generations
         # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer
         # step.
         chunks = self.shape.steps // self.shape.chunk
         unit = self.shape.unit
         self.least = math.ceil(max(self.places / 2, chunks * unit / self.shape.generations))
-        self.replay = Replay(context, judge.again, images.banks.more) if self.asked.replay else None
         self.aged = self.waits  # whether rollouts may be older than their generation
+        # now, and before the generations of the present step
         self.state, self._before = (
             PoolState(),
             PoolState(),
-        )  # now, and before the generations of the present step
-        self._sampled_at = -1  # the optimizer steps that had been made then
-        self._read: tuple[list[DrawnProblem], PromptBatch] | None = (
-            None  # the prompts that were asked last
         )
+        self._sampled_at = -1  # the optimizer steps that had been made then
+        # the prompts that were asked last
+        self._read: tuple[list[DrawnProblem], PromptBatch] | None = None
 
     # --------------------------------------------------------------------------------- a generation
 
@@ -133,15 +129,16 @@ class Pool:
 
         In a training, replace groups without signal, and weigh what is left.
         """
-        rows = generation.rows
+        rows: list[Row] = shown_rows(generation.rows)
+        generation.rows = rows
         size = generation.group_size
         self.guard.check(rows, generation.step)
-        if generation.mode == "train" and (self.aged or self.replay is not None):
+        if generation.mode == "train" and self.aged:
             if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
                 raise UserError(
                     "adora_rollouts: these rows do not say their numbers, by which problems that "
                     "wait are read again (a streamed data set, or a loader of your own); load the "
-                    "data set whole, or set budget, ahead and replay off"
+                    "data set whole, or set budget and ahead off"
                 )
             generation.number = self._until(generation.step, generation.micro)
         first = self.accelerator.process_index * len(rows)
@@ -154,28 +151,11 @@ class Pool:
         self._note(generation)
         budget = self._budget()
         groups = self._go_on(generation, drawn, budget)
-        learned, groups, fewest = self._rounds(generation, groups, budget)
+        groups, fewest = self._rounds(generation, groups, budget)
         self.state = replace(self.state, groups=tuple(groups), complete=fewest)
         if self.aged:
             self._log_ages(generation, budget)
-        fresh = {}
-        if self.replay is not None:
-            if "old_per_token_logps" not in generation.batch:
-                generation.batch["old_per_token_logps"] = self.context.policy_logps(
-                    generation.batch
-                )
-            fresh = self.replay.fresh(generation.batch, learned, generation.step)
-            generation.batch = self.replay.again(
-                generation.batch,
-                self.state.kept,
-                self.rows.__getitems__,
-                generation.step,
-                generation.key,
-            )
         self.judge.weigh(generation, self.extensions)
-        if self.replay is not None:
-            kept = self.replay.kept(self.state.kept, fresh, generation.batch["advantages"])
-            self.state = replace(self.state, kept=kept)
 
     def before_weights_change(self) -> None:
         """Called before the last micro-batch of every optimizer step."""
@@ -184,9 +164,8 @@ class Pool:
         """Keep what was there before an optimizer step's generations: a run that stops within goes
         on there.
         """
-        if (
-            self._sampled_at < 0 and self.waits and not self.asked.refill
-        ):  # whose groups may be superfluous
+        # whose groups may be superfluous
+        if self._sampled_at < 0 and self.waits and not self.asked.refill:
             self._say_what_is_lost(generation)
         if generation.step != self._sampled_at:
             self._before = self.state
@@ -233,22 +212,28 @@ class Pool:
         )
 
     def _begun(
-        self, generation: Generation, drawn: list[RolloutGroup], waiting: int
+        self, generation: Generation, drawn: list[RolloutGroup], waiting: int, least: int = 0
     ) -> list[RolloutGroup]:
         """The groups that begin now; the problems that do not stay drawn.
 
-        `waiting`: groups that have begun.
+        `waiting`: groups that have begun. `least`: so many begin in any case.
         """
         if not self.waits:
             return drawn
         known = {group.problem: group.row for group in drawn}
         problems = [*self.state.drawn, *known]
         count = policies.how_many_begin(
-            waiting, self.state.complete, self.places, self._left(generation)
+            waiting,
+            complete=self.state.complete,
+            places=self.places,
+            left=self._left(generation),
+            least=least,
         )
         empty = (Rollout(),) * generation.group_size
         begun = [
-            RolloutGroup(one, known.get(one, Row()), generation.number, empty)
+            RolloutGroup(
+                problem=one, row=known.get(one, Row()), began=generation.number, rollouts=empty
+            )
             for one in problems[:count]
         ]
         self.state = replace(self.state, drawn=tuple(problems[count:]))
@@ -271,7 +256,7 @@ class Pool:
         if budget is None:
             return self._sampled(generation, groups, limits)
         needed = policies.groups_to_complete(
-            len(groups), self.places, self._left(generation), self.least
+            len(groups), places=self.places, left=self._left(generation), least=self.least
         )
         if needed == len(groups):
             return self._sampled(generation, groups, limits)
@@ -295,12 +280,13 @@ class Pool:
 
     def _rounds(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None
-    ) -> tuple[list[RolloutGroup], list[RolloutGroup], int]:
+    ) -> tuple[list[RolloutGroup], int]:
         """Grade what is complete, and what further problems bring as long as any rank lacks groups
-        with signal. Returns the groups of the batch, those that wait, and how many of them have
-        ended on the rank with the fewest.
+        with signal. Returns the groups that wait, and how many of them have ended on the rank with
+        the fewest.
         """
         learned, groups, fewest = self._judged(generation, groups, self.places)
+        assert learned, "a generation has groups that are complete on every rank"
         lengths = _lengths(generation)
         replaced = 0
         size = generation.group_size
@@ -323,7 +309,7 @@ class Pool:
                 break
             further = replace(generation, attempt=attempt)
             count = policies.groups_for(policies.MORE * lacks, [share], self.places)
-            groups = self._with_further(further, groups, budget, count - fewest)
+            groups = self._with_further(further, groups=groups, budget=budget, count=count - fewest)
             more, groups, fewest = self._judged(further, groups, count)
             if not more:  # on no rank: none has ended within the budget
                 continue
@@ -337,7 +323,9 @@ class Pool:
             replaced += sum(number != place for place, number in enumerate(chosen[: len(live)]))
             both = [*learned, *more]
             pad_id = self.context.pad_id
-            generation.batch = chosen_groups(generation.batch, further.batch, chosen, size, pad_id)
+            generation.batch = chosen_groups(
+                generation.batch, further=further.batch, groups=chosen, size=size, pad_id=pad_id
+            )
             learned = [both[number] for number in chosen]
             generation.rows = [group.row for group in learned for _ in group.rollouts]
         if self.asked.refill:
@@ -346,7 +334,7 @@ class Pool:
             self.state = replace(
                 self.state, lengths=(*self.state.lengths, lengths)[-policies.REMEMBERED :]
             )
-        return learned, groups, fewest
+        return groups, fewest
 
     def _with_further(
         self, generation: Generation, groups: list[RolloutGroup], budget: int | None, count: int
@@ -371,7 +359,10 @@ class Pool:
         self.guard.check(rows, generation.step)
         begun = [
             RolloutGroup(
-                DrawnProblem(number, generation.where, place), row, generation.number, empty
+                problem=DrawnProblem(number, generation.where, place),
+                row=row,
+                began=generation.number,
+                rollouts=empty,
             )
             for (place, number), row in zip(
                 enumerate(numbers, rank * self.places), rows, strict=True
@@ -435,7 +426,7 @@ class Pool:
                     answers = self.sampler.sample(asks, prompts)
             found = {}
             for (place, rollout), one, answer in zip(going.items(), asks, answers, strict=True):
-                how = turn, self._has_ended, step, asked[place].distorted
+                how = turn, self._has_ended, step, asked[place].compared
                 found[place] = gone_on(rollout, one, answer, asked[place].longest, *how)
             return found
 
@@ -443,10 +434,12 @@ class Pool:
             asked, prompts = self._asked(generation, groups, limits, began)
             played = play(
                 began,
-                ask,
-                lambda place, rollout: self._answered(asked[place], rollout, generation.step),
-                lambda place, rollout: self._room(asked[place], rollout) > 0,
-                self.on_any_rank,
+                ask=ask,
+                answered=lambda place, rollout: self._answered(
+                    asked[place], rollout, generation.step
+                ),
+                may_go_on=lambda place, rollout: self._room(asked[place], rollout) > 0,
+                any_rank=self.on_any_rank,
             )
         numbered = [(group, list(enumerate(group.rollouts))) for group in groups]
         return [
@@ -480,14 +473,14 @@ class Pool:
         self._read = [groups[number].problem for number, _ in began], prompts
         extensions = self.extensions if generation.mode == "train" else ()
         images = prompts.images or [None] * len(rows)
-        others = other_images(extensions, groups, [*began], images)
+        others = other_images(extensions, groups=groups, members=[*began], images=images)
         asked = {}
         for (number, member), ids, own, other in zip(
             began, prompts.ids, images, others, strict=True
         ):
-            longest = self.longest(groups[number], member)
+            longest = self.config.max_completion_length
             said = len(began[number, member].said)
-            shown = ids, list(other or own or ()), other is not None
+            shown = ids, list(other or own or ()), other is None
             asked[number, member] = _Asked(
                 groups[number], member, *shown, limits[number], longest, said
             )
@@ -517,13 +510,18 @@ class Pool:
             else group.problem
         )
         images = [*asked.images, *(picture.image for picture in rollout.pictures)]
-        return RolloutAsk([*asked.prompt, *had], images, together, seed, self._room(asked, rollout))
+        return RolloutAsk(
+            ids=[*asked.prompt, *had],
+            images=images,
+            together=together,
+            seed=seed,
+            limit=self._room(asked, rollout),
+        )
 
     def _answered(self, asked: _Asked, rollout: Rollout, step: int) -> Rollout:
         """The rollout, whose turn has ended, with what tools say to it."""
-        if self.turns is None or not self._has_ended(
-            rollout.turn
-        ):  # it may have been stopped in a loop
+        # it may have been stopped in a loop
+        if self.turns is None or not self._has_ended(rollout.turn):
             return rollout
         problem = asked.group.problem
         seed = f"{self.config.seed}/{problem.where}/{problem.place}/{asked.group.first_member + asked.member}"
@@ -535,12 +533,6 @@ class Pool:
 
     def _has_ended(self, tokens: Sequence[int]) -> bool:
         return self.judge.ends.ended(tokens, self.judge.ends.decode(tokens))
-
-    def longest(self, group: RolloutGroup, member: int) -> int:
-        """The tokens at which an answer is cut off: the same for all, unless
-        `benchmarks.long_tailed` sets it.
-        """
-        return int(self.config.max_completion_length)
 
     def _prompts(self, groups: Sequence[RolloutGroup]) -> PromptBatch | None:
         """Of these groups, if they are what was asked last."""
@@ -590,25 +582,18 @@ class Pool:
 
     # --------------------------------------------------------------------------------- a checkpoint
 
-    def forget_kept(self) -> None:
-        """The policy has moved too far from the one that sampled the groups that were to come
-        again.
-        """
-        self.state = replace(self.state, kept=())
-
     def save(self, folder: Path) -> None:
         """Write what waits on this rank.
 
         Where nothing was learned from the last generations, they are sampled again, so what waited
         before them is written.
         """
-        if not self.aged and self.replay is None:
+        if not self.aged:
             return
         now = self._before if self.context.state().global_step == self._sampled_at else self.state
         there = 0
-        with suppress(
-            RolloutError, UserError
-        ):  # raised on all ranks: servers that have failed are asked again
+        # raised on all ranks: servers that have failed are asked again
+        with suppress(RolloutError, UserError):
             for one in now.coming:
                 one.ticket.join()
                 there += 1
@@ -619,22 +604,12 @@ class Pool:
 
         Raises `UserError` where another number of processes wrote it.
         """
-        unread = [file.name for name in EARLIER_FILES for file in checkpoint.glob(name)]
-        if unread and self.accelerator.is_main_process:
-            tqdm.write(
-                f"resume_from_checkpoint: {str(checkpoint)!r} is of an earlier version: rollouts "
-                f"that it has set aside ({', '.join(sorted(unread))}) are not read, and their "
-                "problems come again in a later epoch",
-                file=sys.stderr,
-            )
         found = PoolState.load(
             checkpoint, self.accelerator.process_index, self.accelerator.num_processes
         )
-        kept = found.kept[-self.asked.replay :] if self.asked.replay else ()
         coming = [replace(one, groups=tuple(self._with_rows(one.groups))) for one in found.coming]
-        self.state = replace(
-            found, groups=tuple(self._with_rows(found.groups)), coming=tuple(coming), kept=kept
-        )
+        groups = tuple(self._with_rows(found.groups))
+        self.state = replace(found, groups=groups, coming=tuple(coming))
 
 
 def _lengths(generation: Generation) -> tuple[int, ...]:

@@ -15,8 +15,7 @@ import torch
 from PIL import Image
 
 from adora_vl.checkpoint.store import load_of_rank, save_of_rank
-from adora_vl.data.dataloader import kept
-from adora_vl.data.images import open_picture, png_bytes
+from adora_vl.data.images import kept, open_picture, png_bytes
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,
@@ -31,19 +30,6 @@ from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
 FILES = "pool"  # in a checkpoint
-EARLIER_FILES = ("partial-*.pt", "replay-*.pt", "rollouts-ahead.json")  # of versions before
-
-
-@dataclass(frozen=True)
-class KeptGroup:
-    """A group that was learned from, and may come again."""
-
-    group: RolloutGroup  # without its row
-    columns: dict[
-        str, torch.Tensor
-    ]  # of its rollouts in the batch it is from, as wide as the longest: of that policy
-    size: float  # the sum of |advantages|
-    step: int  # optimizer steps that had been made when it was learned from
 
 
 @dataclass(frozen=True)
@@ -91,7 +77,6 @@ class PoolState:
     lengths: tuple[
         tuple[int, ...], ...
     ] = ()  # tokens of the answers of the last generations, of all ranks
-    kept: tuple[KeptGroup, ...] = ()  # for replay, the oldest first
     coming: tuple[ComingGeneration, ...] = ()  # from the next one on
     signal: tuple[
         float, ...
@@ -100,7 +85,6 @@ class PoolState:
     def save(self, folder: Path, rank: int) -> None:
         """Into a checkpoint; problems by their numbers, since the data set has them."""
         drawn = [vars(problem) for problem in self.drawn]
-        kept = [{**vars(one), "group": _packed(one.group)} for one in self.kept]
         groups = [*self.groups, *(group for one in self.coming for group in one.groups)]
         shown = [
             picture
@@ -116,7 +100,6 @@ class PoolState:
         content: dict[str, Any] = {
             "drawn": drawn,
             "groups": [*map(_packed, self.groups)],
-            "kept": kept,
         }
         content |= {
             "complete": self.complete,
@@ -125,7 +108,10 @@ class PoolState:
             "images": encoded,
         }
         save_of_rank(
-            folder, FILES, rank, {**content, "coming": [one.packed() for one in self.coming]}
+            folder,
+            kind=FILES,
+            rank=rank,
+            content={**content, "coming": [one.packed() for one in self.coming]},
         )
 
     @classmethod
@@ -138,7 +124,7 @@ class PoolState:
         if first is None:
             return cls()
         before = len(list(checkpoint.glob(f"{FILES}-*.pt")))
-        asked = [group for one in first.get("coming", ()) for group in one["groups"]]
+        asked = [group for one in first["coming"] for group in one["groups"]]
         paused = first["groups"] or any(
             one["spans"] for group in asked for one in group["rollouts"]
         )
@@ -148,28 +134,24 @@ class PoolState:
                 f"(adora_rollouts.budget) of {before} processes, now {ranks}; start as many as "
                 "before"
             )
-        found = load_of_rank(checkpoint, FILES, rank) or {**first, "kept": ()}
+        found = load_of_rank(checkpoint, FILES, rank) or first
         if (
             before != ranks
             # what was drawn and asked for belongs to those processes; it comes again in a later
             # epoch
         ):
             found = {**found, "drawn": (), "coming": ()}
-        images = {digest: _image_in(encoded) for digest, encoded in found.get("images", {}).items()}
+        images = {digest: _image_in(encoded) for digest, encoded in found["images"].items()}
         groups = tuple(_unpacked(one, images) for one in found["groups"])
         drawn = tuple(DrawnProblem(**one) for one in found["drawn"])
-        kept = tuple(
-            KeptGroup(**{**one, "group": _unpacked(one["group"], {})}) for one in found["kept"]
-        )
-        coming = tuple(ComingGeneration.unpacked(one, images) for one in found.get("coming", ()))
+        coming = tuple(ComingGeneration.unpacked(one, images) for one in found["coming"])
         return cls(
             drawn,
             groups,
             found["complete"],
             found["lengths"],
-            kept,
             coming,
-            found.get("signal", ()),
+            found["signal"],
         )
 
 
@@ -207,12 +189,15 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
             Span(tuple(tokens.tolist()), _logps(logps), step)
             for tokens, logps, step in one["spans"]
         )
-        pictures = tuple(
-            Picture(digest, images[digest], span) for digest, span in one.get("pictures", ())
-        )
-        calls = tuple(Call(**call) for call in one.get("calls", ()))
+        pictures = tuple(Picture(digest, images[digest], span) for digest, span in one["pictures"])
+        calls = tuple(Call(**call) for call in one["calls"])
         rollouts.append(Rollout(**{**one, "spans": spans, "pictures": pictures, "calls": calls}))
-    return RolloutGroup(DrawnProblem(**packed["problem"]), Row(), packed["began"], tuple(rollouts))
+    return RolloutGroup(
+        problem=DrawnProblem(**packed["problem"]),
+        row=Row(),
+        began=packed["began"],
+        rollouts=tuple(rollouts),
+    )
 
 
 def _logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:

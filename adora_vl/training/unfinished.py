@@ -79,7 +79,7 @@ class UnfinishedGeneration:
         if bank is not None:
             own["first"] = bank.first
             own["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
-        save_of_rank(folder, FILES, self.accelerator.process_index, own)
+        save_of_rank(folder, kind=FILES, rank=self.accelerator.process_index, content=own)
         return {_FACTS: {"micro_step": micro_step, **self._sizes()}}
 
     def load(self, checkpoint: Path) -> tuple[int, list[Batch], str] | None:
@@ -103,22 +103,12 @@ class UnfinishedGeneration:
         bank = self.banks.new("train")
         for key, patches, grid in own["images"]:
             bank.hold(key, patches.to(device), grid)
-        if any("token_weights" in micro for micro in own["micro_batches"]):
-            raise UserError(
-                f"resume_from_checkpoint: {str(checkpoint)!r} was saved by an earlier version in "
-                "the middle of a generation with visual_tokens; name a checkpoint between two "
-                "generations"
-            )
         micro_batches: list[Batch] = send_to_device(own["micro_batches"], device)
         for micro in micro_batches:
             references = micro.get("pixel_values")
             if references is not None and not references.is_floating_point():
                 micro["pixel_values"] = references + (bank.first - own["first"])
-        return (
-            facts["micro_step"],
-            micro_batches,
-            own.get("table", ""),
-        )  # older checkpoints have none
+        return facts["micro_step"], micro_batches, own["table"]
 
     def _sizes(self) -> dict[str, int]:
         """On which the division into micro-batches depends, by TRL's keys."""

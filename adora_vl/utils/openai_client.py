@@ -76,13 +76,15 @@ class Reply:
     finish_reason: str
     n_prompt_tokens: int
     calls: tuple[Mapping[str, Any], ...] | None = None
+    thinking_opened: bool = False  # whether its prompt is known to end in `<think>`
 
 
 class EndpointError(SpokenError):
     """One call gave no usable answer; `str` says why.
 
     `again`: whether another attempt may succeed. `refused`: the server takes no call with this key.
-    `too_long`: nor with this prompt, which the model's context does not hold.
+    `too_long`: nor with this prompt, which the model's context does not hold. `unreachable`: nobody
+    answers at the address.
     """
 
     def __init__(
@@ -93,12 +95,14 @@ class EndpointError(SpokenError):
         wait_s: float = 0.0,
         refused: bool = False,
         too_long: bool = False,
+        unreachable: bool = False,
     ) -> None:
         super().__init__(reason)
         self.again = again
         self.wait_s = wait_s
         self.refused = refused
         self.too_long = too_long
+        self.unreachable = unreachable
 
 
 def check_url(name: str, url: str) -> str:
@@ -149,16 +153,29 @@ class ChatClient:
         return None if self._answers is None else self._answers.get(self._key(messages))
 
     def _key(self, messages: Messages) -> str:
-        request = [self.endpoint.url, self._fields, list(messages)]
+        # Not the address: the same model on another port or node gives the same answers.
+        request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
         """What `read` makes of the answer, which `cached` gives from now on.
 
         `read` may raise `EndpointError` for an answer of the wrong form, which is then asked for
-        again.
+        again, unless it was cut off at the limit on its tokens.
         """
-        answer: str = self._patiently(lambda: read(self._call(messages, {}).text))
+
+        def asked() -> str:
+            reply = self._call(messages, {})
+            try:
+                return read(reply.text)
+            except EndpointError as error:
+                if reply.finish_reason != "length":
+                    raise
+                # The next attempt would end at the same limit.
+                cut = f"{error}; it was cut off at the limit on its tokens"
+                raise EndpointError(cut, again=False) from error
+
+        answer: str = self._patiently(asked)
         if self._answers is not None and self._file is not None:
             with written_to("judge_cache", self._file):
                 self._answers.put(self._key(messages), answer)
@@ -194,7 +211,10 @@ class ChatClient:
                 if attempt == self.endpoint.attempts or not error.again:
                     why = f"{error} (attempt {attempt})"
                     raise EndpointError(
-                        why, refused=error.refused, too_long=error.too_long
+                        why,
+                        refused=error.refused,
+                        too_long=error.too_long,
+                        unreachable=error.unreachable,
                     ) from error
                 time.sleep(min(max(wait, error.wait_s), _LONGEST_WAIT_S))
             wait *= 2
@@ -210,19 +230,12 @@ class ChatClient:
         try:
             found = json.loads(received)
             choice = found["choices"][0]
-            text = choice["message"]["content"]
             usage = found.get("usage") or {}
-            if not isinstance(
-                text, str
-            ):  # a refusal, a call of a tool, or reasoning that was cut off; no answer
-                raise EndpointError(
-                    f"the reply has no text (its finish_reason is {choice.get('finish_reason')!r})"
-                )
             return Reply(
-                text,
-                _count(usage.get("completion_tokens")),
-                "length" if choice.get("finish_reason") == "length" else "stop",
-                _count(usage.get("prompt_tokens")),
+                text=_text_of(choice),
+                n_tokens=_count(usage.get("completion_tokens")),
+                finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+                n_prompt_tokens=_count(usage.get("prompt_tokens")),
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise EndpointError("the reply is not a chat completion") from error
@@ -243,14 +256,19 @@ class ChatClient:
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         try:
-            status, said, received = fetch(address, self.endpoint.timeout_s, content, headers)
+            status, said, received = fetch(
+                address, timeout_s=self.endpoint.timeout_s, content=content, headers=headers
+            )
         except (
             OSError,
             httpx.HTTPError,
             httpx.InvalidURL,
             ValueError,
         ) as error:  # no connection, too late, no HTTP
-            raise EndpointError(f"{type(error).__name__}: {error}") from error
+            is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
+            raise EndpointError(
+                f"{type(error).__name__}: {error}", unreachable=is_unreachable
+            ) from error
         if httpx.codes.is_success(status):
             return received
         again = status in _RETRIED
@@ -278,7 +296,9 @@ def fetch(
     redirect is followed: the key goes to the address that the user named. Raises what httpx raises,
     `OSError`, and `EndpointError` for a body without end.
     """
-    exchange = partial(asyncio.run, _exchange(address, timeout_s, content, headers))
+    exchange = partial(
+        asyncio.run, _exchange(address, timeout_s=timeout_s, content=content, headers=headers)
+    )
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -323,6 +343,25 @@ def is_here(address: str) -> bool:
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
     return found.is_loopback or found.is_unspecified
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
+    """The text of a choice in a reply.
+
+    A server with a reasoning parser sends null where the model came to no text behind its thinking:
+    that is an empty answer. Raises `EndpointError` where null stands for something else, a refusal
+    or a call of a tool, and `LookupError` where there is no content.
+    """
+    message = choice["message"]
+    text = message["content"]
+    if isinstance(text, str):
+        return text
+    reason = choice.get("finish_reason")
+    is_thinking = any(message.get(key) for key in ("reasoning_content", "reasoning"))
+    asks_something_else = any(message.get(key) for key in ("refusal", "tool_calls"))
+    if text is None and not asks_something_else and (reason == "length" or is_thinking):
+        return ""
+    raise EndpointError(f"the reply has no text (its finish_reason is {reason!r})")
 
 
 def _count(value: Any) -> int:

@@ -1,6 +1,4 @@
-"""When does attenuation help?
+"""A text task whose answers are guesses or chains, in four regimes, and one arm trained on it.
 
-Six ways to weigh groups, in four regimes, on a task whose answers are guesses or chains.
-
-The question, the design and the results are in docs/experiments.md.
+Question, design and results stand in docs/experiments.md.
 """

@@ -6,31 +6,22 @@ The engine of a process serves all its runs.
 import gc
 import json
 import math
-import random
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
-from adora_vl.advantage import AdoraWeighting, AdvantagePipeline, Groups
-from adora_vl.advantage.groups import scheduled
-from adora_vl.advantage.grpo import is_constant
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.utils.files import replace_file
 from benchmarks.attenuation.task import ChainProblem, Settings, Trial, is_chain, is_right, problems
 
-# a key of an arm, and one of a step
-YOKED_TO = "yoked_to"
-SIGNAL_WEIGHT = "signal_weight"
 LOGGED = (
     "adora/tds_share",
     "adora/weight_mean",
@@ -105,53 +96,6 @@ class AnswerCounts:
         return out
 
 
-class SignalWeights:
-    """Notes the mean weight of the groups that carry signal, step by step, and gives a yoked run
-    those of another.
-    """
-
-    def __init__(self, methods: AdvantagePipeline, record: Sequence[float | None] | None) -> None:
-        """`record`: the means of the run to replay, None in a step without such a group.
-
-        None: this run is free.
-        """
-        self.means: dict[
-            int, float
-        ] = {}  # by step; a batch is weighed when it is graded and again when it is final
-        self._methods = methods
-        self._weigh = methods.weigh
-        self._record = record
-        methods.weigh = self  # type: ignore[method-assign]
-
-    def __call__(self, groups: Groups) -> AdoraWeighting:
-        weighting = self._weigh(groups)
-        signal_P = ~is_constant(groups.rewards_PG)
-        if self._record is not None:
-            recorded = self._record[groups.step]
-            weighting = self._yoked(
-                weighting, signal_P, 1.0 if recorded is None else recorded, groups.step
-            )
-        self.means[groups.step] = weighting.weights_P[signal_P].mean().item() * weighting.rate
-        return weighting
-
-    def _yoked(
-        self, weighting: AdoraWeighting, signal_P: Tensor, mean: float, step: int
-    ) -> AdoraWeighting:
-        """The learning rate times `mean`, or as many groups attenuated, drawn by chance, as it
-        takes to have it.
-        """
-        options = self._methods.judged_by
-        weights_P = torch.ones_like(weighting.weights_P)
-        if options.assign == "rate":
-            return replace(weighting, weights_P=weights_P, rate=mean)
-        factor = scheduled(options.factor).at(step)
-        able = signal_P.nonzero()[:, 0].tolist()
-        rng = random.Random(f"{self._methods.seed}/{step}")
-        number = len(able) * (1 - mean) / (1 - factor)
-        weights_P[rng.sample(able, min(len(able), int(number + rng.random())))] = factor
-        return replace(weighting, weights_P=weights_P)
-
-
 class HeldOutCurve(TrainerCallback):
     """Evaluates on held-out problems, with answers sampled as in training, every time from the same
     random numbers.
@@ -204,41 +148,9 @@ class HeldOutCurve(TrainerCallback):
         self.points.append({"step": step, **tally.figures(share_a=0.75)})
 
 
-@torch.no_grad()
-def groups_of_start(settings: Settings, job: Trial, start: Path, number: int = 192) -> Groups:
-    """The answers of a start to as many problems of a regime as `number`, before anything is
-    learned.
-    """
-    model: Any = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(start)
-    drawn = problems(number, settings.regimes[job.regime], f"forecast/{job.regime}/{job.seed}")
-    asked = tokenizer([problem.prompt for problem in drawn], return_tensors="pt")
-    torch.manual_seed(job.seed)
-    out_BT = model.generate(
-        input_ids=asked["input_ids"],
-        attention_mask=asked["attention_mask"],
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=6 * settings.regimes[job.regime].operations + 6,
-        num_return_sequences=settings.generations,
-    )[:, asked["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(out_BT, skip_special_tokens=True)
-    right = [
-        is_right(text, drawn[i // settings.generations], job.reward) for i, text in enumerate(texts)
-    ]
-    shape = (number, settings.generations)
-    ended_BT = out_BT == tokenizer.eos_token_id
-    lengths_B = torch.where(ended_BT.any(dim=1), ended_BT.int().argmax(dim=1) + 1, out_BT.shape[1])
-    truncated_PG = ~ended_BT.any(dim=1).view(shape)
-    return Groups(
-        torch.tensor(right).float().view(shape), lengths_B.float().view(shape), truncated_PG
-    )
-
-
 def _config(settings: Settings, job: Trial, folder: Path) -> Any:
     regime = settings.regimes[job.regime]
     rows = settings.prompts * settings.generations
-    options = {key: value for key, value in settings.arms[job.arm].items() if key != YOKED_TO}
     return AdoraGRPOConfig(
         output_dir=str(folder),
         use_cpu=True,
@@ -256,7 +168,7 @@ def _config(settings: Settings, job: Trial, folder: Path) -> Any:
         temperature=1.0,
         lr_scheduler_type="constant",
         adora_truncated="eos",
-        adora_method={"adora": options},
+        adora_method={"adora": settings.arms[job.arm]},
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -271,13 +183,12 @@ def run_job(
     job: Trial,
     start: Path,
     facts: dict[str, str],
-    record: Sequence[float | None] | None = None,
 ) -> dict[str, Any]:
     """Train one arm from a start.
 
     Returns its figures: held-out points, and what each generation was like.
 
-    `facts`: what else to write down. `record`: the mean weights that a yoked arm replays.
+    `facts`: what else to write down.
     """
     began = time.perf_counter()
     processor = time.process_time()
@@ -308,13 +219,11 @@ def run_job(
         )
         batches.clear()  # of the two answers that a reward is tried on
         watch.trainer = trainer
-        weights = SignalWeights(trainer.methods, record)
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
-    for batch, entry, mean in zip(batches, history, weights.means.values(), strict=True):
-        batch[SIGNAL_WEIGHT] = mean
+    for batch, entry in zip(batches, history, strict=True):
         batch |= {key.removeprefix("adora/"): entry[key] for key in LOGGED if key in entry}
-    del trainer, watch.trainer, weights, model
+    del trainer, watch.trainer, model
     gc.collect()
     return {
         **asdict(job),
@@ -341,8 +250,3 @@ def rounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def write_result(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, json.dumps(result) + "\n")
-
-
-def read_record(path: Path) -> list[float | None]:
-    """The mean weights of a finished run, for one that is yoked to it."""
-    return [step.get(SIGNAL_WEIGHT) for step in json.loads(path.read_text())["steps"]]

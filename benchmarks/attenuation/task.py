@@ -5,9 +5,8 @@ written chain.
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +110,9 @@ def draw(
     chain, answer = chain_text(start, operations, slips)
     assert answer == wanted
     label = {"A": "two", "B": "ten"}[family] if regime.labelled else "any"
-    return ChainProblem(f"{label}: {form(start, operations)}\n", chain, answer, family)
+    return ChainProblem(
+        prompt=f"{label}: {form(start, operations)}\n", chain=chain, answer=answer, family=family
+    )
 
 
 def problems(
@@ -193,11 +194,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Settings:
-    """`recipes`: keys of the config by name.
-
-    `runs`: regime, recipe, number of seeds; optionally arms, the first seed, whether to use the
-    engine, the seeds of the arithmetic models, and what is rewarded.
-    """
+    """The experiment's settings. `recipes` and `arms` are keys of the config by name."""
 
     start: Teaching
     steps: int
@@ -208,7 +205,6 @@ class Settings:
     regimes: dict[str, Regime]
     recipes: dict[str, dict[str, Any]]
     arms: dict[str, dict[str, Any]]
-    runs: list[dict[str, Any]]
 
     def training(self, job: Trial) -> dict[str, Any]:
         """The keys of the config that a run's recipe sets, on top of those of the first recipe."""
@@ -217,26 +213,6 @@ class Settings:
             **next(iter(self.recipes.values())),
             **self.recipes[job.recipe],
         }
-
-    def jobs(self) -> Iterator[Trial]:
-        """Seed by seed within an entry of `runs`, so that what is unfinished is the same with fewer
-        seeds.
-        """
-        for entry in self.runs:
-            first = entry.get("first_seed", 0)
-            for seed in range(first, first + entry["seeds"]):
-                for model, reward in product(
-                    entry.get("models", [0]), entry.get("rewards", REWARDS[:1])
-                ):
-                    for arm in entry.get("arms", self.arms):
-                        own = (
-                            entry["regime"],
-                            entry["recipe"],
-                            seed,
-                            arm,
-                            entry.get("engine", False),
-                        )
-                        yield Trial(*own, model, reward)
 
 
 def read_settings(path: Path = SETTINGS) -> Settings:

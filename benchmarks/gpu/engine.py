@@ -1,5 +1,5 @@
-"""Training with vLLM inside: the doctor on the tiny model, in both dtypes, and rollouts that can be
-drawn again; on the 3B model; and the one-GPU recipe's path at the widths of the 3B model.
+"""Training with vLLM inside: rollouts that can be drawn again, the doctor on the 3B model, and the
+one-GPU recipe's path at the widths of the 3B model.
 
 The doctor compares engine and policy cold, far from the start, after changes to the language model
 and to the vision tower (weights streamed, caches reset), and after the engine has slept. A CPU
@@ -61,18 +61,11 @@ def varied(completions, completion_ids, **kwargs):
 
 
 def run(setting: Setting) -> Iterator[Line]:
+    """What the doctor does not look at: rollouts drawn again, and memory that sleeps may cost."""
     if setting.on_gpu and find_cpu_build():
         yield WRONG_BUILD
         return
     with tempfile.TemporaryDirectory() as folder:
-        dtypes = ("bfloat16", "float32") if setting.on_gpu else ("float32",)
-        for dtype in dtypes:
-            yield from doctor(setting, dtype, Path(folder))
-        if not setting.on_gpu:
-            yield skipped(
-                "bfloat16",
-                "the CPU engine is held in float32 here; bfloat16 is what a GPU trains in",
-            )
         yield from seeded(setting, Path(folder))
 
 
@@ -170,7 +163,13 @@ def as_line(found: dict[str, Any], dtype: str) -> Line:
     if found["status"] == Status.SKIPPED:
         return skipped(what, detail)
     ok = found["status"] == Status.PASSED
-    return Line(what, detail, "the doctor's", Verdict.OK if ok else Verdict.FAIL, found["remedy"])
+    return Line(
+        what=what,
+        figure=detail,
+        bound="the doctor's",
+        verdict=Verdict.OK if ok else Verdict.FAIL,
+        note=found["remedy"],
+    )
 
 
 def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
@@ -218,7 +217,7 @@ def free_after_sleeps(setting: Setting, sample_and_sleep: Callable[[], object]) 
         torch.cuda.synchronize(setting.device)
         free.append(torch.cuda.mem_get_info(setting.device)[0] / GIB)
     source = f"{LEAK} GiB a sleep, since allocators round; {free[0]:.3g} GiB free after the first"
-    return at_most(what, free[0] - free[-1], LEAK * SLEEPS, "GiB", source)
+    return at_most(what, value=free[0] - free[-1], bound=LEAK * SLEEPS, unit="GiB", source=source)
 
 
 def rate(what: str, steps: Sequence[dict[str, Any]]) -> Line:
@@ -246,7 +245,7 @@ def recipe(setting: Setting) -> Iterator[Line]:
         folder = Path(name)
         words = recipe_words(setting, folder)
         for runner in _RUNNERS if setting.on_gpu else (None,):
-            yield from doctor(setting, dtype, folder, words, runner)
+            yield from doctor(setting, dtype=dtype, folder=folder, words=words, runner=runner)
             if not list(folder.glob(f"*{runner or dtype}.json")):
                 yield skipped(
                     f"{GENERATIONS} generations, {runner or dtype}",
@@ -290,7 +289,11 @@ def drift(setting: Setting) -> Iterator[Line]:
         words += ["--model_name_or_path", str(Path(name) / "model")]
         of = f"{config.text_config.num_hidden_layers} layers"
         yield from doctor(
-            setting, "bfloat16" if setting.on_gpu else "float32", Path(name), words, of=of
+            setting,
+            dtype="bfloat16" if setting.on_gpu else "float32",
+            folder=Path(name),
+            words=words,
+            of=of,
         )
 
 
@@ -330,9 +333,8 @@ def recipe_words(setting: Setting, folder: Path) -> list[str]:
         cut(text, _LAYERS)
         eye.depth = _EYE_LAYERS
         eye.fullatt_block_indexes = [_EYE_LAYERS - 1]
-    config.tie_word_embeddings = text.tie_word_embeddings = (
-        setting.on_gpu
-    )  # as published; a CPU engine refuses it
+    # as published; a CPU engine refuses it
+    config.tie_word_embeddings = text.tie_word_embeddings = setting.on_gpu
     write(setting, config, folder / "model")
     (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
     keys = {
@@ -382,7 +384,11 @@ def generations(
     drifts = [step["adora/drift"] for step in steps]
     bound = _DRIFT[dtype]
     yield at_most(
-        f"{what}: drift at most", max(drifts, default=float("nan")), bound, "nats a token", _SEEN
+        f"{what}: drift at most",
+        value=max(drifts, default=float("nan")),
+        bound=bound,
+        unit="nats a token",
+        source=_SEEN,
     )
     yield rate(f"{what}: rollout tokens per second", steps)
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+from adora_vl.evals.inference.engines import build_engine
+from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings
 from eval import command
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
-from eval.inference.engines import build_engine
-from eval.inference.requests import AnswerEngine, AnswerEngineSettings
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
 

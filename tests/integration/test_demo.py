@@ -59,7 +59,7 @@ def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
             "600",
         ]
     )
-    command = ["-m", "eval.geometry3k", "run", "--model", str(PRETRAINED), "--data", data]
+    command = ["-m", "eval.problems", "run", "--model", str(PRETRAINED), "--data", data]
     run(
         [
             sys.executable,

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.inference.predictions import IMAGE_FAILED, read_predictions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.launch import STARTUP_LOG
 from eval.command import main
-from eval.inference.predictions import IMAGE_FAILED, read_predictions
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.integration.support import launch, run
 from tests.support.benchmark_data import (

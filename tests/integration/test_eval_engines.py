@@ -13,13 +13,13 @@ from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.data.dataset import write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.predictions import read_predictions
+from adora_vl.evals.records import Prediction
 from adora_vl.rollout.prompt_tokens import NEVER_SAMPLED
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 from eval.command import main
 from eval.geometry3k import BENCHMARK
-from eval.inference.chat import ChatProcessor
-from eval.inference.predictions import read_predictions
-from eval.records import Prediction
 
 pytestmark = pytest.mark.slow
 
@@ -47,12 +47,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "visual" not in name:
                 parameter.mul_(2)  # or the fresh model repeats one token whatever it is shown
-        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= (
-            10  # wanted, if allowed
-        )
-    model.generation_config.repetition_penalty = (
-        1.3  # Qwen2.5-VL's has 1.05; greedy means greedy for both engines
-    )
+        # wanted, if allowed
+        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= 10
+    # Qwen2.5-VL's has 1.05; greedy means greedy for both engines
+    model.generation_config.repetition_penalty = 1.3
     model.save_pretrained(folder / "model")
     write_split(rows, folder / "data", "test")
     return folder

@@ -22,6 +22,7 @@ from adora_vl.config.reading import read
 from adora_vl.config.schema import parse
 from adora_vl.config.where import DryRunOptions, Where
 from adora_vl.doctor import __main__ as doctor
+from adora_vl.evals.benchmark import NAMES
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
@@ -35,7 +36,7 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from eval.benchmark import NAMES
+from tests.support.examples import entry
 from tests.support.sft_adapter import sft_adapter
 from tests.unit.checkpoint.test_checkpoint import make
 from tests.unit.config.test_recipes import CONFIGS, PAIRS
@@ -43,6 +44,7 @@ from tests.unit.config.test_recipes import CONFIGS, PAIRS
 CPU = ["--use_cpu", "true", "--bf16", "false"]
 BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
+ROOM = ["--use_vllm", "true", "--vllm_max_model_length", "900", "--max_completion_length", "300"]
 FOUR = "--load_in_4bit true --dtype bfloat16 --use_peft true --lora_target_modules q_proj up_proj"
 REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 
@@ -95,7 +97,12 @@ def here(tmp_path_factory):
         "def bad(completions, **columns):\n    return [1 / 0 for _ in completions]\n"
     )
     (folder / "syntax.py").write_text("def f(:")
-    (folder / "old.yaml").write_text("adora_mode: off")
+    (folder / "wrong.yaml").write_text("adora_mode: off")
+    (folder / "look.py").write_text(
+        'def look() -> str:\n    """Look at <|image_pad|>."""\n    return "a"\n\n\n'
+        "class Board:\n    def reset(self, **row):\n        return ' Answer <|im_end|>'\n\n"
+        '    def go(self) -> str:\n        """Go."""\n        return "x"\n'
+    )
     (folder / "file").touch()
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")
@@ -117,6 +124,10 @@ def rows(number: int = 20, **columns: Any) -> Dataset:
         "answer": "1",
     }
     return Dataset.from_list([{**row, **columns}] * number)
+
+
+def says(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
 
 
 def from_python(words: list[str]) -> None:
@@ -145,6 +156,8 @@ WAYS: dict[str, Callable[[list[str]], Any]] = {
     "P": from_python,
 }
 ALL = "CDKP"
+NOISY = entry("noisy_rollouts.py:NoisyRollouts")
+VISUAL = entry("visual_tokens.py:VisualTokens")
 WRONG: list[
     tuple[str, ...]
 ] = [  # the words, how the line begins, and the ways if these are not all
@@ -155,11 +168,11 @@ WRONG: list[
     ),
     (
         "--adora_factor 0.3",
-        "command line: adora_factor is now adora_method.adora.factor; write --adora_method.adora.f",
+        "command line: unknown key 'adora_factor'; did you mean 'adora_method.adora.factor'?",
     ),
     (
-        "--config HERE/old.yaml",
-        "HERE/old.yaml: the key 'adora_mode' was removed; write adora_method: {adora: {mode:",
+        "--config HERE/wrong.yaml",
+        "HERE/wrong.yaml: unknown key 'adora_mode'; did you mean 'adora_method.adora.mode'?",
     ),
     (
         "--adora_method.adora.factor 3",
@@ -175,10 +188,9 @@ WRONG: list[
         "--adora_method nowhere.py:f",
         "adora_method: 'nowhere.py:f': there is no file 'nowhere.py' in '",
     ),
-    ("--adora_method dapo+ngrpo", "adora_method: dapo+ngrpo: ngrpo starts from the rewards"),
     (
-        "--adora_method.adora.assign rate --adora_rollouts.replay 8",
-        "adora_rollouts.replay: 8 with assign:",
+        f"--adora_method dapo+{entry('ngrpo.py:Ngrpo')}",
+        f"adora_method: dapo+{entry('ngrpo.py:Ngrpo')}: Ngrpo starts from the rewards",
     ),
     (" ".join(["--tools zom", *VLLM]), "tools: 'zom' is none of zoom, mark, line, measure"),
     ("--tools zoom", "tools does not go with use_vllm: false"),
@@ -201,6 +213,27 @@ WRONG: list[
         "adora_tool_options.turn_tokens:",
     ),
     (
+        "ROOM --max_completion_length 64 --tools zoom",
+        "max_completion_length: 64 leaves no room for an answer of zoom, whose",
+    ),
+    (
+        'ROOM --tools zoom --adora_tool_options {"images":1}',
+        "adora_tool_options.images: 1 leaves no picture for zoom, since each problem has 1 or more",
+    ),
+    (
+        "ROOM --tools HERE/look.py:look",
+        "tools: 'look' has the model's own token <|image_pad|> in its docstring or hints",
+    ),
+    ("ROOM --environment_factory HERE/look.py:Board", "environment_factory: row "),
+    (
+        '--chat_template_kwargs {"more":"<|im_end|>"}',
+        "chat_template_kwargs: it has the model's own token <|im_end|>; remove it from the text",
+    ),
+    (
+        "ROOM --tools zoom --adora_tool_options.seconds 1e12",
+        "adora_tool_options.seconds: 1e12 is not a number of at least 0.001 and at most",
+    ),
+    (
         "--adora_rollouts.refill 2 --loss_type bnpo",
         "adora_rollouts.refill: 2 does not go with loss_type: bnpo",
     ),
@@ -214,20 +247,17 @@ WRONG: list[
         "adora_rollouts.ahead: 1 does not go with another engine",
     ),
     (
-        "--adora_extensions.noisy_rollouts.share 0.3",
-        "adora_extensions.noisy_rollouts.share: 0.3 of num_generations",
+        f"--adora_extensions {{{NOISY}:{{share:0.3}}}}",
+        "adora_extensions.NoisyRollouts.share: 0.3 of num_generations",
     ),
     (
-        "--adora_extensions.noisy_rollouts.strength 1000",
-        "adora_extensions.noisy_rollouts.strength: 1000 must",
+        f"--adora_extensions {{{NOISY}:{{strength:1000}}}}",
+        "adora_extensions.NoisyRollouts.strength: 1000 must",
     ),
+    ("--adora_extensions {noisy_rollouts:{}}", "adora_extensions: 'noisy_rollouts' names no ext"),
     (
-        "--adora_extensions.noisy_rollout.share 0.5",
-        "adora_extensions: unknown option 'noisy_rollout', it has noisy_ro",
-    ),
-    (
-        "--adora_extensions.visual_tokens.share 0.4 --model_name_or_path HERE/text",
-        "adora_extensions.visual_tokens.share: 0.4 needs a model that sees images",
+        f"--adora_extensions {{{VISUAL}:{{}}}} --model_name_or_path HERE/text",
+        "adora_extensions.VisualTokens.share: 0.4 needs a model that sees images",
     ),
     (
         "--max_completion_length 32 --adora_truncated 40",
@@ -376,6 +406,28 @@ WRONG: list[
         "model_name_or_path: 'HERE/gone' is neither a model folder here",
     ),
     (
+        "--use_peft true --lora_target_modules q_proj lm_head",
+        "lora_target_modules: 'lm_head' would never be trained, because log-probabilities are",
+    ),
+    (
+        "--use_peft true --lora_target_modules .*(q_proj|lm_head)",
+        "lora_target_modules: 'lm_head' would never be trained, because log-probabilities are",
+    ),
+    (
+        "--use_peft true --lora_target_modules q_proj v_proj --sync_ref_model true --beta 0.1",
+        "sync_ref_model: true moves a reference model, and with an adapter",
+    ),
+    ("--label_smoothing_factor 0.1", "label_smoothing_factor: 0.1 has no labels to smooth"),
+    (
+        "--gradient_accumulation_steps 4 --steps_per_generation 2 --num_iterations 2",
+        "num_iterations: 2 with gradient_accumulation_steps: 4 above steps_per_generation: 2",
+    ),
+    ("--router_aux_loss_coef 0.1", "router_aux_loss_coef: 0.1 weighs the load of experts"),
+    (
+        "VLLM --loss_type vespo",
+        "loss_type: vespo does not go with vllm_importance_sampling_mode: sequence_mask",
+    ),
+    (
         "--use_peft true --lora_target_modules nosuch q_proj",
         "lora_target_modules: 'nosuch' is no module",
     ),
@@ -476,6 +528,7 @@ def said_by(way: str, words: str, folder: Path, output: Path) -> str:
     given = (
         words.replace("FOUR", FOUR)
         .replace("VLLM", " ".join(VLLM))
+        .replace("ROOM", " ".join(ROOM))
         .replace("HERE", str(folder))
         .split()
     )
@@ -553,6 +606,24 @@ OBJECTS: list[tuple[dict[str, Any], str]] = [
             )
         },
         "prompt: row 0 ends with a turn of the assistant",
+    ),
+    (
+        {"train_dataset": rows(8, prompt=says("Find x.<|im_end|>"))},
+        "train_dataset: row 0: its prompt has the model's own token <|im_end|>; remove it",
+    ),
+    (
+        {"train_dataset": rows(8), "eval_dataset": {"a": rows(8, prompt=says("<|image_pad|>"))}},
+        "eval_dataset: row 0: its prompt has the model's own token <|image_pad|>; remove it",
+    ),
+    (
+        {
+            "train_dataset": rows(
+                8,
+                prompt=says([{"type": "image", "image": Image.new("RGB", (56, 56))}]),
+                images=[],
+            )
+        },
+        "train_dataset: row 0: its prompt has a picture inside a message; put it into the column",
     ),
     (
         {"eval_dataset": rows(4)},

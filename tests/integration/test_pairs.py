@@ -16,11 +16,12 @@ from benchmarks.stand_in_server import GENERATE, StandIn
 from data_prep.cli import main as data_prep
 from tests.integration.support import run
 from tests.integration.test_one_step_ahead import goes_on_after_a_kill, steps, words
+from tests.support.examples import entry
 
 pytestmark = pytest.mark.slow
 # Three generations of four problems, so an epoch is a step and a half.
 TWO = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "adora_synthetic_rows": 12}
-NOISY = "{noisy_rollouts: {share: 0.5}}"
+NOISY = f"{{{entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}}}"
 LOOKING = {
     "model_name_or_path": "tiny_zoom",
     "adora_system_prompt": "Look with zoom.",
@@ -39,19 +40,14 @@ PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {},
         ("adora/unfinished", "adora/staleness"),
     ),
-    "noisy + servers": ("{ahead: 0}", {"adora_extensions": NOISY}, ("adora/noisy_share",)),
+    "noisy + servers": ("{ahead: 0}", {"adora_extensions": NOISY}, ("noisy_rollouts/level",)),
     "noisy + budget + ahead": (
         "{budget: 6, ahead: 1}",
         {"adora_extensions": NOISY},
-        ("adora/noisy_share",),
+        ("noisy_rollouts/level",),
     ),
-    "replay + budget + ahead": (
-        "{replay: 4, budget: 6, ahead: 1}",
-        {},
-        ("adora/replayed_groups", "adora/unfinished"),
-    ),
-    "no cache + replay + budget + ahead": (
-        "{replay: 4, budget: 6, ahead: 1}",
+    "no cache + refill + budget + ahead": (
+        "{refill: 1, budget: 6, ahead: 1}",
         {"adora_stock_step": "[cache_images]"},
         ("adora/unfinished",),
     ),

@@ -19,11 +19,11 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.rollout import turns
 from adora_vl.rollout.servers import Server, Servers
+from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train_main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
 from eval.command import main
 from eval.geometry3k import BENCHMARK
 from tests.integration.support import launch, processes_with, run

@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
+from adora_vl.builtin.small_model import build_start
+from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
+from adora_vl.synthetic.generate import generate
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
 from tests.integration.support import REPOSITORY, history, launch, run
 
 pytestmark = pytest.mark.slow
@@ -106,7 +107,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     assert (
         (out / "model.safetensors").is_file() and (out / "preprocessor_config.json").is_file()
     ) or list(out.glob("*processor*"))
-    assert "Trained 2 steps" in done.stdout and "python -m eval.geometry3k run" in done.stdout
+    assert "Trained 2 steps" in done.stdout and "python -m eval.problems run" in done.stdout
     rollouts = recorded(out, 2, 8)
     known = rollouts["drift"].dropna()  # of the groups that are learned from
     assert (
@@ -227,18 +228,16 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
         "--eval_on_start",
         "true",
     )
-    lines = [line for line in done.stdout.splitlines() if ": geometry3k " in line]
+    lines = [line for line in done.stdout.splitlines() if ": problems " in line]
     assert [line.split(":")[0] for line in lines] == ["step 0", "step 1", "step 2"]
     model = tmp_path / "exported"
     assert export([str(out), str(model)]) == 0
     words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "eval")]
-    run([sys.executable, "-m", "eval.geometry3k", *words, "--max-tokens", "40"])
+    run([sys.executable, "-m", "eval.problems", *words, "--max-tokens", "40"])
     score = json.loads((tmp_path / "eval" / "score.json").read_text())
     assert score["total"] == 100
     log = json.loads((out / "trainer_state.json").read_text())["log_history"]
-    logged = [
-        entry["eval_geometry3k_accuracy"] for entry in log if "eval_geometry3k_accuracy" in entry
-    ]
+    logged = [entry["eval_problems_accuracy"] for entry in log if "eval_problems_accuracy" in entry]
     assert logged[-1] == pytest.approx(score["accuracy"])
     assert logged[-1] != logged[0]
 
@@ -246,7 +245,7 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
 def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch):
     model = tmp_path / "model"
     out = tmp_path / "out"
-    build_tiny_text_model(model, TextStart(steps=2, batch_size=4, rows=8))  # knows nothing yet
+    build_start(model, TextStart(steps=2, batch_size=4, rows=8), begin_text)  # knows nothing yet
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     run(
         [

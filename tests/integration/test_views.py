@@ -16,12 +16,12 @@ from adora_vl.builtin.processor import END_OF_TURN
 from adora_vl.builtin.small_model import fit
 from adora_vl.data.dataset import Row, schema, write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.evals.inference.local import TransformersEngine
 from adora_vl.models.load import PRETRAINED
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 from eval import command
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
-from eval.inference.local import TransformersEngine
 
 pytestmark = pytest.mark.slow
 

@@ -15,11 +15,11 @@ import pytest
 
 from adora_vl.report.__main__ import main as report
 from adora_vl.rewards.explain import main as explain
+from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
 from eval.command import main as evaluate
-from eval.geometry3k import BENCHMARK
+from eval.problems import BENCHMARK
 from tests.integration.support import REPOSITORY, run
 
 pytestmark = pytest.mark.slow
@@ -34,7 +34,7 @@ COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "adora_vl.rewards.explain": explain,
     "adora_vl.train": train,
     "adora_vl.report": report,
-    "eval.geometry3k": lambda words: evaluate(BENCHMARK, words),
+    "eval.problems": lambda words: evaluate(BENCHMARK, words),
 }
 
 
@@ -63,7 +63,7 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
         "adora_vl.rewards.explain",
         *["adora_vl.train"] * 2,
         "adora_vl.report",
-        "eval.geometry3k",
+        "eval.problems",
     ]
     printed = capsys.readouterr().out
     assert (
@@ -133,9 +133,7 @@ def test_two_images_at_their_places_are_the_same_for_engine_and_trainer(tmp_path
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["adora/drift"] < 1e-3 for step in steps), "engine and trainer saw other prompts"
     assert [
-        entry["eval_geometry3k_accuracy"] >= 0
-        for entry in log
-        if "eval_geometry3k_accuracy" in entry
+        entry["eval_problems_accuracy"] >= 0 for entry in log if "eval_problems_accuracy" in entry
     ] == [True]
     rows = pd.read_parquet(out / "rollouts")
     assert (

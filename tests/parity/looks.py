@@ -18,14 +18,14 @@ from transformers import TrainerCallback
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation, conversation_with_images
 from adora_vl.doctor.engine import Examination, examine
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.local import TransformersEngine
+from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
 from adora_vl.evaluation import SamplerEngine
 from adora_vl.rollout import turns
 from adora_vl.rollout.agreement import difference, read_prompts, score
 from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
-from eval.inference.chat import ChatProcessor
-from eval.inference.local import TransformersEngine
-from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 
 Rows = Sequence[dict[str, Any]]
 WITH_ENGINE: dict[str, Any] = {

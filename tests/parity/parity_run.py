@@ -27,8 +27,8 @@ from adora_vl.models.families import component_of  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
 from tests.parity.looks import AFTER, BEFORE, TURNS, WITH_ENGINE, Draws, data_set  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
@@ -204,9 +204,8 @@ def main() -> None:
     moved = trainer.accelerator.gather(moved[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
     own_lengths = trainer.accelerator.gather(trainer.own_lengths).tolist()
-    tensors = Counter(
-        component_of(name) for name, _ in trainer.model.named_parameters()
-    )  # before an adapter adds some
+    # before an adapter adds some
+    tensors = Counter(component_of(name) for name, _ in trainer.model.named_parameters())
     looks |= {
         name: look(trainer, list(dataset)) for name, look in AFTER.items() if name in options.look
     }

@@ -37,10 +37,10 @@ from adora_vl.dedup import policy_pass as packed_module  # noqa: E402
 from adora_vl.dedup.shared_prompt import pack, sharing_pays  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
+from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training import micro_batches as batcher_module  # noqa: E402
 from adora_vl.training.generation import Generation  # noqa: E402
-from data_prep.synthetic.generate import generate  # noqa: E402
 from tests.parity.looks import TURNS, WITH_ENGINE, Draws, Gradients, data_set  # noqa: E402
 
 PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]

@@ -17,8 +17,8 @@ from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.record.recorder import GenerationLog
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
+from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
-from data_prep.synthetic.generate import generate
 from tests.parity.looks import Gradients, data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]

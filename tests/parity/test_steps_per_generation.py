@@ -12,9 +12,9 @@ from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_b
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.batch_rows import take_rows
-from data_prep.synthetic.generate import generate
 from tests.parity.looks import data_set
 
 pytestmark = pytest.mark.slow
@@ -23,6 +23,7 @@ GROUP = 4
 ROWS = 8
 ACCUMULATED = 2
 UPDATES = 4
+# groups without signal, so that fewer live ones than updates x micro-batches
 SILENT = (
     0,
     1,
@@ -34,7 +35,7 @@ SILENT = (
     9,
     12,
     15,
-)  # groups without signal, so that fewer live ones than updates x micro-batches
+)
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:

@@ -12,11 +12,11 @@ from datasets import Dataset, Features, Image, List, Value
 
 from adora_vl.data.dataset import write_split
 from adora_vl.data.images import png_bytes
-from data_prep.synthetic.generate import generate
+from adora_vl.evals.records import Benchmark
+from adora_vl.synthetic.generate import generate
 from eval.command import main
 from eval.mathverse import TEXT_ONLY, VERSIONS
 from eval.mathvista import build_query
-from eval.records import Benchmark
 
 
 def _texts(*names: str) -> dict[str, Value]:

@@ -7,7 +7,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,17 @@ from adora_vl.advantage import (
     AdvantagePipeline,
     Groups,
     Schedule,
-    experimental,
     group_advantages,
 )
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of
-from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, LitePpo, overlong_penalty
+from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, overlong_penalty
 from adora_vl.utils.launch import free_port
+from tests.support.examples import example
 from tests.unit.advantage.methods_support import batch, float64, random_batch, run  # noqa: F401
 
 NAN = float("nan")
+Ngrpo = example("ngrpo.py:Ngrpo")  # it gives a signal to groups that have none under GRPO
 
 
 def made(method, rewards, advantages=None, lengths=None):
@@ -69,14 +70,6 @@ def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method()
     assert result[0].tolist() == [0.0] * 7 and (result[1] != 0).all()
 
 
-def test_lite_ppo_by_hand():
-    # deviations from the groups' means -1/2 and 1/2, and none; all four rewards: mean 3/4,
-    # deviation 1/2
-    rewards = torch.tensor([[0.0, 1.0], [1.0, 1.0]])
-    assert METHODS["lite_ppo"].settings["scale_rewards"] == "batch"
-    assert group_advantages(rewards, scale="batch", eps=0.0).tolist() == [[-1.0, 1.0], [0.0, 0.0]]
-
-
 def test_dapo_by_hand():
     assert overlong_penalty(torch.tensor([70, 80, 90, 100, 200]), 100, 20).tolist() == [
         0.0,
@@ -102,162 +95,6 @@ def test_adora_amplifies_with_dapos_pieces():
     raw = group_advantages(groups.rewards_PG)
     torch.testing.assert_close(chain(groups, raw)[0], raw[0] * 2.0 * (24 + 16) / 24)
     assert chain(groups, raw)[1].tolist() == [0.0] * 4
-
-
-def test_mc_grpo_by_hand():
-    # median 0.1, deviations 0.1 0 0.9, so MAD 0.1; the pivot's share is 3/2
-    method = experimental.McGrpo()
-    scale = 1.5 / (0.1 + 1e-4)
-    assert made(method, torch.tensor([[0.0, 0.1, 1.0]])).tolist() == [
-        pytest.approx([-0.1 * scale, 0.0, 0.9 * scale])
-    ]
-    # two of three agree: MAD 0, so the deviation about the median, sqrt(1 / 2)
-    scale = 1.5 / (math.sqrt(1 / 2) + 1e-4)
-    assert made(method, torch.tensor([[0.0, 0.0, 1.0]])).tolist() == [
-        pytest.approx([0.0, 0.0, scale])
-    ]
-    # `docs/methods.md` warns of it: with three rewards the median absolute deviation is 0.1, and an
-    # advantage can be 10
-    rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.0]])
-    assert made(method, rewards).max() == pytest.approx(0.9 / (0.1 + 1e-4) * 9 / 8)  # about 10.1
-    assert group_advantages(rewards).max() == pytest.approx(2.6, abs=0.05)
-
-
-def test_ngrpo_by_hand():
-    """The paper's own case: one right of eight gives 2.47 and -0.35 with GRPO, 1.76 and -0.50 with
-    NGRPO.
-    """
-    rewards = torch.tensor([[1.0] + [0.0] * 7])
-    assert group_advantages(rewards)[0, :2].tolist() == pytest.approx([2.474, -0.354], abs=2e-3)
-    assert made(experimental.Ngrpo(), rewards)[0, :2].tolist() == pytest.approx(
-        [1.764, -0.504], abs=1e-3
-    )
-    # wrong throughout: mean (0 + 0 + 1) / 3, deviation sqrt(1 / 3)
-    wrong = -(1 / 3) / (math.sqrt(1 / 3) + 1e-4)
-    assert made(experimental.Ngrpo(), torch.zeros(1, 2)).tolist() == [pytest.approx([wrong] * 2)]
-    assert made(experimental.Ngrpo(), torch.ones(1, 4)).tolist() == [[0.0] * 4]
-
-
-def test_a_grae_by_hand():
-    advantages = torch.tensor([[1.0, -1.0], [3.0, -1.0]])
-    rewards = torch.tensor(
-        [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 0.0]]
-    )  # pass rates 1/4 and 3/4, R = 1/2
-    result = made(experimental.AGrae(alpha=1.0), rewards, advantages)
-    easy = 0.25 / (1 - math.sqrt(0.75))
-    hard = 0.25 / math.sqrt(0.75)
-    assert result[0].tolist() == pytest.approx(
-        [0.5 * (0.25 / 0.5 + 0.25 / 0.5), -(0.25 / 0.5 + 0.25 / 0.5)], rel=1e-5
-    )
-    assert result[1].tolist() == pytest.approx([1.5 * (easy + hard), -(easy + hard)], rel=1e-5)
-    plain = experimental.AGrae(curriculum=False, alpha=0.5)
-    assert made(plain, rewards, advantages).tolist() == advantages.tolist()
-
-
-def test_canon_by_hand():
-    rewards = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
-    lengths = torch.tensor([[1, 2, 3, 4]])
-    # short ones: mean 1/2; long ones: mean 1
-    for inter, expected in ((1.0, [0.0, -1.0, 0.5, 0.5]), (0.0, [0.5, -0.5, 0.0, 0.0])):
-        method = experimental.Canon("length", Schedule(inter))
-        assert made(method, rewards, lengths=lengths).tolist() == [expected]
-    assert experimental.upper_half(torch.tensor([[5, 5, 9, 1]])).tolist() == [[0.5, 0.5, 1.0, 0.0]]
-    assert experimental.upper_half(torch.tensor([[1, 2, 3]])).tolist() == [[0.0, 1.0, 1.0]]
-
-
-def test_d3s_by_hand():
-    values = torch.tensor([[-1.0, -0.5, 0.0, 0.5, 3.0]])
-    assert experimental.most_varied(values, 2).tolist() == [[1.0, 0.0, 0.0, 0.0, 1.0]]
-    assert experimental.most_varied(values, 3).tolist() == [[1.0, 1.0, 0.0, 0.0, 1.0]]
-    # two right of eight, four kept: both right ones, and two of the six wrong ones by shares
-    advantages = torch.tensor([[1.5, 1.5, -0.5, -0.5, -0.5, -0.5, -0.5, -0.5]])
-    kept = made(experimental.D3s(), advantages, advantages)
-    assert kept.tolist() == [pytest.approx([3.0, 3.0] + [-1 / 3] * 6)]
-    advantages = torch.tensor([[0.0, 0.0], [1.0, -1.0]])
-    kept = made(experimental.D3s(across="batch"), advantages, advantages)
-    assert kept.tolist() == [[0.0, 0.0], [2.0, -2.0]]
-
-
-def test_d3s_takes_the_best_of_all_subsets(subtests):
-    for keep in [2, 3, 5, 7]:
-        with subtests.test(f"{keep}"):
-            values = torch.randn(1, 8, generator=torch.Generator().manual_seed(keep))
-            chosen = experimental.most_varied(values, keep)[0].bool()
-            best = max(values[0, list(c)].var().item() for c in combinations(range(8), keep))
-            assert chosen.sum() == keep and values[0][chosen].var().item() == pytest.approx(best)
-
-
-def test_d3s_keeps_as_many_where_values_tie_and_equal_ones_in_equal_shares():
-    generator = torch.Generator().manual_seed(0)
-    values = torch.tensor([0.0, 0.1, 1.0])[torch.randint(0, 3, (200, 8), generator=generator)]
-    same = values[:, :, None] == values[:, None, :]
-    for keep in (2, 3, 4, 7):
-        shares = experimental.most_varied(values, keep)
-        assert shares.sum(dim=1).tolist() == pytest.approx([keep] * 200)
-        assert torch.equal(
-            shares[:, :, None].expand_as(same)[same], shares[:, None, :].expand_as(same)[same]
-        )
-
-
-def test_ssb_by_hand():
-    advantages = torch.tensor(
-        [[3.0, -1.0, 0.0], [0.0, 0.0, 0.0]]
-    )  # four free places, drawn with 3/4 and 1/4
-    for method, first in (
-        (experimental.Ssb(), 4.0),
-        (experimental.Ssb(share=0.5, replay_alpha=0.0), 2.0),
-    ):
-        assert made(method, advantages, advantages).tolist() == [
-            [3 * first, -2.0, 0.0],
-            [0.0, 0.0, 0.0],
-        ]
-
-
-def test_ssb_is_the_mean_of_drawn_replays():
-    """What the module claims: a factor is what copies in the free places give on average."""
-    advantages = torch.tensor([[2.0, -1.0, 0.5], [0.0, 0.0, 0.0]])
-    flat = advantages.flatten()
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.multinomial(flat.abs(), 30_000, replacement=True, generator=generator)
-    copies = torch.bincount(draws, minlength=6) / 10_000  # three free places, filled 10,000 times
-    mean = made(experimental.Ssb(), advantages, advantages).flatten()
-    assert mean.tolist() == pytest.approx((flat * (1 + copies)).tolist(), rel=0.02)
-
-
-def test_rrb_by_hand():
-    """A box around a wrong answer (0.1) is worth a tenth of a right answer; GRPO makes both groups
-    equal.
-    """
-    rewards = torch.tensor(
-        [[0.0, 0.1], [0.0, 1.0], [0.1, 1.0], [1.0, 1.0], [NAN, 0.5], [NAN, NAN], [0.0, 3.0]]
-    )
-    advantages = torch.tensor([[-1.0, 1.0]]).repeat(7, 1)
-    shares = [1.0, 10.0, 9.0, 0.0, 0.0, 0.0, 10.0]  # tenths; never above the full range
-    assert (10 * made(experimental.Rrb(), rewards, advantages)[:, 1]).tolist() == pytest.approx(
-        shares
-    )
-    other = experimental.Rrb(full_range=2.0, range_power=2.0)
-    assert made(other, rewards, advantages)[1].tolist() == [-0.25, 0.25]
-
-
-def test_rrbs_other_rule_by_hand():
-    """The repository's: a tenth where every reward is below 0.15, and nothing else changes."""
-    rewards = torch.tensor([[0.0, 0.1], [0.0, 0.15], [0.1, 1.0], [0.1, NAN]])
-    advantages = torch.tensor([[-1.0, 1.0]]).repeat(4, 1)
-    low = experimental.Rrb(rule="all_low")
-    assert made(low, rewards, advantages)[:, 1].tolist() == [
-        pytest.approx(0.1),
-        1.0,
-        1.0,
-        pytest.approx(0.1),
-    ]
-    groups = batch([[0.0, 0.1], [0.1, 1.0]])
-    published = run("rrb", groups)
-    own = run("rrb", groups, experimental.Rrb(rule="all_low"))
-    before = group_advantages(groups.rewards_PG)
-    assert own.tolist() == [(before[0] * 0.1).tolist(), before[1].tolist()]
-    assert (published[1] / before[1]).tolist() == pytest.approx([0.9, 0.9])
-    assert torch.equal(run("rrb", groups, experimental.Rrb(rule="all_low", low_factor=1.0)), before)
 
 
 def test_daro_by_hand():
@@ -419,20 +256,6 @@ WRONG_OPTIONS: list[
 ] = [  # the options or the formula, what is wrong, what is named
     (Daro, {"bin_loss": "mean"}, "bin_loss"),
     (Daro, {"floor": 0.0}, "floor"),
-    (experimental.McGrpo, {"centre": "mode"}, "centre"),
-    (experimental.McGrpo, {"spread": "range"}, "spread"),
-    (experimental.Ngrpo, {"virtual": -1}, "virtual"),
-    (experimental.AGrae, {"alpha": 0.0}, "alpha"),
-    (experimental.Canon, {"measure": "words"}, "measure"),
-    (experimental.Canon, {"inter": Schedule(1.5)}, "inter"),
-    (experimental.D3s, {"keep": Schedule(0.0)}, "keep"),
-    (experimental.D3s, {"across": "run"}, "across"),
-    (experimental.Ssb, {"share": 1.5}, "share"),
-    (experimental.Ssb, {"replay_alpha": -1.0}, "replay_alpha"),
-    (experimental.Rrb, {"full_range": 0.0}, "full_range"),
-    (experimental.Rrb, {"range_power": -1.0}, "range_power"),
-    (experimental.Rrb, {"rule": "ranges"}, "rule"),
-    (experimental.Rrb, {"low_factor": 1.5}, "low_factor"),
     (Schedule, {"start": 1.0, "shape": "step"}, "shape"),
     (Schedule, {"start": 1.0, "end": 2.0}, "end"),
     (Schedule, {"start": 1.0, "shape": "linear"}, "shape"),
@@ -454,24 +277,16 @@ def test_a_wrong_option_of_a_method_is_named(subtests):
             made(**wrong)
 
 
-BY_SETTINGS = {"grpo", "dr_grpo", "lite_ppo"}  # TRL's own keys are all there is to them
+BY_SETTINGS = {"grpo", "dr_grpo"}  # TRL's own keys are all there is to them
 
 
 # The setting of each method at which it is GRPO: (options, the scale of the GRPO that it then is)
 NEUTRAL = {
     "grpo": (Grpo(), "group"),
     "dr_grpo": (DrGrpo(), "none"),
-    "lite_ppo": (LitePpo(), "batch"),
     "dapo": (Dapo(drop_constant=False), "group"),
     "adora": (Adora(mode="off"), "group"),
     "daro": (Daro(learning_rate=0.0, by_bin_tokens=False, drop_outside=False), "group"),
-    "mc_grpo": (experimental.McGrpo(centre="mean", spread="std", exclude_pivot=False), "group"),
-    "ngrpo": (experimental.Ngrpo(virtual=0), "group"),
-    "a_grae": (experimental.AGrae(curriculum=False, alpha=None), "group"),
-    "canon": (experimental.Canon(inter=Schedule(0.5)), "none"),
-    "d3s": (experimental.D3s(keep=Schedule(1.0)), "group"),
-    "ssb": (experimental.Ssb(share=0.0), "group"),
-    "rrb": (experimental.Rrb(range_power=0.0), "group"),
 }
 
 
@@ -499,12 +314,8 @@ def test_plain_is_what_the_trainer_leaves_untouched():
         for name, (options, _) in NEUTRAL.items()
         if AdvantagePipeline({name: options}).is_plain
     }
-    assert plain == BY_SETTINGS | {"dapo", "adora", "a_grae", "ssb", "rrb"}
+    assert plain == BY_SETTINGS | {"dapo", "adora"}
     assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).is_plain
-    assert AdvantagePipeline({"rrb": experimental.Rrb(rule="all_low", low_factor=1.0)}).is_plain
-    assert not AdvantagePipeline(
-        {"rrb": experimental.Rrb(rule="all_low", range_power=0.0)}
-    ).is_plain
     assert not any(
         AdvantagePipeline({n: METHODS[n]()}).is_plain for n in METHODS if n not in BY_SETTINGS
     )
@@ -517,16 +328,15 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
     groups = batch([[1.0, 0, 0, 0], [0.0] * 4, [1.0] * 4, [0.1, 0, 0, 0]], [[10, 20, 30, 40]] * 4)
     cases: dict[tuple[str, ...], tuple[list[bool], dict[str, Any]]] = {
         ("grpo",): ([True, False, False, True], {}),
-        ("ngrpo", "dapo"): ([True, True, False, True], {}),
-        ("ngrpo", "adora"): ([True, True, False, True], {}),
+        ("ngrpo", "dapo"): ([True, True, False, True], {"ngrpo": Ngrpo()}),
+        ("ngrpo", "adora"): ([True, True, False, True], {"ngrpo": Ngrpo()}),
         ("dapo",): ([True] * 4, {"dapo": Dapo(overlong_cache=30)}),
         ("daro",): ([True, False, False, False], {}),
-        ("ngrpo", "rrb"): ([True, False, False, True], {}),
     }
     for names, (wanted, given) in cases.items():
         with subtests.test("+".join(names)):
             method = AdvantagePipeline(
-                {name: given.get(name, METHODS[name]()) for name in names}, max_length=40
+                {name: given.get(name) or METHODS[name]() for name in names}, max_length=40
             )
             assert method.signal(groups).tolist() == wanted and method.state() == {}
             advantages = method(groups, group_advantages(groups.rewards_PG))
@@ -536,10 +346,8 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
 def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
     groups = batch([[1.0, 0], [0.0, 0], [0.0, 0]])
-    both = AdvantagePipeline({"ngrpo": experimental.Ngrpo(), "dapo": Dapo()})
-    assert torch.equal(
-        both(groups, torch.zeros(3, 2)), made(experimental.Ngrpo(), groups.rewards_PG)
-    )
+    both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
+    assert torch.equal(both(groups, torch.zeros(3, 2)), made(Ngrpo(), groups.rewards_PG))
 
 
 def test_permuting_a_group_permutes_its_advantages(subtests):
@@ -564,10 +372,7 @@ def test_a_shift_of_all_rewards_changes_nothing(subtests):
         with subtests.test(name):
             groups = random_batch()
             shifted = replace(groups, rewards_PG=groups.rewards_PG + 2, correct_above=2.5)
-            options = experimental.Ngrpo(max_reward=3.0) if name == "ngrpo" else None
-            torch.testing.assert_close(
-                run(name, shifted, options), run(name, groups), rtol=0, atol=1e-9
-            )
+            torch.testing.assert_close(run(name, shifted), run(name, groups), rtol=0, atol=1e-9)
 
 
 def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(subtests):
@@ -577,14 +382,10 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
             scaled = replace(groups, rewards_PG=groups.rewards_PG * 4, correct_above=2.0)
             undivided = METHODS[name].settings.get("scale_rewards") == "none"
             scale = "none" if undivided else "group"
-            options = {
-                "ngrpo": experimental.Ngrpo(max_reward=4.0),
-                "rrb": experimental.Rrb(full_range=4.0),
-            }.get(name)
             expected = run(name, groups, scale=scale) * (4 if undivided else 1)
             # eps is added to a deviation that is four times as large
             torch.testing.assert_close(
-                run(name, scaled, options, scale), expected, rtol=5e-3, atol=1e-3
+                run(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
             )
 
 
@@ -610,7 +411,7 @@ def test_everything_stays_finite(subtests):
             result = run(name, groups)
             assert result.shape == groups.rewards_PG.shape and result.isfinite().all()
             assert (result[groups.rewards_PG.isnan()] == 0).all()
-            if case in ("all right", "none scored") or (case.startswith("all") and name != "ngrpo"):
+            if case == "none scored" or case.startswith("all"):
                 assert (result == 0).all()
 
 
@@ -618,9 +419,9 @@ def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(su
     """Under every method that compares whole groups no wrong rollout is lifted while a right one is
     pushed down.
     """
-    for name in ["grpo", "dapo", "adora", "daro", "mc_grpo", "ngrpo", "d3s", "ssb", "rrb"]:
+    for name in METHODS:
         with subtests.test(name):
-            groups = random_batch(generations=9 if name == "mc_grpo" else 8)
+            groups = random_batch()
             result = run(name, groups)
             rewards = groups.rewards_PG
             best = torch.where(rewards == rewards.amax(1, keepdim=True), result, torch.inf).amin(1)

@@ -15,17 +15,17 @@ import pytest
 from adora_vl.builtin.tiny_perimeter import PerimeterStart, teacher
 from adora_vl.models.load import (
     PRETRAINED,
-    SHIPPED,
+    STORED,
     TINY_PERIMETER_MODEL,
     load_processor,
     local_model,
 )
 from adora_vl.rewards import grade
-from data_prep.synthetic.drawing import PLAIN
-from data_prep.synthetic.perimeter import PLACES, USUAL_DIGITS, perimeter_digit, sides_of, working
+from adora_vl.synthetic.drawing import PLAIN
+from adora_vl.synthetic.perimeter import PLACES, USUAL_DIGITS, perimeter_digit, sides_of, working
 
 ROOT = Path(__file__).parents[3]
-SHIPPED_START = SHIPPED[TINY_PERIMETER_MODEL]
+STORED_START = STORED[TINY_PERIMETER_MODEL]
 
 
 def problems(number: int) -> list[tuple[str, tuple[int, ...], str]]:
@@ -107,9 +107,7 @@ def test_the_teacher_guesses_half_of_the_time_and_is_seldom_right_where_it_works
     )  # 0.12, where a guess is right in 0.4
 
 
-def test_the_shipped_start_is_small_and_of_this_plan():
-    assert local_model(TINY_PERIMETER_MODEL) == str(SHIPPED_START)
-    assert sum(file.stat().st_size for file in SHIPPED_START.iterdir()) < 4e6
-    assert json.loads((SHIPPED_START / "build.json").read_text())["plan"] == asdict(
-        PerimeterStart()
-    )
+def test_the_stored_start_is_small_and_of_this_plan():
+    assert local_model(TINY_PERIMETER_MODEL) == str(STORED_START)
+    assert sum(file.stat().st_size for file in STORED_START.iterdir()) < 4e6
+    assert json.loads((STORED_START / "build.json").read_text())["plan"] == asdict(PerimeterStart())

@@ -21,7 +21,7 @@ from adora_vl.builtin.tiny_vl import SLIPS
 from adora_vl.data.dataset import Row
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rewards import grade
-from data_prep.synthetic.generate import generate
+from adora_vl.synthetic.generate import generate
 
 # the demo's rollouts per prompt
 ROWS = 600

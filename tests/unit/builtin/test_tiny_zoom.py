@@ -5,21 +5,23 @@ from typing import Any
 
 import pytest
 
-from adora_vl.builtin.tiny_zoom import SEEN, ZoomStart, _Teacher, build_zoom_model, call_for
+from adora_vl.builtin.small_model import build_start
+from adora_vl.builtin.tiny_zoom import SEEN, ZoomStart, _Teacher, begin_zoom, call_for
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.rollouts import Rollout, Span
 from adora_vl.rollout.turns import Turns
+from adora_vl.synthetic.corners import CORNERS, drawn
+from adora_vl.synthetic.generate import generate
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
-from data_prep.synthetic.corners import CORNERS, drawn
-from data_prep.synthetic.generate import generate
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("zoom") / "model"
-    facts = build_zoom_model(folder, ZoomStart(steps=1, teacher_steps=1, batch_size=2))
+    plan = ZoomStart(steps=1, teacher_steps=1, batch_size=2)
+    facts = build_start(folder, plan, begin_zoom)
     return facts, load_processor(str(folder))
 
 

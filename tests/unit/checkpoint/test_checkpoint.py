@@ -8,6 +8,7 @@ import os
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from adora_vl.checkpoint.universal import (
 )
 from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.keys import AdoraKeys
+from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.seeding import rollout_seed
@@ -309,6 +310,19 @@ def test_a_reward_function_that_was_edited_is_another_run():
     assert differences(of("1a"), of("2b")) == ["reward my_rewards.py: 1a -> 2b"]
 
 
+def test_a_judge_that_has_moved_is_the_same_run():
+    def of(**options: Any) -> dict[str, str]:
+        judge = {"base_url": "http://a:8123/v1", "model": "j", **options}
+        keys = AdoraScriptArguments(adora_reward=["accuracy", {"judge": judge}])
+        return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
+
+    before = of()
+    assert differences(before, of(base_url="http://b:8124/v1", concurrency=4)) == []
+    for other in ({"model": "k"}, {"instruction": "Judge."}, {"max_tokens": 9}, {"budget": 9}):
+        (line,) = differences(before, of(**other))
+        assert line.startswith("adora_reward: ")
+
+
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
     for step in (5, 10, 15, 20):
         make(tmp_path, step)
@@ -397,6 +411,20 @@ def test_an_epoch_has_its_own_order_however_the_run_came_there():
     assert order(0, 1, 2)[1:] == order(1, 2)
     assert len({tuple(each) for each in order(0, 1, 2)}) == 3
     assert sorted(set(order(1)[0])) == list(range(40))
+
+
+def test_rows_that_are_not_shuffled_all_have_their_turn():
+    """Eleven rows in generations of four leave three over, which begin the next epoch."""
+    sampler = EpochRepeatSampler(range(11), 2, batch_size=4, repeat_count=3, shuffle=False)
+    drawn = []
+    for epoch in range(11):
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        assert len(order) == len(sampler)
+        drawn += order
+    generations = [drawn[first : first + 8] for first in range(0, len(drawn), 24)]
+    rows = [row for generation in generations for row in generation[::2]]
+    assert rows == [*range(11)] * 8, "in the order of the data set, eleven epochs of eight rows"
 
 
 def test_every_rollout_has_its_own_seed_and_the_same_one_again():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.blocks import NoiseOptions, RolloutOptions, ToolOptions, VisualOptions
+from adora_vl.config.blocks import RolloutOptions, ToolOptions
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.config.values import RANGES, convert, declared
@@ -29,8 +29,6 @@ KEYS: dict[str, Any] = {
 }
 BLOCKS = {
     "adora_rollouts": RolloutOptions,
-    "adora_extensions.noisy_rollouts": NoiseOptions,
-    "adora_extensions.visual_tokens": VisualOptions,
     "adora_tool_options": ToolOptions,
 }
 KEYS |= {
@@ -57,16 +55,10 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_rollouts.ahead": ([-1, 5, 0.5], [0, 4], "a whole number of at least 0 and at most 4"),
     "adora_record_gb": ([0, -1], [0.5], "a number above 0"),
     "adora_max_ratio": ([0, 0.9, -1], [1, None], "a number of at least 1 or null"),
-    "adora_reward_timeout": ([0, -1], [0.1, None], "a number above 0 or null"),
-    "adora_extensions.noisy_rollouts.share": (
-        [-0.1, 1],
-        [0, 0.5],
-        "a number of at least 0 and below 1",
-    ),
-    "adora_extensions.noisy_rollouts.strength": (
-        [-1],
-        [0, 400, None],
-        "a number of at least 0 or null",
+    "adora_reward_timeout": (
+        [0, -1, 1e10],
+        [0.1, None],
+        "a number of at least 0.001 and at most 1000000000 or null",
     ),
     "adora_tool_options.max_pixels": (
         [783, 1.5],
@@ -245,7 +237,7 @@ def test_nan_infinity_and_what_is_no_number_is_refused_by_every_number_of_ours()
     bad = [(key, value) for key in numbers for value in NO_NUMBER]
     assert [(key, value) for key, value in bad if not is_refusal(said(key, value), key)] == []
     never_null = [key for key in numbers if NoneType not in arms(KEYS[key])]
-    assert len(never_null) > 15
+    assert len(never_null) > 10
     assert [
         key
         for key in never_null

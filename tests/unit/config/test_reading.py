@@ -2,16 +2,13 @@
 value is looked at.
 """
 
-import contextlib
 import os
 import re
-import shlex
 import subprocess
 import sys
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -23,9 +20,9 @@ from adora_vl.config.advantage import method_run
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.key_list import help_text
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.reading import MOVED, OPTIONS, REMOVED, read
-from adora_vl.config.schema import DATACLASSES, AdoraGRPOConfig, parse
-from adora_vl.utils.cli import read_mapping, split_list, yaml_value
+from adora_vl.config.reading import OPTIONS, read
+from adora_vl.config.schema import DATACLASSES, parse
+from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -85,12 +82,18 @@ SPELLINGS: list[tuple[str, list[str], str, object]] = [
         {"dapo": {"drop_constant": True, "overlong_cache": 5}},
     ),
     (
-        "adora_method: dapo+ngrpo",
-        ["--adora_method.ngrpo.virtual", "2", "--adora_method.dapo.keep_settings", "beta"],
+        "adora_method: dapo+daro",
+        ["--adora_method.daro.floor", "0.2", "--adora_method.dapo.keep_settings", "beta"],
         "adora_method",
         {
             "dapo": {"drop_constant": True, "overlong_cache": None, "keep_settings": ["beta"]},
-            "ngrpo": {"virtual": 2, "max_reward": 1.0},
+            "daro": {
+                "learning_rate": 0.05,
+                "bin_loss": "magnitude",
+                "by_bin_tokens": True,
+                "drop_outside": True,
+                "floor": 0.2,
+            },
         },
     ),
     ("{}", ["--max_completion_length", "4096"], "truncated_at", 4094),
@@ -146,7 +149,6 @@ def test_command_line_over_file_over_default(tmp_path, monkeypatch):
 
 
 BAD_FILES = {
-    "adora_less_padding: true\n": "the key 'adora_less_padding' was removed; leave it out",
     "adora_rollouts.refill: 2\n": "dots are for the command line; write adora_rollouts: {refill: 2}",
     "num_generation: 8\n": "unknown key 'num_generation'; did you mean 'num_generations'",
     "- a\n- b\n": "expected `key: value` lines, found list",
@@ -173,14 +175,11 @@ BAD_WORDS = {
     "--learning_rat 1": "command line: unknown key 'learning_rat'; did you mean 'learning_rate'?",
     "--adora-facter=0.2": "command line: unknown key 'adora_facter'; did you mean 'adora_method.adora.factor'?",
     '--adora_columns {"problem":1,"problem":2}': "adora_columns: 'problem' is given twice in one object",
-    "--adora_mode off": "the key 'adora_mode' was removed; write adora_method: {adora: {mode: amplification}}, "
-    "or ",
+    "--adora_mode off": "unknown key 'adora_mode'; did you mean 'adora_method.adora.mode'?",
     "--adora_rollouts.refil 2": "adora_rollouts: unknown option 'refil', it has refill, budget",
     "--adora_rollouts.refill -2": "adora_rollouts.refill: -2 is not a whole number of at least 0",
     "--beta.x 1": "beta: {'x': 1} is not a number",
     "--zzzz 1": "command line: unknown key 'zzzz'",
-    "--adora_less_padding true": "command line: the key 'adora_less_padding' was removed; leave it out",
-    "--no_adora_share_prompt": "'adora_share_prompt' was removed; write adora_stock_step: [share_prompt], or nothing",
     "--no_adora_self_chek": "command line: unknown key 'no_adora_self_chek'; did you mean 'adora_self_check'?",
     "--config nowhere.yaml": "--config: no file 'nowhere.yaml'",
     "--confg a.yaml": "command line: unknown key 'confg'; did you mean '--config'?",
@@ -254,51 +253,14 @@ def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path
     assert given.values["adora_reward"] == ["accuracy", {"judge": {"model": "m"}}, "a", "b"]
 
 
-def test_every_old_spelling_names_a_new_one_that_reads_on_every_way(tmp_path):
-    path = tmp_path / "c.yaml"
-    read_so = set()
-    for key in MOVED:
-        for value in ("1", "null", "0.5", "rotate", "constant", "length", "all", "keep", "true"):
-            path.write_text(f"{key}: {value}\n")
-            ways = (
-                lambda: read([f"--{key}", value]),  # noqa: B023
-                lambda: read(["--config", str(path)]),
-                lambda: AdoraGRPOConfig("x", **{key: yaml_value(value)}),  # noqa: B023
-            )
-            lines = []
-            for way in ways:
-                with pytest.raises(UserError, match=f"{key} is now ") as refused:
-                    way()
-                lines.append(str(refused.value).partition("; write ")[2])
-            with contextlib.suppress(UserError):  # a value that the key never took
-                read(shlex.split(lines[0]), whole=False)
-                for line in lines[1:]:
-                    path.write_text(line)
-                    read(["--config", str(path)], whole=False)
-                read_so.add(key)
-    assert MOVED.keys() == read_so
-    old: Any
-    for key, words in REMOVED.items():
-        old = {key: 1}
-        for written in re.findall(
-            r"(adora_\w+: .*?)(?=, or |$)", words.replace("METHOD: OPTIONS", "dapo: {}")
-        ):
-            path.write_text(
-                written.replace("FILE.txt", "boxed").replace("{NAME: OPTIONS}", "accuracy")
-            )
-            read(["--config", str(path)], whole=False)
-        with pytest.raises(UserError, match=f"the key '{key}' was removed; (write|leave it out)"):
-            AdoraGRPOConfig("x", **old)
-
-
 def test_a_dot_reaches_into_a_block_over_the_file_and_a_key_without_one_replaces_it(tmp_path):
     (tmp_path / "c.yaml").write_text(
-        "adora_rollouts: {refill: 1, replay: 8}\nchat_template_kwargs: {a: 1}\n"
+        "adora_rollouts: {refill: 1, budget: 8}\nchat_template_kwargs: {a: 1}\n"
     )
     file = ["--config", str(tmp_path / "c.yaml"), *CPU]
     config = parse([*file, "--adora-rollouts.refill=3", "--chat_template_kwargs.b", "true"])[1]
     assert (config.adora_rollouts, config.chat_template_kwargs) == (
-        RolloutOptions(3, replay=8),
+        RolloutOptions(3, budget=8),
         {"a": 1, "b": True},
     )
     assert parse([*file, "--adora_rollouts", "{ahead: 1}"])[1].adora_rollouts == RolloutOptions(
@@ -356,13 +318,13 @@ EARLY = {
     "hub id or 'tiny' (`python -m adora_vl.train --help`)",
     "--betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
     "--dry-run --betta 1": "command line: unknown key 'betta'; did you mean 'beta'?",
-    "--adora_extensions.noisy_rollouts.middle 2": "adora_extensions.noisy_rollouts.middle: 2 "
-    "is not a number of at least 0 and at most 1",
+    "--adora_tool_options.images 0": "adora_tool_options.images: 0 "
+    "is not a whole number of at least 1",
     "--num_generations=1": "num_generations: 1 is not a whole number of at least 2",
     "--adora_vllm_dtype flaot32": "adora_vllm_dtype: 'flaot32' is not one of auto, float32, bfloat16, float16; did you "
     "mean 'float32'?",
-    "--adora_factor 0.3": "command line: adora_factor is now adora_method.adora.factor; write "
-    "--adora_method.adora.factor 0.3",
+    "--adora_factor 0.3": "command line: unknown key 'adora_factor'; did you mean "
+    "'adora_method.adora.factor'?",
     "--config {file}": "adora_max_ratio: 0 is not a number of at least 1 or null",
     "--config {file} --adora_max_ratio 5 --no_adora_self_check --seed -1": "seed: -1 is not a whole "
     "number of at least 0 and at most 4294967295",

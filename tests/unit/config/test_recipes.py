@@ -2,16 +2,13 @@
 that it names.
 """
 
-import math
 import re
-import runpy
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from transformers import TrainerState
 
 from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
@@ -19,10 +16,8 @@ from adora_vl.config.batch_plan import Shape, batch_plan, check_rows
 from adora_vl.config.checks import check_config
 from adora_vl.config.reading import read_file
 from adora_vl.config.schema import parse
-from adora_vl.experimental.noisy_rollouts import NoisyRollouts
 from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
-from tests.support.step_context import step_context
 from tests.unit.config.test_keys import defaults
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -34,7 +29,6 @@ PAIRS = {
     "annotated": "cpu",
     "adora_7b_geo3k": "zero3",
     "grpo_7b_geo3k": "zero3",
-    "noisy_7b_geo3k": "zero3",
     "adora_llm_kk": "zero3",
     "adora_3b_1gpu_lora": "gpu1",
     "adora_3b_12gb": "gpu1",
@@ -44,7 +38,6 @@ PAIRS = {
     "adora_qwen3_vl_2b_1gpu": "gpu1",
     "adora_qwen3_vl_4b_1gpu_lora": "gpu1",
     "adora_qwen3_vl_8b_geo3k": "zero3",
-    "slice_7b_cpu": "cpu",
     "tiny_zoom": "cpu",
 }
 # The others have the 2,101 rows of Geometry3K.
@@ -53,7 +46,6 @@ ROWS = {
     "demo_cpu": 2000,
     "smoke_text_cpu": 4096,
     "annotated": 4096,
-    "slice_7b_cpu": 8,
     "adora_llm_kk": 4500,
     "tiny_zoom": 2000,
 }
@@ -97,9 +89,8 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
             check_rows(plan, ROWS.get(name, 2101))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
             assert model.model_name_or_path and script.dataset_name
-            if (
-                launcher != "cpu"
-            ):  # a micro-batch has whole groups, where the card has room for them
+            # a micro-batch has whole groups, where the card has room for them
+            if launcher != "cpu":
                 parts = 2 if name == "adora_7b_16gb_4bit" else 1
                 assert parts * config.per_device_train_batch_size % config.num_generations == 0
 
@@ -125,54 +116,6 @@ def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
         )
         assert plan.updates_per_generation == 8
         assert config.save_steps == 2101 // 128 * 8, "once per epoch"
-
-
-def level(config: AdoraGRPOConfig, progress: float) -> float:
-    keys = {"adora_extensions": config.adora_extensions, "num_generations": config.num_generations}
-    state = TrainerState(global_step=round(60 * progress), max_steps=60)
-    unused: Any = None
-    return NoisyRollouts(step_context(state=state, **keys), unused).level(state.global_step)
-
-
-def test_noisy_rollouts_learn_from_512_prompts_of_6_clean_and_6_distorted_in_4_steps():
-    """NUS-TRAIL/NoisyRollout: rollout_batch_size 512, global_batch_size 128, n 6 twice, half the
-    noise at 40 of 60.
-    """
-    config = parsed("noisy_7b_geo3k")[1]
-    plan = batch_plan(config, 8)
-    assert (plan.prompts_per_generation, plan.optimizer_batch, plan.updates_per_generation) == (
-        512,
-        128 * 12,
-        4,
-    )
-    assert config.save_steps == 2101 // 512 * 4, "once per epoch"
-    assert config.adora_extensions.noisy_rollouts.count(config.num_generations) == 6
-    for number in (1, 20, 35, 39, 41, 45, 60):  # a generation as it is counted there
-        there = int(500 * (1 - 1 / (1 + math.exp(-30 * (number / 60 - 40 / 60)))))
-        assert level(config, (number - 1) / 60) == there, number
-
-
-def test_noisy_rollouts_ask_for_thinking_and_a_box_and_reward_both():
-    script, config, _ = parsed("noisy_7b_geo3k")
-    assert script.adora_system_prompt.startswith("You FIRST think")
-    assert script.adora_system_prompt.endswith(
-        "<think> </think> tags. The final answer MUST BE put in \\boxed{}."
-    )
-    assert "answer.\n The reasoning" in script.adora_system_prompt
-    assert config.reward_weights == [0.9, 0.1]
-    reward = runpy.run_path(str(CONFIGS / "train" / "think_and_box.py"))["think_and_box"]
-    forms = {
-        r"<think>a</think> \boxed{4}": 1.0,
-        "<think>a</think>\n\\boxed{4} m": 1.0,
-        r"<think>a</think> 4": 0.0,
-        r"<think>\boxed{4}</think> 4": 0.0,
-        r"so <think>a</think> \boxed{4}": 0.0,
-        r"\boxed{4}": 0.0,
-        r"<think>a</think> \boxed{4": 0.0,
-    }
-    assert reward([[{"role": "assistant", "content": text}] for text in forms]) == list(
-        forms.values()
-    )
 
 
 def test_knights_and_knaves_has_the_optimizer_and_the_entropy_bonus_of_its_code():
@@ -248,9 +191,8 @@ def test_the_numbers_of_a_run():
     assert (numbers.global_batch, numbers.optimizer_batch, numbers.generation_batch) == (16, 64, 64)
     assert (numbers.prompts_per_generation, numbers.cycle) == (8, 4)
     assert "8 prompts per generation (64 rollouts)" in numbers.describe()
-    halves = plan(
-        per_device_train_batch_size=4, gradient_accumulation_steps=2
-    )  # of groups, on each process
+    # of groups, on each process
+    halves = plan(per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert halves.prompts_per_generation == 2
     for updates, changes in (
         (1, {}),

@@ -236,10 +236,7 @@ def test_partial_rollouts_name_what_they_do_not_go_with() -> None:
         "per_device_train_batch_size": 16,
         "vllm_importance_sampling_mode": "token_truncate",
     }
-    pairs = {
-        "adora_rollouts": {"budget": 100, "refill": 2},
-        "adora_extensions": {"noisy_rollouts": {"share": 0.5}},
-    }
+    pairs = {"adora_rollouts": {"budget": 100, "refill": 2}}
     checks.check_budget(config(**ours))
     checks.check_budget(config(**{**ours, **pairs, "vllm_tensor_parallel_size": 2}))
     checks.check_budget(config(**{**ours, "adora_rollouts": {}, "use_vllm": False}))
@@ -429,11 +426,7 @@ def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> Non
     tied, untied = (
         Setting(False, torch.device("cpu")).config(size, layers=1) for size in ("3B", "7B")
     )
-    places = [
-        ("lm_head", "target_modules"),
-        ("embed_tokens", "target_modules"),
-        ("lm_head", "modules_to_save"),
-    ]
+    places = [("embed_tokens", "target_modules"), ("lm_head", "modules_to_save")]
     for name, key in places:
         lists = {
             "lora_target_modules": ["q_proj", "v_proj"],

@@ -16,24 +16,24 @@ from datasets import Dataset
 from adora_vl.builtin.assets import data_folders
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.schema import parse
+from adora_vl.conversion import convert as convert_module
+from adora_vl.conversion.convert import ensure_converted
+from adora_vl.conversion.tables import open_local
 from adora_vl.data.dataloader import EpochRepeatSampler
 from adora_vl.data.dataset import load_split, read_manifest, row_count, write_split
 from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.engines import settings_of
 from adora_vl.evaluation import take_evaluations
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import facts_of_run, run_manifest
+from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
-from data_prep import convert as convert_module
-from data_prep.convert import ensure_converted
-from data_prep.synthetic.generate import generate
-from data_prep.tables import open_local
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
-from eval.inference.chat import ChatProcessor
-from eval.inference.engines import settings_of
 from tests.unit.data_prep.own_data_support import convert, jsonl, with_images
 
 CPU = [
@@ -284,8 +284,8 @@ def test_a_template_makes_the_prompts_of_training_and_evaluation(sets: list[Path
         "--prompt",
         "{tip}: {problem}",
     ]
-    options = parse_evaluation(words, BENCHMARK)
-    problems, _ = BENCHMARK.load(options)
+    options = parse_evaluation(words, BENCHMARK).ask.data
+    problems = BENCHMARK.load(options).problems
     assert (
         all(problem.prompt == f"think: {problem.fields['question']}" for problem in problems)
         and problems
@@ -342,7 +342,7 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
     commits = ["1" * 40]
     asked = []
 
-    def opened(name: str, columns: Any, revision: str | None, *_: Any) -> Any:
+    def opened(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
         asked.append(revision)
         local = open_local(jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
         return replace(local, kind="hub", revision=commits[-1])
@@ -352,8 +352,8 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
             raise ConnectionError
         return commits[-1]
 
-    monkeypatch.setattr("data_prep.convert.open_hub", opened)
-    monkeypatch.setattr("data_prep.convert.commit_of", commit_of)
+    monkeypatch.setattr("adora_vl.conversion.convert.open_hub", opened)
+    monkeypatch.setattr("adora_vl.conversion.convert.commit_of", commit_of)
 
     def folder() -> Path:
         return ensure_converted(
@@ -438,8 +438,8 @@ def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -
     config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
     plan = take_evaluations(config, [str(folder) for folder in sets], "{problem} Go.")
     assert plan is not None and [task.benchmark.name for task in plan.tasks] == [
-        "geometry3k_large",
-        "geometry3k_small",
+        "problems_large",
+        "problems_small",
     ]
     assert all(task.problems[0].prompt.endswith(" Go.") for task in plan.tasks)
 
@@ -455,8 +455,8 @@ def test_a_model_is_asked_in_the_words_of_its_training(
 
     def prompts(model: object, *words: str) -> tuple[Any, Any]:
         given = ["infer", "--model", str(model), "--data", "d", "--output", "o", *words]
-        options = parse_evaluation(given, BENCHMARK)
-        return options.system_prompt, options.prompt
+        options: Any = parse_evaluation(given, BENCHMARK).ask
+        return options.system_prompt, options.data.prompt
 
     for model in (tmp_path / "run", tmp_path / "run" / "checkpoint-2"):
         assert prompts(model) == ("Be brief.", "{problem}!")
@@ -467,12 +467,9 @@ def test_a_model_is_asked_in_the_words_of_its_training(
     )
     assert prompts("tiny") == (SYSTEM_PROMPT, DEFAULT_PROMPT) and capsys.readouterr().err == ""
     assert prompts("tiny", "--prompt", "none") == (SYSTEM_PROMPT, None)
-    earlier = {
-        "adora_system_prompt": SYSTEM_PROMPT,
-        "adora_prompt": None,
-    }  # a run that showed no choices
+    without_choices = {"adora_system_prompt": SYSTEM_PROMPT, "adora_prompt": None}
     (tmp_path / "run" / "manifest.json").write_text(
-        json.dumps({"made_by": "adora_vl.train", "config": earlier})
+        json.dumps({"made_by": "adora_vl.train", "config": without_choices})
     )
     assert prompts(tmp_path / "run") == (SYSTEM_PROMPT, None)
     assert capsys.readouterr().err == "prompt: that of the model's training, none\n"
@@ -485,7 +482,7 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     for made_by, said in (("adora_vl.train", "brief"), ("another", "long")):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
         given = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
-        settings = settings_of(parse_evaluation(given, BENCHMARK))
+        settings = settings_of(parse_evaluation(given, BENCHMARK).ask)
         assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == said
         assert settings.described == (config if said == "brief" else {}), (
             "answers of both do not mix"

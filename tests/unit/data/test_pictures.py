@@ -15,14 +15,18 @@ from PIL import ExifTags, Image, ImageDraw, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from adora_vl.data.dataloader import DistinctRows, shown_rows
 from adora_vl.data.images import (
+    KeptImage,
     UnreadableImageError,
+    as_shown,
     clean_image,
+    decoded_image,
     image_tokens,
     png_bytes,
     stored_bytes,
 )
-from adora_vl.data.loading import UnreadableImage, decoded_rows
+from adora_vl.data.loading import UnreadableImage, decoded_rows, unreadable_rows
 from adora_vl.data.prompt_lengths import sizes_in
 
 
@@ -54,6 +58,90 @@ def test_any_kind_of_picture_becomes_the_same_rgb(
                 expected,
             )
             assert cleaned.getpixel((5, 3)) == (255, 255, 255)
+
+
+def on_its_side(picture: Image.Image, form: str) -> bytes:
+    """The picture with the tag of a camera that was held upright."""
+    tags = Image.Exif()
+    tags[ExifTags.Base.Orientation] = 6
+    stream = io.BytesIO()
+    picture.save(stream, form, exif=tags)
+    return stream.getvalue()
+
+
+def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
+    subtests: pytest.Subtests,
+) -> None:
+    """A row of Python's and a tool hand over objects; files have the same content."""
+    drawn = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
+    ImageDraw.Draw(drawn).line((0, 0, 39, 29), fill=(0, 0, 0, 255))
+    palette = drawn.quantize(8)
+    grey = np.linspace(0, 65535, 1200).reshape(30, 40)
+    noise = Image.effect_noise((40, 30), 80).convert("RGB")
+    cases = {
+        "transparent": (drawn, encoded_as(drawn, "PNG")),
+        "a palette": (palette, encoded_as(palette, "PNG")),
+        "grey and transparent": (drawn.convert("LA"), encoded_as(drawn.convert("LA"), "PNG")),
+        "16 bits": (
+            Image.fromarray(grey.astype(np.uint16)),
+            encoded_as(Image.fromarray(grey.astype(np.uint16)), "PNG"),
+        ),
+        "floats": (
+            Image.fromarray((grey / 65535).astype(np.float32)),
+            encoded_as(Image.fromarray((grey / 65535).astype(np.float32)), "TIFF"),
+        ),
+        "print": (noise.convert("CMYK"), encoded_as(noise.convert("CMYK"), "TIFF")),
+    }
+    for form in ("JPEG", "PNG", "TIFF", "WEBP"):
+        lies = on_its_side(noise, form)
+        cases[f"on its side as {form}"] = (Image.open(io.BytesIO(lies)), lies)
+    for name, (picture, encoded) in cases.items():
+        with subtests.test(name):
+            shown = as_shown(picture)
+            expected = decoded_image(encoded)
+            assert (shown.mode, shown.size) == ("RGB", expected.size)
+            assert shown.tobytes() == expected.tobytes()
+            assert as_shown(shown).tobytes() == shown.tobytes(), "nothing is turned twice"
+            if "side" in name:
+                assert shown.size == (30, 40)
+            if "transparent" in name:
+                assert shown.getpixel((39, 0)) == (255, 255, 255)
+    plain = Image.new("RGB", (40, 30), "red")
+    shown = as_shown(plain)
+    shown.putpixel((0, 0), 0)
+    assert plain.getpixel((0, 0)) == (255, 0, 0), "it shares no pixel"
+    premultiplied = Image.new("La", (40, 30), (0, 0))
+    assert as_shown(premultiplied).getpixel((0, 0)) == (255, 255, 255)
+    for wrong, kind in (
+        (Image.open(io.BytesIO(encoded_as(drawn, "PNG")[:60])), "image_truncated"),
+        (Image.new("1", (10_000, 10_000)), "image_too_large"),
+        (Image.fromarray(np.full((30, 40), np.nan, np.float32)), "image_range"),
+    ):
+        with pytest.raises(UnreadableImageError) as refused:
+            as_shown(wrong)
+        assert refused.value.kind == kind
+
+
+def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
+    drawn = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
+    lies = Image.open(io.BytesIO(on_its_side(Image.effect_noise((40, 30), 80), "JPEG")))
+    rows = [
+        {"images": [drawn, lies], "id": "a"},
+        {"images": [drawn], "image": drawn},
+        {"image": None},
+    ]
+    first, second, third = shown_rows(rows)
+    assert [image.size for image in first["images"]] == [(40, 30), (30, 40)]
+    assert all(isinstance(image, KeptImage) for image in [*first["images"], second["image"]])
+    assert first["images"][0].getpixel((0, 0)) == (255, 255, 255)
+    assert first["images"][0] is second["images"][0], "one object stays one"
+    assert shown_rows([first])[0]["images"][0] is first["images"][0] and third == {"image": None}
+    assert drawn.mode == "RGBA" and type(drawn) is Image.Image, "what was handed over stays"
+    (read,) = DistinctRows([rows[0]]).__getitems__([0])
+    assert read["images"][1].size == (30, 40)
+    nothing = Image.fromarray(np.full((8, 8), np.nan, np.float32))
+    (broken,) = shown_rows([{"images": [nothing], "id": "b"}])
+    assert unreadable_rows([broken])[0][0] == "b"
 
 
 # The type of the values, the largest, and the values that become black, grey and white.

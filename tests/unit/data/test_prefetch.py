@@ -19,6 +19,7 @@ from datasets import Dataset, Features, Image, List
 from PIL import Image as Pillow
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.dataloader import (
     ROW_NUMBER,
     DistinctRows,
@@ -28,6 +29,7 @@ from adora_vl.data.dataloader import (
 )
 from adora_vl.data.loading import mark_unreadable, only_decodes
 from adora_vl.dedup.images import DistinctImages
+from adora_vl.trainer import AdoraGRPOTrainer
 from tests.support.tiny_run import STEPS, train
 
 
@@ -237,9 +239,8 @@ def test_where_it_runs(subtests):
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """The steps in the log, without the times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = [
-        line for line in lines if line["kind"] != "end"
-    ]  # the mean loss of one command, not of the run
+    # the mean loss of one command, not of the run
+    lines = [line for line in lines if line["kind"] != "end"]
     timed = ("seconds", "time", "runtime", "per_second", "/ms_", "mb", "MB")
     return [
         {key: value for key, value in line.items() if not any(word in key for word in timed)}
@@ -267,3 +268,21 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
     main = threading.current_thread().name
     assert seen[main] == 4, "the problems of step 3, the first after the checkpoint"
     assert seen["prefetch"] >= 4, "those of step 4, and what would have come after it"
+
+
+def test_rows_are_drawn_by_data_seed_where_it_is_set():
+    """As in Transformers; seed says it otherwise."""
+
+    def order(**seeds: Any) -> list[int]:
+        trainer = AdoraGRPOTrainer.__new__(AdoraGRPOTrainer)
+        trainer.args = AdoraGRPOConfig(
+            use_cpu=True, bf16=False, output_dir="nowhere", max_steps=10, **seeds
+        )
+        trainer.num_generations = trainer.args.num_generations
+        trainer.num_iterations = trainer.args.num_iterations
+        trainer.shuffle_dataset = True
+        return list(trainer._get_train_sampler(range(64)))
+
+    assert order(seed=1, data_seed=2) == order(seed=2) == order(seed=3, data_seed=2)
+    assert order(seed=1) != order(seed=2)
+    assert order(seed=1, data_seed=0) == order(seed=0)

@@ -33,6 +33,7 @@ from adora_vl.data.prompt_lengths import (
     tokenizer_counter,
 )
 from adora_vl.data.prompts import SYSTEM_PROMPT
+from adora_vl.evals.records import Problem
 from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
 from adora_vl.planning.dry_run import make_plan
@@ -43,7 +44,6 @@ from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from eval.command import parse as parse_evaluation
 from eval.geometry3k import BENCHMARK
-from eval.records import Problem
 from tests.support.benchmark_data import (
     mathvista_rows,
     mmstar_rows,
@@ -482,7 +482,7 @@ def test_a_benchmark_knows_the_sizes_of_its_images(
         with subtests.test(name), pytest.MonkeyPatch.context() as patched:
             benchmark = import_module(f"eval.{name}").BENCHMARK
             words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
-            problems, _ = benchmark.load(parse_evaluation(words, benchmark))
+            problems = benchmark.load(parse_evaluation(words, benchmark).ask.data).problems
             expected = [[image.size for image in problem.images()] for problem in problems]
             assert len(problems) == 3 and all(len(sizes) == 1 for sizes in expected)
             patched.setattr("PIL.ImageFile.ImageFile.load", refuse)

@@ -15,8 +15,8 @@ from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, template
 from adora_vl.data.rows import problem_with_row, require_sound_rows, rows_without_pixels
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
-from data_prep.synthetic.generate import generate
 
 PIXELS = {"bytes": b"pixels", "path": None}
 SOUND = {
@@ -65,9 +65,8 @@ def test_a_sound_row_passes(row):
 def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, column, data):
     row = {**row, column: data.draw(broken_values[column])}
     if column == "problem" and "<image>" in str(row["problem"]):
-        row["images"] = data.draw(
-            st.sampled_from([[], [PIXELS] * 2])
-        )  # as many as it has would be their places
+        # as many as it has would be their places
+        row["images"] = data.draw(st.sampled_from([[], [PIXELS] * 2]))
     problem = problem_with_row(row)
     assert problem is not None and problem.startswith(f"{column}: ") and "; " in problem
     assert len(problem.splitlines()) == 1 and len(problem) < 300

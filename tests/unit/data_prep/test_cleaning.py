@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from adora_vl.conversion.leakage import LeakIndex, difference_hash, fingerprint
+from adora_vl.conversion.quarantine import Quarantine
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
-from data_prep.leakage import LeakIndex, difference_hash, fingerprint
-from data_prep.quarantine import Quarantine
 from tests.unit.data_prep.data_prep_support import (
     Damage,
     drawing,
@@ -246,7 +246,7 @@ def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
 
 def test_no_input_reaches_a_path(tmp_path: Path) -> None:
     """An id such as ../../x is text, and the name of a kept file comes from its content."""
-    from data_prep.problem import RowError
+    from adora_vl.conversion.problem import RowError
 
     tmp_path.joinpath("in").mkdir()
     quarantine = Quarantine(tmp_path / "in")
@@ -271,18 +271,14 @@ def leaky(tmp_path: Path) -> Path:
     figure = drawing(1, 300)
     problem_folder(raw, "test", 900, encoded(figure), problem_text="Find m \\widehat A B .")
     problem_folder(raw, "val", 800, encoded(drawing(2)))
-    problem_folder(
-        raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B"
-    )  # the very pixels
-    problem_folder(
-        raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60)
-    )  # seen again by a camera
-    problem_folder(
-        raw, "train", 3, encoded(figure), problem_text="Find the radius."
-    )  # another question
-    problem_folder(
-        raw, "train", 4, encoded(figure.resize((190, 190))), answer="A"
-    )  # the same figure, another number
+    # the very pixels
+    problem_folder(raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B")
+    # seen again by a camera
+    problem_folder(raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60))
+    # another question
+    problem_folder(raw, "train", 3, encoded(figure), problem_text="Find the radius.")
+    # the same figure, another number
+    problem_folder(raw, "train", 4, encoded(figure.resize((190, 190))), answer="A")
     problem_folder(raw, "train", 5, encoded(drawing(3)))  # another figure
     problem_folder(raw, "train", 6, encoded(drawing(3)))  # twice in one split is no leak
     problem_folder(raw, "train", 7, encoded(drawing(2)))  # of the other held-out split

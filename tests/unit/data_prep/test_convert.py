@@ -16,16 +16,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adora_vl.conversion.columns import Columns
+from adora_vl.conversion.pictures import FileRoot, PictureError, picture_bytes
+from adora_vl.conversion.pipeline import Cleaned, clean_one
+from adora_vl.conversion.problem import PixelLimits, RowError
+from adora_vl.conversion.records import Context, read_record
+from adora_vl.conversion.tables import held_out
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.prompts import conversation_with_images, conversations
 from adora_vl.data.rows import problem_with_row
 from data_prep.cli import main
-from data_prep.columns import Columns
-from data_prep.pictures import FileRoot, PictureError, picture_bytes
-from data_prep.pipeline import Cleaned, clean_one
-from data_prep.problem import PixelLimits, RowError
-from data_prep.records import Context, read_record
-from data_prep.tables import held_out
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import (
     drawing,
@@ -504,10 +504,11 @@ def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
     assert "leads out of" in error
 
 
+# a busy machine is no failure
 UNHURRIED = [
     HealthCheck.function_scoped_fixture,
     HealthCheck.too_slow,
-]  # a busy machine is no failure
+]
 anything = st.recursive(
     st.none()
     | st.booleans()

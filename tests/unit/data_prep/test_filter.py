@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from adora_vl.data.dataset import load_split, read_manifest
+from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from data_prep import filter as filtering
 from data_prep.cli import main
 from data_prep.filter import Keep, Tally, filter_dataset, samples_folder, tallies
-from eval.inference.requests import AnswerEngineSettings, AnswerRequest
 
 RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows, with four samples
 
@@ -182,7 +182,7 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
         "adora_prompt": "Look: {problem}",
         "adora_system_prompt": "Put it in <answer> </answer>.",
     }
-    monkeypatch.setattr("eval.inference.provenance.trained_with", lambda model: trained)
+    monkeypatch.setattr("adora_vl.evals.inference.provenance.trained_with", lambda model: trained)
     model.asked.clear()
     assert run(data, tmp_path / "trained") == 0 and rows_of(tmp_path / "trained") == rows_of(
         tmp_path / "given"

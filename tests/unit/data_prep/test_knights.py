@@ -4,7 +4,6 @@ rewards.
 
 import hashlib
 import re
-from argparse import Namespace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.data.dataset import load_split, read_manifest
+from adora_vl.evals.options import DataOptions, ScoreOptions
+from adora_vl.evals.scoring.score import score as score_of
 from adora_vl.rewards.knights import knights_verdict
+from adora_vl.synthetic.knights import NAMES, fitting, generate, holds
 from data_prep.cli import main
-from data_prep.knights import NAMES, fitting, generate, holds
 from eval.knights import BENCHMARK
-from eval.scoring.score import score as score_of
 
 
 def _reading(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
@@ -98,14 +98,15 @@ def test_the_benchmark_scores_by_number_of_people(tmp_path):
             "3-4",
         ]
     )
-    problems, _ = BENCHMARK.load(Namespace(data=str(tmp_path / "d"), split="test"))
+    options = DataOptions(data=str(tmp_path / "d"), split="test")
+    problems = BENCHMARK.load(options).problems
     assert len(problems) == 4 and not any(problem.n_images for problem in problems)
     gold = [problem.fields["answer"] for problem in problems]
     said = [rf"\boxed{{{gold[0]}}}", "?", rf"\boxed{{{gold[2]}}}", rf"\boxed{{{gold[3]}}}"]
     rows = [
         {**problem.fields, "response": text} for problem, text in zip(problems, said, strict=True)
     ]
-    score = score_of(BENCHMARK, rows, Namespace()).score
+    score = score_of(BENCHMARK, rows, ScoreOptions()).score
     assert (score["correct"], score["total"]) == (3, 4)
     assert score["groups"]["people"]["4 people"]["accuracy"] == 0.5
     assert score["groups"]["half"]["2 to 5 people (ID)"]["total"] == 4

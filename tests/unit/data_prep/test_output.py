@@ -23,12 +23,12 @@ from adora_vl.data.dataset import (
     split_files,
     write_split,
 )
+from adora_vl.data.output import complete_or_absent
+from adora_vl.synthetic.generate import generate
+from adora_vl.synthetic.generated import prepare_drawn, synthetic
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
-from data_prep.generated import prepare_drawn, synthetic
-from data_prep.output import complete_or_absent
 from data_prep.survey import survey
-from data_prep.synthetic.generate import generate
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import files, prepare, problem_folder
 
@@ -46,7 +46,7 @@ def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
                 raise KeyboardInterrupt
             yield row
 
-    monkeypatch.setattr("data_prep.generated.generate", failing_generate)
+    monkeypatch.setattr("adora_vl.synthetic.generated.generate", failing_generate)
 
 
 def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
@@ -152,9 +152,8 @@ def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_pa
 
 
 def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "adora_vl.data.dataset._GROUP_BYTES", 64 * 1000
-    )  # a picture has about 200 bytes
+    # a picture has about 200 bytes
+    monkeypatch.setattr("adora_vl.data.dataset._GROUP_BYTES", 64 * 1000)
     monkeypatch.setattr("adora_vl.data.dataset._GROUP_ROWS", 64)
     assert write_split(generate(100), tmp_path, "train") == 100
     (path,) = split_files(tmp_path)["train"]

@@ -11,11 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from adora_vl.conversion.chat import without_instruction
+from adora_vl.conversion.convert import ensure_converted
+from adora_vl.conversion.placeholders import Placed, place_images
 from adora_vl.data.dataset import read_manifest
-from data_prep.chat import without_instruction
 from data_prep.cli import main
-from data_prep.convert import ensure_converted
-from data_prep.placeholders import Placed, place_images
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import drawing, encoded, quarantined, refused
 from tests.unit.data_prep.own_data_support import PICTURES, convert, jsonl, kept, table
@@ -420,7 +420,7 @@ COUNTED: dict[
     "words": (
         "the number alone is wrong for them",
         [  # a text, so that the number would be wrong at every step
-            *(("How long?", answer, 1) for answer in ("3 pens", "The answer is 5")),
+            ("How long?", "3 pens", 1),
             *(
                 ("How long?", answer, 0)
                 for answer in ("#### 5", "10 km/h", "5 cm", "x = 5", "3x + 1", "12:30")
@@ -429,6 +429,27 @@ COUNTED: dict[
                 ("How long?", answer, 0)
                 for answer in ("rhombus", "AD and BE", r"\angle 2 and \angle 6")
             ),
+        ],
+    ),
+    "stated": (
+        "what stands behind its last `Answer:`",
+        [
+            *(
+                ("How long?", answer, 1)
+                for answer in ("The answer is 5", "We add, so it is 5.\nAnswer: 5", "答案：5")
+            ),
+            *(("How long?", answer, 0) for answer in ("5", "#### 5", r"so \boxed{5}")),
+        ],
+    ),
+    "options_in_text": (
+        "--keep-options-in-text leaves them there",
+        [
+            ("Which? A: 4 B: 5 C: 6", "B", 1),
+            ("Which?\nOptions:\n(A) 4\n(B) 5", "5", 1),
+            ("Which?\nA. 4\nB. 5\nAnswer with the letter.", "B. 5", 1),
+            ("Which? A: 4 B: 5 C: 6", "7", 0),
+            ("A: (0, 0), B: (3, 4). How long is AB?", "5", 0),
+            ("Triangle ABC has a right angle at B. How long?", "B", 0),
         ],
     ),
     "no_answer": (

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 
 from adora_vl.data.dataset import stored_rows, write_manifest, write_split
+from adora_vl.synthetic.generate import generate
 from data_prep.cli import main
 from data_prep.survey import survey
-from data_prep.synthetic.generate import generate
 from tests.support.browser import Browser, Tags, assert_that_it_runs
 from tests.unit.data_prep.data_prep_support import encoded, prepare, problem_folder
 
@@ -175,9 +175,8 @@ def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "data.html' is not a page of ours" in error and error.count("\n") == 1
     assert (tmp_path / "data.html").read_text() == "<h1>my thesis</h1>"
-    monkeypatch.setattr(
-        "data_prep.cli.survey", None
-    )  # no row is read before the page's place is known
+    # no row is read before the page's place is known
+    monkeypatch.setattr("data_prep.cli.survey", None)
     assert main(["inspect", str(tmp_path / "data")]) == 2
     assert (
         main(

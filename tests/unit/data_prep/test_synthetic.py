@@ -19,14 +19,14 @@ from adora_vl.data.dataset import Row, read_manifest, stored_rows
 from adora_vl.data.images import diagram_hash
 from adora_vl.rewards import canonical_gold, grade, verify_gold
 from adora_vl.rewards.answer import plain
+from adora_vl.synthetic import generated as prepare
+from adora_vl.synthetic import knights
+from adora_vl.synthetic.drawing import STYLES, Canvas, Point
+from adora_vl.synthetic.families import FAMILIES, LETTERED
+from adora_vl.synthetic.generate import KNOWN, LEVELS, generate, split_of
+from adora_vl.synthetic.generated import ensure_drawn, prepare_drawn, synthetic
 from adora_vl.utils.errors import UserError
-from data_prep import generated as prepare
-from data_prep import knights
 from data_prep.cli import main
-from data_prep.generated import ensure_drawn, prepare_drawn, synthetic
-from data_prep.synthetic.drawing import STYLES, Canvas, Point
-from data_prep.synthetic.families import FAMILIES, LETTERED
-from data_prep.synthetic.generate import KNOWN, LEVELS, generate, split_of
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import files
 
@@ -156,13 +156,13 @@ def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_pa
     manifest = read_manifest(folder)
     assert manifest is not None and manifest["counts"] == {"train": 5, "test": 2}
     other = ensured(rows=5)
-    monkeypatch.setattr("data_prep.generated.SYNTHETIC_REVISION", "another")
+    monkeypatch.setattr("adora_vl.synthetic.generated.SYNTHETIC_REVISION", "another")
     assert ensured(rows=5) != other, "of older drawing code"
 
 
 # What the revisions stand for. Where this test fails, equal arguments give other rows than before.
-# If so intended, the revision in data_prep/generated.py has to change too, so that no run resumes
-# on data that changed under it.
+# If so intended, the revision in adora_vl/synthetic/generated.py has to change too, so that no run
+# resumes on data that changed under it.
 _ROWS_OF = {
     prepare.SYNTHETIC_REVISION: "02b6374e669f8045b791dbca52d34f0204cd0a220b642bc1436b3c7495f32235",
     prepare.KNIGHTS_REVISION: "9577b2e7929d3d0b5131ddfa636eaa6dd0d44b594e340ac1a3bda7828f089798",

@@ -14,9 +14,9 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from PIL import Image
 
-from data_prep import formats
+from adora_vl.conversion import formats
+from adora_vl.conversion.convert import ensure_converted
 from data_prep.cli import main
-from data_prep.convert import ensure_converted
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import (
     drawing,
@@ -180,7 +180,7 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
         "#N/A": None,
         "約12": None,
         "Würfel": "Würfel",
-        "AB∥CD": "AB∥CD",
+        "AB∥CD": r"AB\parallel CD",
         "$5": None,
     }
     source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])

@@ -9,14 +9,15 @@ import pytest
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from datasets import Image as ImageColumn
 from PIL import Image
 from transformers import processing_utils
 
 from adora_vl.builtin import TINY_FAMILIES
 from adora_vl.builtin.processor import processor_around
-from adora_vl.data import dataloader as rows_module
-from adora_vl.data.dataloader import DistinctRows, kept
+from adora_vl.data import images as images_module
+from adora_vl.data import loading
+from adora_vl.data.dataloader import DistinctRows
+from adora_vl.data.images import kept
 from adora_vl.data.prompts import conversation
 from adora_vl.dedup.image_store import (
     ImageBank,
@@ -198,7 +199,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
         lambda conversations, **_: len(conversations),
     )
     counted(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
-    counted(rows_module, "content_digest", "hashed", lambda _: 1)
+    counted(images_module, "content_digest", "hashed", lambda _: 1)
     cache = ImageCache(2**20)
     bank = ImageBank(0)
     read_prompts(
@@ -263,19 +264,19 @@ def run(tmp_path_factory) -> dict[str, Any]:
     gathered.
     """
     seen: dict[str, Any] = {"decoded": 0, "gathered": []}
-    decode = ImageColumn.decode_example
+    decode = loading.decoded_image
     gather = gather_object
 
-    def counted(self: Any, *arguments: Any, **keywords: Any) -> Any:
+    def counted(encoded: bytes, **keywords: Any) -> Any:
         seen["decoded"] += 1
-        return decode(self, *arguments, **keywords)
+        return decode(encoded, **keywords)
 
     def watched(values: Any) -> Any:
         seen["gathered"].append(pickle.dumps(values))
         return gather(values)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ImageColumn, "decode_example", counted)
+        patch.setattr(loading, "decoded_image", counted)
         patch.setattr(texts, "gather_object", watched)
         train(
             tmp_path_factory.mktemp("runs") / "run",

@@ -262,7 +262,7 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
     inside = threading.Barrier(2)
     plan = asdict(TextStart())
 
-    def build(folder: Path) -> None:
+    def build(folder: Path, *_: Any) -> None:
         built.append(folder)
         with contextlib.suppress(threading.BrokenBarrierError):
             inside.wait(0.5)  # for the other one, who must not come
@@ -274,7 +274,7 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
         meet.wait()
         assets.resolve_model("tiny_text")
 
-    monkeypatch.setitem(assets.BUILDERS, "tiny_text", (build, TextStart()))
+    monkeypatch.setattr(assets, "build_start", build)
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -296,11 +296,11 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
             if facts is not None:
                 (folder / "build.json").write_text(json.dumps(facts))
 
-            def build(folder: Path, built: list[Path] = built) -> None:
+            def build(folder: Path, *_: Any, built: list[Path] = built) -> None:
                 built.append(folder)
                 (folder / "build.json").write_text(json.dumps({"plan": plan}))
 
-            monkeypatch.setitem(assets.BUILDERS, "tiny_text", (build, TextStart()))
+            monkeypatch.setattr(assets, "build_start", build)
             for _ in range(2):
                 assert assets.resolve_model("tiny_text") == str(folder)
             assert built == [folder], "once, and not again"

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,18 @@ from adora_vl.builtin import WarmStart
 from adora_vl.builtin.tiny_vl import build_tiny_model
 from adora_vl.data.dataset import write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
+from adora_vl.evals import asking
+from adora_vl.evals.inference.chat import ChatProcessor
+from adora_vl.evals.inference.predictions import PredictionLog, read_predictions
 from adora_vl.models.load import PRETRAINED
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from data_prep.synthetic.generate import generate
-from eval import command
 from eval.command import main, parse
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
-from eval.inference.chat import ChatProcessor
-from eval.inference.predictions import PredictionLog, read_predictions
 from eval.mmstar import BENCHMARK as MMSTAR
-from eval.records import Benchmark
 
 NEEDED = ["--model", "M", "--data", "D", "--output", "O"]
-
-
-def options_of(words: list[str], benchmark: Benchmark = GEOMETRY3K) -> Namespace:
-    return parse(words, benchmark)
 
 
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
@@ -42,32 +36,30 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     config.write_text(
         "model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n"
     )
-    options = options_of(
-        ["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"]
-    )
-    assert (options.model, options.max_tokens, options.limit, options.seed) == (
-        "from/file",
-        7,
-        4,
-        5,
-    )
-    assert options.system_prompt is None
-    assert options.rounding is True
-    assert options_of(["run", "--config", str(config), "--no-rounding", *NEEDED]).rounding is False
-    assert not hasattr(options_of(["infer", "--config", str(config), *NEEDED]), "rounding"), (
-        "one file serves both"
-    )
+    words = ["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"]
+    command: Any = parse(words, GEOMETRY3K)
+    asked = command.ask
+    assert asked.model == "from/file"
+    assert asked.max_tokens == 7
+    assert asked.limit == 4
+    assert asked.seed == 5
+    assert asked.system_prompt is None
+    assert command.score.rounding is True
+    words = ["run", "--config", str(config), "--no-rounding", *NEEDED]
+    command = parse(words, GEOMETRY3K)
+    assert command.score.rounding is False
+    command = parse(["infer", "--config", str(config), *NEEDED], GEOMETRY3K)
+    assert command.score is None, "one file serves both"
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt():
-    options = options_of(["infer", *NEEDED])
-    assert (options.temperature, options.system_prompt, options.dtype) == (
-        0.0,
-        SYSTEM_PROMPT,
-        "auto",
-    )
-    assert (options.limit, options.min_pixels, options.max_pixels) == (None, None, None)
-    assert options_of(["infer", *NEEDED, "--system-prompt", "none"]).system_prompt is None
+    asked = parse(["infer", *NEEDED], GEOMETRY3K).ask
+    assert asked.temperature == 0.0
+    assert asked.system_prompt == SYSTEM_PROMPT
+    assert asked.dtype == "auto"
+    assert (asked.limit, asked.min_pixels, asked.max_pixels) == (None, None, None)
+    without = parse(["infer", *NEEDED, "--system-prompt", "none"], GEOMETRY3K)
+    assert without.ask.system_prompt is None
 
 
 def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, case):
@@ -119,11 +111,10 @@ def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case):
     for value, blind in [("true", True), ("false", False)]:
         with case(value) as folder:
             (folder / "c.yaml").write_text(f"no_image: {value}\n")
-            assert (
-                options_of(["run", *NEEDED, "--config", str(folder / "c.yaml")], MMSTAR).no_image
-                is blind
-            )
-            assert options_of(["run", *NEEDED, "--no-image"], MMSTAR).no_image is True
+            command: Any = parse(["run", *NEEDED, "--config", str(folder / "c.yaml")], MMSTAR)
+            assert command.ask.data.no_image is blind
+            command = parse(["run", *NEEDED, "--no-image"], MMSTAR)
+            assert command.ask.data.no_image is True
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +209,7 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     def refuse(settings: object) -> None:
         raise UserError("model: 'a/b' cannot be loaded")
 
-    monkeypatch.setattr(command, "build_engine", refuse)
+    monkeypatch.setattr(asking, "build_engine", refuse)
     empty = tmp_path / "out"
     used = tmp_path / "used"
     used.mkdir()

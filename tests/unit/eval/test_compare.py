@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.compare import read_run
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
 from adora_vl.report.compare import main as gain
 from eval.compare import main
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
+from eval.suite import row
 
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **more: Any) -> str:
@@ -57,6 +59,38 @@ def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     assert "GRPO (quoted)" in mmstar and "Vision-R1" not in mmstar  # which has no MMStar figure
 
 
+def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alone(tmp_path, capsys):
+    def of(sources: list[str], count: int, split: str = "test", **more: Any) -> str:
+        data_set = {"sources": sources, "splits": [split], "problems": count}
+        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
+        return shown(capsys, score_file(file, "01", "geometry3k", data_set=data_set, **more))
+
+    assert "7B GRPO (quoted)" in of(["geometry3k"], 601)
+    assert "7B GRPO (quoted)" in of(["geometry3k"], 598), "some golds nobody can meet"
+    limited = {"answers": 598, "asked": 598, "in_data": 601}
+    blank = {"fields": {"view": "blank"}}
+    for text in (
+        of(["synthetic"], 601),
+        of(["mine"], 12),
+        of(["geometry3k, redrawn"], 601),
+        of(["geometry3k", "mine"], 613),
+        of(["geometry3k"], 300),
+        of(["geometry3k"], 601, "train"),
+        of(["geometry3k"], 598, coverage=limited),
+        of(["geometry3k"], 601, fingerprint=blank),
+        shown(capsys, score_file(tmp_path / "none.json", "01", "geometry3k")),
+        shown(capsys, score_file(tmp_path / "problems.json", "01", "problems")),
+    ):
+        assert "quoted" not in text
+
+
+def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys):
+    one = score_file(tmp_path / "one.json", "0110", "geometry3k")
+    other = score_file(tmp_path / "other.json", "0111", "problems")
+    text = shown(capsys, one, other)
+    assert "4 common problems" in text and "quoted" not in text
+
+
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     one = score_file(tmp_path / "one.json", "0110")
     other = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
@@ -72,6 +106,27 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     )
     for text in (shown(capsys, part), shown(capsys, part, one), gained(capsys, part, one)):
         assert "the score of a part: 7 of 40 answers are there" in text
+    assert "of 7 of 40" in shown(capsys, part)
+
+
+def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
+    """Of the first problems (`--limit`), and where nobody knows how many there are."""
+    limited = {"answers": 4, "asked": 4, "in_data": 512}
+    part = score_file(tmp_path / "part.json", "0110", coverage=limited)
+    whole = {"answers": 4, "asked": 4, "in_data": 4}
+    one = score_file(tmp_path / "one.json", "0110", coverage=whole)
+    note = "4 of the 512 answers to all the data (--limit)"
+    for text in (shown(capsys, part), shown(capsys, one, part), gained(capsys, one, part)):
+        assert note in text
+    (line,) = [row for row in shown(capsys, one, part).splitlines() if row.startswith(part)][:1]
+    assert "of 4 of 512" in line
+    assert "512" not in shown(capsys, one)
+    assert row([read_run(part)])[1].endswith("(4 of 512)")
+    assert row([read_run(part)])[-1].endswith("(n of N): over a part of the problems")
+    assert "(n of N)" not in row([read_run(one)])[-1]
+    unknown = {"answers": 4, "asked": None, "in_data": None}
+    alone = score_file(tmp_path / "alone.json", "0110", coverage=unknown)
+    assert "it is not known of how many problems these are" in shown(capsys, alone)
 
 
 def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Every benchmark of the list keeps the promises of `eval.benchmark.Benchmark`, and a new one needs
+"""Every benchmark of the list keeps the promises of `adora_vl.evals.benchmark.Benchmark`, and a new one needs
 nothing else.
 """
 
@@ -18,19 +18,19 @@ from transformers import Trainer
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
+from adora_vl.evals.benchmark import NAMES, for_data, loaded, named
+from adora_vl.evals.inference.requests import AnswerRequest
+from adora_vl.evals.inference.views import shown_as
+from adora_vl.evals.options import DataOptions, ScoreOptions
+from adora_vl.evals.records import Benchmark, LoadedProblems, OwnFigures, Problem
+from adora_vl.evals.scoring.files import figures_in_training as figures
+from adora_vl.evals.scoring.score import cell, score
 from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
-from eval import benchmark as list_of_benchmarks
-from eval.benchmark import NAMES, for_data, loaded, named
-from eval.command import figures_in_training as figures
-from eval.command import parse, score_defaults
+from eval.command import parse
 from eval.compare import main as compare
-from eval.inference.requests import AnswerRequest
-from eval.inference.views import shown_as
-from eval.records import Benchmark, OwnFigures, Problem
-from eval.scoring.score import cell, score
 from tests.conftest import REPOSITORY
 from tests.support import benchmark_data as support
 
@@ -55,6 +55,7 @@ DATA: dict[str, Callable[[Path], Path]] = {
     ),
     "dynamath": lambda folder: dynamath(folder / "dynamath"),
     "knights": lambda folder: knights(folder / "knights"),
+    "problems": lambda folder: support.write_geometry3k(folder / "problems", 4),
 }
 RIGHT = {"mmmu_pro": "Answer: {}", "dynamath": '{{"short answer": "{}"}}'}  # but in a box
 
@@ -75,8 +76,8 @@ def knights(folder: Path) -> Path:
 
 def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
     words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
-    problems, hashed = benchmark.load(parse(words, benchmark))
-    assert hashed == benchmark.load(parse(words, benchmark))[1]
+    problems, hashed, _ = benchmark.load(parse(words, benchmark).ask.data)
+    assert hashed == benchmark.load(parse(words, benchmark).ask.data).data_hash
     return problems
 
 
@@ -103,7 +104,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
     rows = [json.loads(json.dumps(row)) for row in rows]  # what a predictions row keeps
     assert [benchmark.check(row) for row in rows if benchmark.check] in ([], [None] * count)
-    made = score(benchmark, rows, score_defaults(benchmark)).score
+    made = score(benchmark, rows, benchmark.score_options()).score
     assert made["benchmark"] == name and made["total"] == count and made["rules"]
     assert [item["verdict"] == "correct" for item in made["items"]][3] is False and made[
         "image_failed"
@@ -111,10 +112,13 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     assert made["correct"] >= 2, "a boxed reference answer is right"
     assert evaluate.main([name, *support.to_score(tmp_path, rows)]) == 0
     assert json.loads((tmp_path / "s.json").read_text())["items"] == made["items"]
-    title = "synthetic" if name == "geometry3k" else name  # that of the data, whose rows these are
+    drawn = name in ("geometry3k", "problems")
+    title = "synthetic" if drawn else name  # that of the data, whose rows these are
     assert f"{title}: " in capsys.readouterr().out
     assert compare([str(tmp_path / "s.json")]) == 0
-    assert ("(quoted)" in capsys.readouterr().out) is (benchmark.published is not None)
+    # What is published of Geometry3K stands beside its own test split alone.
+    is_quoted = benchmark.published is not None and not drawn
+    assert ("(quoted)" in capsys.readouterr().out) is is_quoted
 
 
 @pytest.mark.parametrize(
@@ -150,9 +154,9 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
 
 
 def test_the_list_stands_once(capsys):
-    files = Path(list_of_benchmarks.__file__).parent.glob("*.py")
+    files = (REPOSITORY / "eval").glob("*.py")
     assert (
-        {path.stem for path in files if "BENCHMARK = Benchmark(" in path.read_text()}
+        {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
         == set(NAMES)
         == DATA.keys()
     )
@@ -163,11 +167,12 @@ def test_the_list_stands_once(capsys):
 
 
 def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
-    assert for_data(tmp_path) == "geometry3k", "rows of the user's own"
+    assert for_data(tmp_path) == "problems", "rows of the user's own"
     for source, name in (
         ("knights", "knights"),
-        ("geometry3k", "geometry3k"),
-        ("own/csv", "geometry3k"),
+        ("geometry3k/hub", "geometry3k"),
+        ("own/csv", "problems"),
+        ("synthetic", "problems"),
     ):
         (tmp_path / MANIFEST_NAME).write_text(json.dumps({"made_by": MADE_BY, "source": source}))
         assert for_data(tmp_path) == name
@@ -217,7 +222,7 @@ def of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
 def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_training(
     of_the_page, monkeypatch, capsys
 ):
-    monkeypatch.setattr("eval.command.build_engine", lambda settings: Rounds())
+    monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: Rounds())
     words = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
     assert evaluate.main(["lengths.py:LENGTHS", *words]) == 0
     shown = capsys.readouterr().out
@@ -236,6 +241,7 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
         adora_eval_limit=2,
         eval_steps=1,
         eval_on_start=False,
+        eval_delay=0,
     )
     (beside := Path("beside").resolve()).mkdir()
     (beside / "mine.py").write_text(Path("lengths.py").read_text())
@@ -266,12 +272,12 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
 )
 def test_problems_that_ones_own_benchmark_makes_are_checked(of_the_page, second, fault):
     made = [Problem({"pid": pid}, text, 0, list) for pid, text in (("a", "Side 7"), second)]
-    own = replace(named("lengths.py:LENGTHS"), load=lambda options: (made, "hash"))
+    own = replace(named("lengths.py:LENGTHS"), load=lambda options: LoadedProblems(made, "hash"))
     with pytest.raises(UserError, match=fault):
-        loaded(own, Namespace())
+        loaded(own, DataOptions(data="lengths", split="test"))
 
 
-def _summary(rows: Sequence[Any], graded: Sequence[Any], options: Namespace) -> OwnFigures:
+def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) -> OwnFigures:
     return OwnFigures(
         {
             "halves": {
@@ -318,9 +324,8 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     asked = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
     logged: list[dict[str, float]] = []
     built: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]]
-    )  # those of the second rank
+    # those of the second rank
+    monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]])
 
     def log(trainer: Any, values: dict[str, float]) -> None:
         logged.append(values)
@@ -349,14 +354,22 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         pool=Namespace(turns=None, on_any_rank=bool, guard=Namespace(watching=nullcontext)),
     )
     plan = evaluation.EvaluationPlan(
-        [evaluation.Task(named("geometry3k"), asked)], every=2, at_start=False, prompt=None
+        [evaluation.Task(named("geometry3k"), asked, in_data=9)],
+        every=2,
+        at_start=False,
+        prompt=None,
     )
     callback = evaluation.EvaluateOnTheWay(trainer, plan, None)
     for step in range(1, 5):
         callback.on_step_end(None, Namespace(global_step=step), None)
     assert [values["eval_geometry3k_accuracy"] for values in logged] == [0.75, 0.75]
     assert built == [{"template": {"a": 1}, "processor": "p"}] * 2, "the prompt of the training"
+    late = evaluation.EvaluateOnTheWay(trainer, replace(plan, delay=3), None)
+    for step in range(1, 5):
+        late.on_step_end(None, Namespace(global_step=step), None)
+    assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
     assert trainer.control.should_log, "the log of the step itself would be left out"
     assert (
-        "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out) and "of 4 problems" in said
+        "step 2: geometry3k 75.0 %" in (said := capsys.readouterr().out)
+        and "of 4 of 9 problems" in said
     )

@@ -196,7 +196,7 @@ def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):
 
     def load(*words: str) -> list[Any]:
         command = ["infer", "--model", "m", "--data", str(folder), "--output", "o", *words]
-        return BENCHMARK.load(parse(command, BENCHMARK))[0]
+        return BENCHMARK.load(parse(command, BENCHMARK).ask.data).problems
 
     assert [problem.fields["problem_version"] for problem in load()] == list(VERSIONS[:5])
     only = load("--split", "testmini_text_only")
@@ -232,7 +232,7 @@ def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
         "--split",
         "all",
     ]
-    assert len(BENCHMARK.load(parse(words, BENCHMARK))[0]) == 4
+    assert len(BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems) == 4
     assert asked == [
         ("AI4Math/MathVerse", split, split) for split in ("testmini", "testmini_text_only")
     ]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from adora_vl.data.prompts import conversation_with_images
+from adora_vl.evals.options import HubDataOptions
+from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evaluation import _load as task
-from eval.command import figures_in_training as figures
-from eval.command import main, parse
+from eval.command import main
 from eval.mathvision import BENCHMARK, build_query, official_answer, official_hit, officially_equal
 from eval.mathvision_value import latex_value
 from tests.conftest import SHARED
@@ -60,9 +61,7 @@ def test_a_sample_of_published_verdicts_is_reproduced():
 
 @real
 def test_every_published_verdict_is_reproduced(tmp_path, subtests):
-    problems, _ = BENCHMARK.load(
-        parse(["infer", "--model=m", f"--data={DATA}", "--output=o"], BENCHMARK)
-    )
+    problems = BENCHMARK.load(HubDataOptions(data=str(DATA), split="test")).problems
     asked = {problem.pid: problem.fields for problem in problems}
     assert len(asked) == 3040
     for name, total in TOTALS.items():

@@ -3,25 +3,25 @@ traps.
 """
 
 import json
-from argparse import Namespace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from adora_vl.evals.inference.predictions import read_predictions
+from adora_vl.evals.scoring.judge import by_rules
+from adora_vl.evals.scoring.score import score as score_of
 from eval.command import main
-from eval.inference.predictions import read_predictions
 from eval.mathvista import (
     BENCHMARK,
+    MathVistaScoreOptions,
     build_query,
     chosen,
     edit_distance,
     judge_extraction,
     question_of,
 )
-from eval.scoring.judge import by_rules
-from eval.scoring.score import score as score_of
 from tests.conftest import SHARED, Case
 from tests.support import benchmark_data
 
@@ -133,13 +133,11 @@ def test_queries_are_built_for_all_of_testmini() -> None:
     assert queries["3"].endswith("Choices:\n(A) 135°\n(B) 140°\n(C) 145°\n(D) 150°")
 
 
-def options(
-    extraction: str = "stored", rules: str = "official", ignore_empty: bool = False
-) -> Namespace:
-    return Namespace(extraction=extraction, rules=rules, ignore_empty_extractions=ignore_empty)
+def options(*, ignore_empty: bool = False) -> MathVistaScoreOptions:
+    return MathVistaScoreOptions(extraction="stored", ignore_empty_extractions=ignore_empty)
 
 
-def score(rows: list[dict[str, Any]], options: Namespace) -> Any:
+def score(rows: list[dict[str, Any]], options: MathVistaScoreOptions) -> Any:
     return score_of(BENCHMARK, rows, options).score
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.utils.openai_client import Reply
 from eval import suite
 from eval.__main__ import main
-from eval.inference.requests import AnswerRequest
 from tests.unit.eval.test_contract import DATA
 
 BUILT: list[int] = []

@@ -134,7 +134,7 @@ def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path):
     for form in ("parquet", "json"):
         folder = write_wemath(tmp_path / form, rows, form)
         words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
-        problems, _ = BENCHMARK.load(parse(words, BENCHMARK))
+        problems = BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems
         assert [problem.pid for problem in problems] == [str(number) for number in range(1, 8)]
         assert [problem.fields["key"] for problem in problems][2:5] == [
             "2steps_multi",

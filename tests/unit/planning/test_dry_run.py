@@ -10,7 +10,8 @@ import pytest
 
 from adora_vl.builtin import TINY_FAMILIES
 from adora_vl.builtin.processor import processor_around
-from adora_vl.builtin.tiny_text import TextStart, build_tiny_text_model
+from adora_vl.builtin.small_model import build_start
+from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.config.reading import read
 from adora_vl.config.schema import parse
@@ -52,18 +53,17 @@ def data(tmp_path_factory):
     return folder
 
 
+# they train on drawn problems, which the fixture makes
 DRAWN = (
     "smoke_cpu",
     "demo_cpu",
     "annotated",
-)  # they train on drawn problems, which the fixture makes
+)
 
 
-# slice_7b_cpu trains a model that `python -m benchmarks.slice build` makes; its own test reads that
-# config
 def test_every_shipped_config(tmp_path, capsys, data, subtests):
     """As a user runs it, on a machine without a GPU, a hub or (but for the demo) the dataset."""
-    for name in (name for name in PAIRS if name != "slice_7b_cpu"):
+    for name in PAIRS:
         with subtests.test(name):
             (tmp_path / name).mkdir()
             _check_config(name, tmp_path / name, capsys, data)
@@ -83,7 +83,7 @@ def _check_config(name, tmp_path, capsys, data):
     if name == "tiny_zoom":  # where the user has not made them yet
         words += ["--dataset_name", str(tmp_path / "zoom")]
     if name == "smoke_text_cpu":  # a stand-in for the model, which takes a minute to make
-        build_tiny_text_model(tmp_path / "model", TextStart(steps=2, batch_size=4, rows=8))
+        build_start(tmp_path / "model", TextStart(steps=2, batch_size=4, rows=8), begin_text)
         words += ["--model_name_or_path", str(tmp_path / "model"), "--adora_synthetic_rows", "64"]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -105,9 +105,8 @@ def _check_config(name, tmp_path, capsys, data):
         assert "no GPU" not in text
     elif name != "smoke_text_cpu":  # whose puzzles are made on the spot, or were
         assert figures["rows"] is None and "The number of rows is not known" in text
-        shipped = (
-            name == "tiny_zoom"
-        )  # for a CPU, with its model; its drawn pictures are made beforehand
+        # for a CPU, with its model; its drawn pictures are made beforehand
+        shipped = name == "tiny_zoom"
         assert ("and by no GPU yet" in text) != shipped
         assert len(figures["unknown"]) == (
             1 if shipped else 4

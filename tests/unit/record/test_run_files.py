@@ -295,18 +295,11 @@ def test_figures_that_are_not_finite_are_null():
 
 
 ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
-NEUTRAL = {
-    "adora_rollouts": {"replay": 0},
-    "adora_extensions": {
-        "noisy_rollouts": {"share": 0.0},
-        "visual_tokens": {"share": 1.0, "scale_min": 1.0},
-    },
-}
+NEUTRAL: dict[str, Any] = {"adora_extensions": {}}
 
 
 RECIPES: list[tuple[dict[str, Any], str]] = [
     ({}, "ADORA attenuation, factor 0.1"),
-    ({"adora_method": "adora"}, "ADORA"),  # recorded by an earlier version
     ({"adora_method": {"grpo": {}}}, "GRPO"),
     ({"adora_method": {"dapo": {}, **ADORA}}, "DAPO + ADORA attenuation, factor 0.1"),
     ({"adora_method": {"dapo": {}, "adora": {"mode": "off"}}, "loss_type": "dapo"}, "DAPO"),
@@ -331,18 +324,17 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
         {"adora_method": {"adora": {"steps": [0, 30]}}},
         "ADORA attenuation, factor 0.1, steps [0, 30]",
     ),
-    ({"adora_method": "grpo", "loss_type": "sapo"}, "GRPO, SAPO loss"),
+    ({"adora_method": {"grpo": {}}, "loss_type": "sapo"}, "GRPO, SAPO loss"),
     (
-        {"adora_method": "grpo", "adora_extensions": {"noisy_rollouts": {"share": 0.5}}},
-        "GRPO, noisy rollouts 0.5",
+        {"adora_method": {"grpo": {}}, "adora_extensions": {"noisy.py:Noisy": {"share": 0.5}}},
+        "GRPO, extension Noisy",
     ),
-    ({"adora_method": "grpo", "adora_rollouts": {"replay": 64}}, "GRPO, replay of 64 groups"),
     (
         {
-            "adora_method": "rrb",
-            "adora_extensions": {"visual_tokens": {"share": 0.4, "scale_min": 0.9}},
+            "adora_method": {"docs/rrb.py:Rrb": {}},
+            "adora_extensions": {"a.py:One": {}, "b.py:Two": {}},
         },
-        "RRB, visual tokens 0.4, visual scale from 0.9",
+        "Rrb, extension One, extension Two",
     ),
 ]
 
@@ -491,18 +483,18 @@ def test_the_command_that_started_a_run(tmp_path):
 
 
 def test_the_commands_after_a_run(tmp_path):
-    place = f"{interpreter()} -m eval.geometry3k run --model m --data DATA --output o"
+    place = f"{interpreter()} -m eval.problems run --model m --data DATA --output o"
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == place
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "test-00000-of-00001.parquet").touch()
     words = (
-        f"{interpreter()} -m eval.geometry3k run --model m --data {tmp_path} --output o "
+        f"{interpreter()} -m eval.problems run --model m --data {tmp_path} --output o "
         "--max-tokens 40"
     )
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
     (tmp_path / "manifest.json").write_text(json.dumps({"made_by": MADE_BY, "source": "knights"}))
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace(
-        "geometry3k", "knights"
+        "problems", "knights"
     )
     assert view_command(Path("a b"), Path("c")) == f"{interpreter()} -m adora_vl.report 'a b' c"
 

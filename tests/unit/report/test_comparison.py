@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.scoring.score import aggregate, verdict
+from adora_vl.evals.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 from adora_vl.report.__main__ import main
 from adora_vl.report.compare import (
     PASS_RATE,
@@ -16,9 +19,6 @@ from adora_vl.report.compare import (
 )
 from adora_vl.report.compare import main as gain
 from eval.geometry3k import BENCHMARK
-from eval.records import Graded, RowGrade
-from eval.scoring.score import aggregate, verdict
-from eval.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
 
 CONFIG = {
     "seed": 0,
@@ -239,7 +239,7 @@ def test_worse_is_called_worse(tmp_path, capsys):
 
 def test_without_held_out_scores_nothing_is_claimed(tmp_path, capsys):
     lines = said(capsys, run(tmp_path / "a", [0.1], 3), run(tmp_path / "b", [0.9]), "--compare")
-    assert "is not known" in lines[0] and "eval.geometry3k run" in lines[0]
+    assert "is not known" in lines[0] and "eval.problems run" in lines[0]
     assert any("pass rate in training" in line and "+80.0" in line for line in lines)
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from adora_vl.rewards import canonical_gold, grade, verify_gold
 from adora_vl.rewards.grade import VERDICTS
-from data_prep.synthetic.drawing import PLAIN
-from data_prep.synthetic.families import FAMILIES
+from adora_vl.synthetic.drawing import PLAIN
+from adora_vl.synthetic.families import FAMILIES
 
 pytestmark = pytest.mark.slow
 

@@ -13,14 +13,16 @@ import textwrap
 import time
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image, ImageDraw
 from transformers import TrainerState
 
-from adora_vl.data.dataloader import kept
+from adora_vl.data.images import kept
 from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
 from adora_vl.rewards.explain import main as explain
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
@@ -218,11 +220,14 @@ def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtes
     files = {
         "r.py": "import json, adora_vl.types\nfrom scale_of_r import SCALE\n"
         "def f(completions, **kwargs):\n    from package_of_r.inner import late\n"
+        # a package of the user's own, though its name is one of ours
+        "    if not completions: import eval.lengths\n"
         "    return [SCALE] * len(completions)",
         "scale_of_r.py": "SCALE = 1",
         "package_of_r/inner/__init__.py": "from .. import beside; from .late import VALUE",
         "package_of_r/inner/late.py": "VALUE = 1",
         "package_of_r/beside.py": "VALUE = 1",
+        "eval/lengths.py": "VALUE = 1",
         "adora_vl/types.py": "ours, which a checkout has beside the file",
         "unused.py": "never imported",
     }
@@ -385,28 +390,64 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
     assert {**given, "prompts": None} == before
 
 
+EDITS: list[Any] = [
+    lambda image: ImageDraw.Draw(image).line((0, 0, 7, 7), fill=1),
+    lambda image: image.putpixel((7, 0), 1),
+    lambda image: image.load().__setitem__((0, 0), 1),
+    lambda image: image.paste(1, (4, 0, 8, 4)),
+    lambda image: image.frombytes(bytes(255 - value for value in image.tobytes())),
+    lambda image: image.putdata([1] * 64),
+    lambda image: image.thumbnail((4, 4)),
+]
+
+
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "1"])
 def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
-    """The rollouts of a group have one image.
-
-    Its pixels are copied for a function only when it draws.
-    """
+    """The rollouts of a group have one image, and each place where it stands is a copy."""
     image = kept(Image.new(mode, (8, 8)))
     given = {"completions": ["a", "b"], "images": [[image], [image]]}
-    shared: list[bool] = []
-    failures: list[RewardFailure] = []
-
-    def draws(images: Any, **rest: Any) -> list[float]:
-        (one,), (other,) = images
-        shared.append(one.im is image.im and other.tobytes() == image.tobytes())
-        ImageDraw.Draw(one).line((0, 0, 7, 7), fill=1)
-        one.putpixel((7, 0), 1)
-        one.paste(1, (4, 0, 8, 4))
-        return [float(one.tobytes() != image.tobytes()), float(other.tobytes() == image.tobytes())]
-
     before = image.tobytes()
-    assert safe_call(draws, "mine", 5.0, failures)(**given) == [1.0, 1.0] and failures == []
-    assert image.tobytes() == before and shared == [True]
+    one_band = len(image.getbands()) == 1
+    for edit in EDITS if one_band else [edit for n, edit in enumerate(EDITS) if n not in (2, 5)]:
+        failures: list[RewardFailure] = []
+
+        def draws(images: Any, edit: Any = edit, **rest: Any) -> list[float]:
+            (one,), (other,) = images
+            edit(one)
+            return [float(one.tobytes() != before), float(other.tobytes() == before)]
+
+        assert safe_call(draws, "mine", 5.0, failures)(**given) == [1.0, 1.0] and failures == []
+        assert image.tobytes() == before and image.size == (8, 8)
+
+
+def test_a_function_that_edits_arrays_sets_and_the_log_edits_its_own():
+    """The instances of environments are the rollouts' own: a reward may ask them, and change them."""
+    environment = SimpleNamespace(asked=0)
+    given: dict[str, Any] = {
+        "completions": ["a"],
+        "points": [np.zeros(3)],
+        "weights": [torch.zeros(3)],
+        "tags": [{"a"}],
+        "trainer_state": TrainerState(log_history=[{"loss": 1.0, "more": [1]}]),
+        "environments": [environment],
+    }
+
+    def edits(
+        points: Any, weights: Any, tags: Any, trainer_state: Any, environments: Any, **_: Any
+    ):
+        points[0][:] = 1
+        weights[0].fill_(1)
+        tags[0].add("b")
+        trainer_state.log_history[0]["loss"] = 2.0
+        trainer_state.log_history[0]["more"].append(2)
+        environments[0].asked += 1
+        return [0.0]
+
+    failures: list[RewardFailure] = []
+    assert safe_call(edits, "mine", 5.0, failures)(**given) == [0.0] and failures == []
+    assert not given["points"][0].any() and not given["weights"][0].any()
+    assert given["tags"] == [{"a"}] and environment.asked == 1
+    assert given["trainer_state"].log_history == [{"loss": 1.0, "more": [1]}]
 
 
 async def exits_later(**kwargs: Any) -> Any:
@@ -606,9 +647,8 @@ def test_reward_models_and_the_time_of_presets_are_left_alone():
     assert around[0] is model
     assert call(around[1], [r"\boxed{5}"], answer=["5"]) == [1.0]
     call(around[1], ["5"])
-    with pytest.raises(
-        UserError, match="step 1: .*no column 'answer'"
-    ):  # a mistake of the data stays one
+    # a mistake of the data stays one
+    with pytest.raises(UserError, match="step 1: .*no column 'answer'"):
         guard.check(0)
 
 

@@ -97,7 +97,7 @@ def test_the_importance_ratio_by_hand(subtests):
 
 
 def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
-    """Row 1 was sampled on a distorted image: its tokens have no score, and it is in no figure."""
+    """Row 1 was sampled on another image: its tokens have no score, and it is in no figure."""
     bounds: dict[str, Any] = {
         "vllm_importance_sampling_clip_min": 0.3,
         "vllm_importance_sampling_clip_max": 2.0,
@@ -112,7 +112,6 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
         "sampling_per_token_logps": sampling,
         "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
     }
-    micro["distorted"] = torch.tensor([False, True])
     assert ratio.is_due(micro)
     log = ratio.complete(micro, logps)
     assert not ratio.is_due(micro)

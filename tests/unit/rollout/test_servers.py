@@ -238,9 +238,8 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
     for ask in (lambda: sampled(engine, rows(2)), engine.sync_weights):
         with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
             ask()
-    other = Served(
-        Accelerator(cpu=True), engine._place_features, None
-    )  # another rank, which is told
+    # another rank, which is told
+    other = Served(Accelerator(cpu=True), engine._place_features, None)
     told = [None, 0, "no vLLM server is left"]
     hear = "adora_vl.rollout.served.broadcast_object_list"
     monkeypatch.setattr(hear, lambda given, from_process: given.__setitem__(slice(None), told))

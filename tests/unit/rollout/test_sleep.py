@@ -90,13 +90,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def trainer(engine: Any, **changed: Any) -> Any:
     """What decides whether the engine stays awake, with dynamic sampling; `changed` in `facts`."""
-    facts: dict[str, Any] = {"tries": 2, "old_pass": False, "beta": 0.0, "extension": False}
+    facts: dict[str, Any] = {"tries": 2, "old_pass": False, "beta": 0.0}
     facts |= {"model": nn.Linear(1, 1), **changed}
     found: Any = object.__new__(AdoraGRPOTrainer)
     found.__dict__.update(beta=facts["beta"], sampler=SimpleNamespace(awake=engine.staying_awake))
     found.model = facts["model"]
     found.shape = SimpleNamespace(has_one_step=True)
-    found.extensions = [SimpleNamespace(needs_old_logps=facts["extension"])]
     found.args = SimpleNamespace(
         adora_rollouts=RolloutOptions(refill=facts["tries"]), own=lambda part: not facts["old_pass"]
     )
@@ -154,7 +153,7 @@ def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
 def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subtests):
     """The pass needs the memory of the engine."""
     dropout = {"model": nn.Dropout(0.1)}  # two passes over the same tokens differ
-    for changed in ({"old_pass": True}, {"beta": 0.01}, {"extension": True}, {"tries": 0}, dropout):
+    for changed in ({"old_pass": True}, {"beta": 0.01}, {"tries": 0}, dropout):
         with subtests.test(str(changed)):
             engine.did.clear()
             with trainer(engine, **changed)._engine_awake():

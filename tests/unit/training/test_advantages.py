@@ -21,7 +21,6 @@ from transformers import GenerationMixin
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups
 from adora_vl.advantage.adora import Adora, weigh_groups
-from adora_vl.advantage.experimental import D3s
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.models.load import PRETRAINED
@@ -34,6 +33,7 @@ from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher, live_units
 from adora_vl.training.policies import admitted
 from adora_vl.training.scores import Ends, Grader, Grades, Rewards, Scores
+from tests.support.examples import example
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
@@ -157,8 +157,8 @@ def test_how_sure_the_policy_was_is_known_of_the_rollouts_of_all_ranks():
     assert groups.surprisal_PG.tolist() == [[1.5, 2.0], [0.5, 1.0]]
 
 
-CASES = [(name, METHODS[name]()) for name in METHODS if name != "mc_grpo"]
-CASES += [("d3s", D3s(across="batch")), ("adora", Adora(assign="rate"))]
+CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
+CASES += [("canon", example("canon.py:Canon")()), ("adora", Adora(assign="rate"))]
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])

@@ -13,7 +13,6 @@ import torch
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, group_advantages
 from adora_vl.advantage.adora import Adora, weigh_groups
-from adora_vl.advantage.experimental import Canon, D3s, Ssb
 from adora_vl.advantage.grpo import Dapo
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, adora_metrics, read_metrics
@@ -23,6 +22,7 @@ from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.scores import Rewards, Scores, weighted_sum
 from adora_vl.utils.errors import RunError, SharedUserError, UserError
+from tests.support.examples import example
 from tests.support.recorded_runs import write_run
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, arguments
@@ -77,9 +77,8 @@ def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_do
 def test_a_call_that_failed_is_missing_even_where_it_failed_for_the_whole_group():
     found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0, 1, 2, 3])
     assert sums(found) == [None] * 4 and found.missing_share == 1
-    found = rewards(
-        [1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0]
-    )  # the function applies, so three more are missing
+    # the function applies, so three more are missing
+    found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0])
     assert sums(found) == [None] * 4
 
 
@@ -106,9 +105,12 @@ def test_where_nothing_is_missing_trl_gets_what_it_gathered():
 # The tokens of those who have left still stand in the number by which TRL divides. These methods
 # undo that division.
 BY_TOKENS = {"dapo", "daro"}
-CASES = [(name, METHODS[name]()) for name in METHODS]
+CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
 CASES += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
-CASES += [("canon", Canon(measure="length")), ("d3s", D3s(across="batch")), ("ssb", Ssb(0.5))]
+CASES += [
+    ("canon", example("canon.py:Canon")(measure=measure)) for measure in ("length", "entropy")
+]
+CASES += [("ngrpo", example("ngrpo.py:Ngrpo")())]
 CASES += [("dapo", Dapo(overlong_cache=50))]
 
 
@@ -148,9 +150,8 @@ def leave(name: str, options: Any, scale: Any) -> None:
     )
     if name in BY_TOKENS:
         expected_PG = expected_PG * lengths_PG.sum() / lengths_PG[:30].gather(1, places).sum()
-    if (
-        name == "adora" and options.assign == "random"
-    ):  # seeded by the number of groups with signal: the same
+    # seeded by the number of groups with signal: the same
+    if name == "adora" and options.assign == "random":
         assert expected_PG.any()
     torch.testing.assert_close(found_PG[:30].gather(1, places), expected_PG, rtol=1e-5, atol=1e-6)
     assert (found_PG[whole_PG.roll(-7, dims=0).isnan()] == 0).all()

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Barrier, Thread
 from types import SimpleNamespace
@@ -20,7 +21,8 @@ from PIL import Image
 from transformers import TrainerState
 
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER, content_digest, kept
+from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.images import content_digest, kept
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     Call,
@@ -33,6 +35,7 @@ from adora_vl.rollout.rollouts import (
     Span,
     plan_requests,
 )
+from adora_vl.rollout.sources import ServersAhead, Ticket
 from adora_vl.training.generation import Generation
 from adora_vl.training.policies import (
     automatic_budget,
@@ -146,6 +149,34 @@ class TurnsEngine(Engine):
         return answers
 
 
+class EngineAhead(Engine, ServersAhead):
+    """Answers what is asked for ahead when it is needed, by the weights of when it was asked."""
+
+    def __init__(self, ahead: int) -> None:
+        Engine.__init__(self)
+        self.ahead = ahead
+
+    def give_weights(self, *, anew: bool = False) -> None:
+        pass
+
+    def begin(self, asks: Any, settings: Any = None) -> Ticket:
+        answers = Engine.sample(self, [*asks], None)
+        return Ticket(self.step, lambda: answers)
+
+    def sample(self, asks: Any, prompts: Any = None, settings: Any = None) -> list[RolloutAnswer]:
+        return Engine.sample(self, [*asks], prompts)
+
+    def waited(self) -> dict[str, float]:
+        return {}
+
+
+def rows_after(numbers: list[int], distance: int) -> list[Row]:
+    """The rows of the generation so many after the one with these numbers."""
+    later = [number + distance * PLACES for number in numbers]
+    rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER: number} for number in later]
+    return rows
+
+
 class Answered:
     """Answers most turns with a picture, up to three of a rollout."""
 
@@ -209,8 +240,10 @@ class Run:
         tools: bool = False,
         **rollouts: Any,
     ) -> None:
-        self.engine, self.state, self.log = Engine(), TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
+        self.state, self.log = TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
         self.updates = updates
+        options = RolloutOptions(**{"budget": 60, **rollouts})
+        self.engine = EngineAhead(options.ahead) if options.ahead else Engine()
         context = step_context(
             self.log,
             accelerator=accelerator or Alone(),
@@ -223,7 +256,7 @@ class Run:
             use_vllm=True,
             seed=7,
             vllm_importance_sampling_mode="token_truncate",
-            adora_rollouts=RolloutOptions(**{"budget": 60, **rollouts}),
+            adora_rollouts=options,
         )
         self.rank = context.accelerator.process_index
         rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * PLACES)]
@@ -236,16 +269,19 @@ class Run:
         if tools:
             self.engine = TurnsEngine()
         turns: Any = Answered() if tools else None
-        self.pool = Pool(
+        asked_ahead = partial(
+            PoolAhead, next_rows=rows_after, drift=lambda rows, step: lambda: None
+        )
+        self.pool: Pool = (asked_ahead if options.ahead else Pool)(
             context,
             images,
-            self.engine,
+            self.engine,  # type: ignore[arg-type]
             judge,
             guard,
             [],
             phase,
             rows,
-            turns=turns,  # type: ignore[arg-type]
+            turns=turns,
         )
         self.learned: list[Generation] = []
         self.figures: list[dict[str, float]] = []
@@ -483,6 +519,19 @@ def test_no_answer_is_older_than_it_may_be():
         assert bound + 1 <= max(segments) <= bound + 2
 
 
+@pytest.mark.parametrize("ahead", [1, 2, 3, 4])
+def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
+    """What is complete when a generation is asked for may be used up before its turn. Without any
+    group there is nothing to learn from, and the run ends.
+    """
+    for budget in (20, 60, 150):
+        for steps in (9, 24):
+            run = Run(steps, budget=budget, ahead=ahead).go_on()
+            assert min(run.sizes) >= PLACES // 2, (budget, steps, run.sizes)
+            check_learned(run, ended=False)
+            assert len(run.pool.state.groups) <= PLACES, "little is sampled in vain"
+
+
 def test_the_figures_of_a_generation():
     run = Run(20).go_on()
     for generation, figures in zip(run.learned, run.figures, strict=True):
@@ -506,6 +555,8 @@ def test_how_many_begin_and_have_to_be_complete():
     )
     begun = [how_many_begin(waiting, complete, 8, left) for waiting, complete, left in waits]
     assert begun == [8, 8, 5, 0, 4, 8, 6, 0, 4]
+    begun = [how_many_begin(*wait[:2], 8, wait[2], least=4) for wait in waits]
+    assert begun == [8, 8, 5, 4, 4, 8, 6, 4, 4]
     assert [
         groups_to_complete(groups, 8, left, 2)
         for groups, left in ((8, 9), (8, 1), (11, 2), (16, 2), (1, 9))
@@ -613,17 +664,6 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
     enough = int(line.split("; ")[1].split()[0])
     longer = resumed(run, tmp_path, 5, enough, budget=20).go_on()
     assert not longer.pool.state.groups and capsys.readouterr().err == ""
-
-
-def test_rollouts_that_an_earlier_version_has_set_aside_are_named(tmp_path, capsys):
-    (tmp_path / "partial-00000.pt").touch()
-    Run(3).pool.load(tmp_path)
-    assert (
-        capsys.readouterr().err.count(
-            "(partial-00000.pt) are not read, and their problems come again"
-        )
-        == 1
-    )
 
 
 def test_another_number_of_processes_cannot_go_on(tmp_path):

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from adora_vl.data.dataset import load_split
+from adora_vl.evals.inference.predictions import PredictionLog, sort_rows
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
-from eval.inference.predictions import PredictionLog, sort_rows
 from tests.unit.data_prep.data_prep_support import drawing, encoded, problem_folder
 
 Write = Callable[[Path], int | None]

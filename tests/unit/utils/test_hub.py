@@ -20,6 +20,8 @@ from huggingface_hub import constants, get_session
 from adora_vl.config.reading import read
 from adora_vl.config.schema import parse
 from adora_vl.config.where import DryRunOptions
+from adora_vl.evals.inference.engines import build_engine
+from adora_vl.evals.inference.requests import AnswerEngineSettings
 from adora_vl.models import load
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
@@ -30,8 +32,6 @@ from adora_vl.utils import hub
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
-from eval.inference.engines import build_engine
-from eval.inference.requests import AnswerEngineSettings
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.tiny_run import arguments
@@ -108,9 +108,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
     def use(address: str) -> None:
         hub.no_hub.cache_clear()
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[
-            2
-        ]  # the address of a file is made at import
+        # the address of a file is made at import
+        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{{files}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adora_vl.builtin.assets import resolve_model
+from adora_vl.evals.inference.engines import check_model
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.manifest import as_called, interpreter, write_manifest
@@ -25,7 +26,6 @@ from adora_vl.report.page import write_page
 from adora_vl.train import main as train
 from adora_vl.utils.errors import RunError, UserError
 from eval.__main__ import main as evaluate
-from eval.inference.engines import check_model
 
 ROOT = Path(__file__).parents[3]
 NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
@@ -37,6 +37,21 @@ def test_a_path_of_any_letters_can_be_copied_into_a_shell(name):
     assert shlex.split(view_command(folder))[-1] == str(folder)
     words = shlex.split(evaluate_command(folder, "DATA", folder / "eval", 40))
     assert str(folder) in words and str(folder / "eval") in words
+
+
+@pytest.mark.parametrize(
+    ("file", "is_named"), [("eval.py", False), ("eval/__init__.py", False), ("eval/a.json", True)]
+)
+def test_the_evaluation_is_not_a_file_of_the_users(monkeypatch, tmp_path, file, is_named):
+    """A folder without `__init__.py` hides no package, so results in `eval/` change nothing."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(evaluate_command(Path("run"), "DATA", Path("out"), 40))
+    if is_named:
+        assert words[1:3] == ["-m", "eval.problems"]
+    else:
+        assert words[:2] == ["adora-vl-eval", "problems"]
 
 
 def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):

@@ -30,9 +30,9 @@ from adora_vl.data.dataset import write_split
 from adora_vl.rewards import choose_rewards, try_rewards
 from adora_vl.rewards.judge import KEY_VARIABLE, score_in
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url, is_here
-from data_prep.synthetic.generate import generate
 from eval.command import main
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
@@ -60,9 +60,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def test_waits_grow_and_what_the_server_asks_for_is_waited(serve, monkeypatch):
     waits: list[float] = []
-    clock = SimpleNamespace(
-        sleep=waits.append, monotonic=time.monotonic
-    )  # the servers of other tests sleep, too
+    # the servers of other tests sleep, too
+    clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
     monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
     server = serve(lambda body, call: (503, b"") if call < 4 else completion("hi"))
     assert client(server, wait_s=1.0).chat(HELLO).text == "hi"
@@ -251,17 +250,69 @@ def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, dribble, monkey
     assert len(client(serve(lambda body, call: completion("a" * 2**19))).chat(HELLO).text) == 2**19
 
 
-def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve):
-    nothing = json.dumps(
-        {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
-    ).encode()
-    server = serve(lambda body, call: (200, nothing) if call < 3 else completion(""))
+def without_text(reason: str, **message: Any) -> Reply:
+    choice = {"message": {"content": None, **message}, "finish_reason": reason}
+    return 200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 9}}).encode()
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("stop", {}),
+        ("stop", {"refusal": "I will not."}),
+        ("length", {"refusal": "I will"}),
+        ("tool_calls", {"tool_calls": [{"id": "1"}], "reasoning_content": "I call."}),
+    ],
+)
+def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve, reason, message):
+    nothing = without_text(reason, **message)
+    server = serve(lambda body, call: nothing if call < 3 else completion(""))
     with pytest.raises(
         EndpointError,
-        match=r"the reply has no text \(its finish_reason is 'length'\) \(attempt 2\)",
+        match=rf"the reply has no text \(its finish_reason is '{reason}'\) \(attempt 2\)",
     ):
         client(server, attempts=2).chat(HELLO)
     assert client(server).chat(HELLO).text == "", "a model may say nothing, and that is an answer"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("length", {}),
+        ("length", {"reasoning_content": "So x = 5"}),
+        ("stop", {"reasoning_content": "So x = 5"}),
+        ("stop", {"reasoning": "So x = 5", "tool_calls": []}),
+    ],
+)
+def test_thinking_without_an_answer_behind_it_is_an_empty_answer(serve, reason, message):
+    """As a server with a reasoning parser sends it; the same model would think as long again."""
+    server = serve(lambda body, call: without_text(reason, **message))
+    reply = client(server, attempts=4).chat(HELLO)
+    assert (reply.text, reply.finish_reason, reply.n_tokens) == ("", reason, 9)
+    assert len(server.requests) == 1
+
+
+def test_a_form_that_was_cut_off_is_not_asked_for_again(serve):
+    def read(text: str) -> str:
+        raise EndpointError("no form")
+
+    server = serve(lambda body, call: without_text("length"))
+    with pytest.raises(EndpointError, match=r"no form; it was cut off at the limit .*attempt 1"):
+        client(server, attempts=4).ask(HELLO, read)
+    server = serve(lambda body, call: completion("no form"))
+    with pytest.raises(EndpointError, match=r"no form \(attempt 2\)"):
+        client(server, attempts=2).ask(HELLO, read)
+
+
+def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(data, tmp_path, serve):
+    """Where its thinking was cut off, the answer is empty, truncated and wrong."""
+    server = serve(
+        lambda body, call: without_text("length") if call < 3 else completion(r"\boxed{0}")
+    )
+    assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
+    score = json.loads((tmp_path / "a" / "score.json").read_text())
+    assert score["total"] == 6 and len(server.requests) == 6
+    assert (score["empty_responses"], score["truncated"]["count"]) == (2, 2)
 
 
 def test_what_is_no_http_address_is_refused():
@@ -521,13 +572,14 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
         {"model": "k"},
         {"max_tokens": 9},
         {"instruction": "Judge."},
-        {"base_url": other.url},
     ]
     for options in ({}, *others):
         for again in (False, True):
             rewards(judge(tmp_path, **{"url": server.url, **options}), {})
             calls += 0 if again else 3
-            assert len(server.requests) + len(other.requests) == calls, options
+            assert len(server.requests) == calls, options
+    rewards(judge(tmp_path, other.url), {})
+    assert not other.requests, "the same judge at another address gives the same scores"
 
 
 def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
@@ -570,6 +622,51 @@ def test_the_judge_is_tried_before_the_run(tmp_path, serve):
     with pytest.raises(UserError, match=message):
         try_rewards(chosen, [], None, None)
     assert not list(tmp_path.iterdir())
+
+
+def tried(folder: Path, url: str, **options: Any) -> None:
+    """The judge's trial before a run."""
+    given = {"base_url": url, "model": "j", "wait": 0.001, **options}
+    try_rewards(choose_rewards([{"judge": given}], output_dir=folder), [], None, None)
+
+
+def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, capsys):
+    server = serve(
+        lambda body, call: completion(
+            f"<score>{1 if 'is 5' in body['messages'][1]['content'] else 0}</score>"
+        )
+    )
+    tried(tmp_path, server.url)
+    assert len(server.requests) == 2 and not capsys.readouterr().err
+    tried(tmp_path, server.url, budget=1)
+    assert len(server.requests) == 3
+    same = serve(lambda body, call: completion("<score>0.5</score>"))
+    tried(tmp_path, same.url)
+    assert "gives 0.5 for a right and for a wrong answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (completion("0.5"), r"gave no score: .*'0\.5'; its reply has to end in a score such as"),
+        (completion("<score>5</score>"), "the score 5 is not from 0 to 1"),
+        (completion("x" * 200), f"'{'x' * 80}'"),
+        (without_text("length"), "it was cut off at max_tokens, 512: raise it"),
+        (completion("<think>Hm", finish_reason="length"), "cut off at max_tokens"),
+    ],
+)
+def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply, message):
+    server = serve(lambda body, call: reply)
+    with pytest.raises(UserError, match=message) as error:
+        tried(tmp_path, server.url)
+    assert "\n" not in str(error.value) and len(server.requests) == 1
+
+
+def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):
+    server = serve(lambda body, call: completion(""))
+    server.close()
+    with pytest.raises(UserError, match=r"ConnectError.*; is a server there\?$"):
+        tried(tmp_path, server.url, attempts=1)
 
 
 WHERE = {"base_url": "http://x/v1", "model": "j"}

@@ -26,9 +26,9 @@ from safetensors.torch import save_file
 from adora_vl.checkpoint.resume import lock_output_dir
 from adora_vl.checkpoint.store import clear_staging
 from adora_vl.data.dataset import split_files
+from adora_vl.data.output import complete_or_absent
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import make_folder, replace_file, replacing_folder
-from data_prep.output import complete_or_absent
 from tests.unit.utils.test_half_written import contents, disk_of
 
 ROOT = Path(__file__).parents[3]
@@ -51,8 +51,8 @@ OTHERWISE = {
     "adora_vl/builtin/small_model.py",
     "adora_vl/models/four_bit.py",
     "adora_vl/data/dataset.py",
-    "data_prep/quarantine.py",
-    "eval/inference/predictions.py",
+    "adora_vl/conversion/quarantine.py",
+    "adora_vl/evals/inference/predictions.py",
     "data_prep/filter.py",
 }
 

@@ -1,0 +1,245 @@
+"""Angles alone: the relations of a figure as linear equations of directions.
+
+Textbooks make up lengths that do not fit the angles beside them, and leave lengths out where angles
+suffice. Each line has an unknown direction; the picture says by how many half turns two directions
+differ. Where these equations fix the goal, it is right whatever the lengths are.
+"""
+
+from __future__ import annotations
+
+import math
+from cmath import phase
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import combinations
+
+import numpy as np
+
+from adora_vl.geometry.primitives import Reading
+from adora_vl.geometry.quantities import (
+    Angle,
+    Combined,
+    Distance,
+    Equal,
+    Parallel,
+    Perpendicular,
+    Quantity,
+    Relation,
+    Sweep,
+    Unknown,
+    constant_of,
+)
+from adora_vl.geometry.shapes import dot
+
+# largest errors of a goal that is fixed, and of equations that are fulfilled
+_FIXED = 1e-7
+_FULFILLED = 1e-6
+_NO_PLACE = 1e-9
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A constant in degrees, and factors of unknowns."""
+
+    constant: float = 0.0
+    factors: dict[str, float] = field(default_factory=dict)
+
+    def plus(self, other: _Sum, factor: float = 1.0) -> _Sum:
+        factors = dict(self.factors)
+        for name, share in other.factors.items():
+            factors[name] = factors.get(name, 0.0) + factor * share
+        return _Sum(constant=self.constant + factor * other.constant, factors=factors)
+
+    def times(self, factor: float) -> _Sum:
+        return _Sum().plus(self, factor)
+
+
+class _NotLinearError(ValueError):
+    """A quantity is no sum of angles and letters, or has no direction in the picture."""
+
+
+class Chase:
+    """The linear equations of a reading."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.places = reading.drawing.places
+        self.goal = reading.goal
+        self.equations: list[_Sum] = []
+        self._rows = [set(row) for row in reading.drawing.rows]
+        self._lines = _lines_of(reading.drawing.rows)
+        self._ways: dict[
+            str, complex
+        ] = {}  # of each line, the way from one point to another in the picture
+        equal_lengths: dict[Quantity, list[Distance]] = {}
+        for relation in reading.relations:
+            self._add(relation)
+            if isinstance(relation, Equal):
+                for side, length in (
+                    (relation.left, relation.right),
+                    (relation.right, relation.left),
+                ):
+                    if isinstance(side, Distance):
+                        equal_lengths.setdefault(length, []).append(side)
+        for length, sides in equal_lengths.items():
+            known = [*sides, length] if isinstance(length, Distance) else sides
+            for first, second in combinations(known, 2):
+                self._add_isosceles(first, second)
+
+    def value(self) -> float | None:
+        """The goal, where angles alone fix it and do not contradict each other; else None."""
+        if self.goal is None:
+            return None
+        try:
+            goal = self._linear(self.goal)
+        except _NotLinearError:
+            return None
+        names = sorted({name for equation in (*self.equations, goal) for name in equation.factors})
+        if not self.equations or not goal.factors:
+            return None
+        column = {name: number for number, name in enumerate(names)}
+        matrix = np.zeros((len(self.equations), len(names)))
+        wanted = np.zeros(len(self.equations))
+        for row, equation in enumerate(self.equations):
+            for name, factor in equation.factors.items():
+                matrix[row, column[name]] = factor
+            wanted[row] = -equation.constant
+        target = np.zeros(len(names))
+        for name, factor in goal.factors.items():
+            target[column[name]] = factor
+        try:
+            solution, *_ = np.linalg.lstsq(matrix, wanted, rcond=1e-9)
+            weights, *_ = np.linalg.lstsq(matrix.T, target, rcond=1e-9)
+        except np.linalg.LinAlgError:
+            return None
+        is_fixed = np.abs(matrix.T @ weights - target).max() < _FIXED
+        is_fulfilled = np.abs(matrix @ solution - wanted).max() < _FULFILLED
+        return float(target @ solution + goal.constant) if is_fixed and is_fulfilled else None
+
+    # Directions and angles
+
+    def _direction(self, start: str, end: str) -> _Sum:
+        """The direction from one point to another: that of their line in the sense that the picture
+        shows.
+        """
+        if start not in self.places or end not in self.places:
+            raise _NotLinearError
+        way = self.places[end] - self.places[start]
+        if abs(way) < _NO_PLACE:
+            raise _NotLinearError
+        pair = frozenset((start, end))
+        line = self._lines.setdefault(pair, " ".join(sorted(pair)))
+        reference = self._ways.setdefault(line, way)
+        return _Sum(
+            constant=0.0 if dot(reference, way) >= 0 else 180.0, factors={f"line {line}": 1.0}
+        )
+
+    def _seen(self, directions: _Sum) -> float:
+        """What a sum of directions comes to in the picture."""
+        return directions.constant + sum(
+            share * math.degrees(phase(self._ways[name.removeprefix("line ")]))
+            for name, share in directions.factors.items()
+        )
+
+    def _between(self, first: str, corner: str, last: str) -> tuple[_Sum, float]:
+        """The turn from one ray of a corner to the other, and what it is in the picture, from -180
+        to 180.
+        """
+        turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
+        seen = (
+            math.degrees(
+                phase(self.places[last] - self.places[corner])
+                - phase(self.places[first] - self.places[corner])
+            )
+            + 180
+        ) % 360 - 180
+        return turn, seen
+
+    def _turned_to(self, turn: _Sum, seen: float) -> _Sum:
+        """The same turn with as many full turns more as bring it to what the picture shows."""
+        missing = 360.0 * round((seen - self._seen(turn)) / 360)
+        return turn.plus(_Sum(constant=missing))
+
+    def _angle(self, angle: Angle | Sweep) -> _Sum:
+        turn, seen = self._between(angle.first, angle.corner, angle.last)
+        if isinstance(angle, Sweep):
+            swept = (angle.turn * seen) % 360
+            return self._turned_to(turn.times(angle.turn), swept)
+        sign = 1.0 if seen >= 0 else -1.0
+        return self._turned_to(turn.times(sign), abs(seen))
+
+    def _linear(self, quantity: Quantity) -> _Sum:
+        constant = constant_of(quantity)
+        if constant is not None:
+            return _Sum(constant=constant)
+        if isinstance(quantity, Unknown):
+            return _Sum(factors={quantity.name: 1.0})
+        if isinstance(quantity, Angle | Sweep):
+            return self._angle(quantity)
+        if not isinstance(quantity, Combined):
+            raise _NotLinearError
+        parts = [self._linear(part) for part in quantity.parts]
+        if quantity.function == "+":
+            total = _Sum()
+            for part in parts:
+                total = total.plus(part)
+            return total
+        if quantity.function == "-":
+            return parts[0].plus(parts[1], -1.0)
+        constants = [part.constant for part in parts if not part.factors]
+        variable = [part for part in parts if part.factors]
+        if quantity.function == "*" and len(variable) == 1:
+            return variable[0].times(math.prod(constants))
+        if quantity.function == "/" and variable == parts[:1] and constants[0] != 0:
+            return parts[0].times(1 / constants[0])
+        raise _NotLinearError
+
+    # Equations
+
+    def _add(self, relation: Relation) -> None:
+        with suppress(_NotLinearError):
+            if isinstance(relation, Equal):
+                left = self._linear(relation.left)
+                self.equations.append(left.plus(self._linear(relation.right), -1.0))
+            elif isinstance(relation, Parallel | Perpendicular):
+                difference = self._direction(relation.c, relation.d).plus(
+                    self._direction(relation.a, relation.b), -1.0
+                )
+                apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
+                apart += 180.0 * round((self._seen(difference) - apart) / 180)
+                self.equations.append(difference.plus(_Sum(constant=-apart)))
+
+    def _add_isosceles(self, first: Distance, second: Distance) -> None:
+        """Two equal sides with a common end have equal angles at their other ends."""
+        shared = {first.start, first.end} & {second.start, second.end}
+        if len(shared) != 1:
+            return
+        apex = shared.pop()
+        feet = [name for side in (first, second) for name in (side.start, side.end) if name != apex]
+        if len(feet) != 2 or any({apex, *feet} <= row for row in self._rows):
+            return
+        with suppress(_NotLinearError):
+            at_first = self._angle(Angle(first=apex, corner=feet[0], last=feet[1]))
+            at_second = self._angle(Angle(first=apex, corner=feet[1], last=feet[0]))
+            self.equations.append(at_first.plus(at_second, -1.0))
+
+
+def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
+    """For each pair of points on one line the name of that line; lines with two common points are
+    one.
+    """
+    lines: dict[frozenset[str], str] = {}
+    renamed: dict[str, str] = {}
+
+    def final(name: str) -> str:
+        while name in renamed:
+            name = renamed[name]
+        return name
+
+    for row in rows:
+        name = "".join(row)
+        for pair in map(frozenset, combinations(row, 2)):
+            known = final(lines.get(pair, name))
+            if known != final(name):
+                renamed[known] = final(name)
+            lines[pair] = name
+    return {pair: final(name) for pair, name in lines.items()}

@@ -1,0 +1,151 @@
+"""Which facts exclude each other, where no figure fulfils all of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from adora_vl.geometry.choose import Outcome, outcome
+from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.measures import unit_of
+from adora_vl.geometry.primitives import Reading, read
+from adora_vl.geometry.solve import Budget, Problem, is_same
+
+_MOST_TRIED = 14  # facts of one kind that are left out one by one
+_STARTS = 4
+_MOST_NAMED = 6  # facts that a person still reads
+_INVOLVED = 1e-3  # share of the largest residual that a fact has to have to count as involved
+
+
+@dataclass(frozen=True)
+class Repair:
+    """Facts that were left out so that a figure fits, and what it says then."""
+
+    left_out: tuple[int, ...]
+    outcome: Outcome
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """What contradicts: the numbers of facts each of which alone, left out, lets a figure fit; else
+    those involved.
+
+    `repairs` are the figures without a fault that then fit. `repair` is one of them where all of
+    one kind have the same answer.
+    """
+
+    facts: tuple[int, ...]
+    repairs: tuple[Repair, ...]
+    repair: Repair | None
+
+
+def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
+    """Leave out facts until figures fit: all lengths beside angles or the other way round, then one
+    fact at a time.
+    """
+    terms = reading.drawing.terms
+    used = {source for source in reading.sources if source is not None}
+    values = [number for number in sorted(used) if is_value(terms[number])]
+    given = [number for number in values if number < len(reading.drawing.facts)]
+    others = [
+        number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)
+    ]
+    asked = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
+    involved = _involved(Problem(reading), budget)
+    groups: list[list[tuple[int, ...]]] = [_other_kind(reading, values)]
+    for numbers in (given, others, asked):
+        likely = [number for number in numbers if number in involved]
+        rest = [number for number in numbers if number not in involved]
+        groups.append([(number,) for number in [*likely, *rest][:_MOST_TRIED]])
+    repairs: list[Repair] = []
+    chosen: Repair | None = None
+    is_settled = False
+    for group in groups:
+        fitting = [
+            repair
+            for left_out in group
+            if (repair := _repaired(form, left_out, budget)) is not None
+        ]
+        repairs += fitting
+        answered = [repair for repair in fitting if repair.outcome.status == "answered"]
+        if answered and not is_settled:
+            is_settled = True
+            first = answered[0].outcome.value
+            assert first is not None
+            agree = all(is_same(first, repair.outcome.value or 0.0, 1e-4) for repair in answered)
+            chosen = answered[0] if agree else None
+    single = tuple(repair.left_out[0] for repair in repairs if len(repair.left_out) == 1)
+    named = single or tuple(number for number in involved if number < len(terms))
+    return Conflict(facts=named[:_MOST_NAMED], repairs=tuple(repairs), repair=chosen)
+
+
+def is_value(term: Term) -> bool:
+    """Whether a fact gives the size of something: `AB = 5`, `angle ABC = 2x`."""
+    return term.head == "Equals" and len(term.arguments) == 2 and not term.arguments[1].arguments
+
+
+def _other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]]:
+    """All lengths where the goal is an angle, all angles where it is a length; nothing where only
+    one kind is there.
+    """
+    terms = reading.drawing.terms
+    lengths = tuple(number for number in values if unit_of(terms[number]) == "length")
+    angles = tuple(number for number in values if unit_of(terms[number]) == "degrees")
+    if not lengths or not angles:
+        return []
+    return [lengths if _kind_of_goal(reading) == "degrees" else angles]
+
+
+def _kind_of_goal(reading: Reading) -> str:
+    """The unit of the goal; that of a letter is the unit of the first fact that has it."""
+    goal = reading.goal_term
+    if goal is None or goal.arguments or not re.fullmatch("[a-z]", goal.head):
+        return reading.unit
+    for term in reading.drawing.terms:
+        if is_value(term) and re.search(
+            rf"(?<![a-z\\]){goal.head}(?![a-z])", term.arguments[1].head
+        ):
+            return unit_of(term.arguments[0])
+    return reading.unit
+
+
+def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | None:
+    numbers = tuple(left_out)
+    if budget.left <= 0:
+        return None
+    reading = read(form, without=numbers)
+    if reading.goal is None:
+        return None
+    problem = Problem(reading)
+    found = outcome(problem, budget, starts=_STARTS)
+    if found.solution is None or found.solution.faults:
+        return None
+    return Repair(left_out=numbers, outcome=found, problem=problem)
+
+
+def _involved(problem: Problem, budget: Budget) -> list[int]:
+    """The facts that a figure misses which misses all of them together as little as it can; the
+    worst missed first.
+    """
+    best: np.ndarray | None = None
+    for number in (0, 1):
+        v, _ = problem.improved(problem.start(number), budget, steps=60)
+        residuals, _ = problem.system.residuals(v, slopes=False)
+        if np.isfinite(residuals).all() and (best is None or residuals @ residuals < best @ best):
+            best = residuals
+    if best is None or not len(best):
+        return []
+    sources = {
+        id(relation): source
+        for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True)
+    }
+    misses: dict[int, float] = {}
+    for residual, relation in zip(np.abs(best), problem.system.residual_relations, strict=True):
+        source = sources.get(id(relation))
+        if source is not None and residual > _INVOLVED * np.abs(best).max():
+            misses[source] = max(misses.get(source, 0.0), float(residual))
+    return sorted(misses, key=lambda source: (-misses[source], source))

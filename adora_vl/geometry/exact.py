@@ -1,0 +1,96 @@
+r"""A number as a person writes it: an integer, a decimal, a fraction, a root, a multiple of pi.
+
+The forms are those of canonical answers: `12`, `7.5`, `\frac{5}{3}`, `6\sqrt{2}`,
+`\frac{5\sqrt{3}}{2}`, `18\pi`.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+_EXACT = 1e-9  # share of a value that a written form may differ by
+_MAX_DENOMINATOR = 60
+_MAX_UNDER_ROOT = 1000
+_MAX_INTEGER = 10**9
+
+
+def exact(value: float, *, share: float = _EXACT, decimals: bool = True) -> str | None:
+    """The shortest form that a value has, in LaTeX; None where it has none.
+
+    `share`: how much of the value the form may differ by. `decimals`: whether `7.5` comes before a
+    fraction.
+    """
+    if not math.isfinite(value) or abs(value) > _MAX_INTEGER:
+        return None
+    if value < 0:
+        positive = exact(-value, share=share, decimals=decimals)
+        return None if positive is None else f"-{positive}"
+    off = share * max(1.0, value)
+    if abs(value - round(value)) <= off:
+        return str(round(value))
+    if decimals:
+        for digits in (1, 2):
+            if abs(value - round(value, digits)) <= off:
+                return f"{round(value, digits):.{digits}f}"
+    rational = _rational(value, off)
+    if rational is not None:
+        return _fraction(rational, "")
+    root = _root(value, off)
+    if root is not None:
+        return root
+    factor = _rational(value / math.pi, off / math.pi)
+    return None if factor is None else _fraction(factor, r"\pi")
+
+
+def rounded(value: float, digits: int) -> str:
+    """A value to so many digits behind the point, halves away from zero as in school; 0 gives an
+    integer.
+    """
+    scale = 10**digits
+    whole = math.floor(abs(value) * scale + 0.5 + 1e-9)
+    text = f"{whole / scale:.{digits}f}" if digits else str(whole)
+    return f"-{text}" if value < 0 and whole else text
+
+
+def _rational(value: float, off: float) -> Fraction | None:
+    rational = Fraction(value).limit_denominator(_MAX_DENOMINATOR)
+    return rational if rational and abs(float(rational) - value) <= off else None
+
+
+def _root(value: float, off: float) -> str | None:
+    """A value as a fraction times a square root."""
+    square = value * value
+    off_square = 2 * value * off + off * off
+    rational = Fraction(square).limit_denominator(_MAX_DENOMINATOR**2)
+    if not rational or abs(float(rational) - square) > off_square:
+        return None
+    # p/q under the root is the root of p*q over q; squares are taken out of p*q.
+    under = rational.numerator * rational.denominator
+    outside = _square_part(under)
+    factor = Fraction(outside, rational.denominator)
+    inside = under // outside**2
+    if inside > _MAX_UNDER_ROOT or factor.denominator > _MAX_DENOMINATOR:
+        return None
+    return _fraction(factor, rf"\sqrt{{{inside}}}")
+
+
+def _square_part(number: int) -> int:
+    """The largest integer whose square divides a number."""
+    largest = 1
+    divisor = 2
+    while divisor * divisor <= number and divisor <= 10_000:
+        while number % (divisor * divisor) == 0:
+            largest *= divisor
+            number //= divisor * divisor
+        if number % divisor == 0:
+            number //= divisor
+        divisor += 1
+    return largest
+
+
+def _fraction(factor: Fraction, sign: str) -> str:
+    """A fraction times a root or pi."""
+    numerator = str(factor.numerator) if factor.numerator != 1 or not sign else ""
+    top = f"{numerator}{sign}"
+    return top if factor.denominator == 1 else rf"\frac{{{top}}}{{{factor.denominator}}}"

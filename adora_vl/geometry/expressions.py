@@ -1,0 +1,244 @@
+"""Values as people write them: `2x + 5`, `\\frac{3}{4}`, `6\\sqrt{2}`, `18\\pi`.
+
+One reader for the values of facts, for expected answers and for the numbers of the text form.
+Nothing is evaluated by Python itself; numbers, exponents and nesting have bounds, so that no text
+takes long.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Operator = Literal["+", "-", "*", "/", "^"]
+
+MAX_NUMBER = 1e9
+MAX_EXPONENT = 12.0
+MAX_NESTING = 20
+MAX_CHARACTERS = 400
+
+_SIGN = re.compile(
+    r"\s*(\\frac|\\sqrt|\\pi|π|\\cdot|\\times|×|\d+(?:,\d{3})+(?:\.\d+)?|\d+\.\d+|\.\d+|\d+|[a-z]|[-+*/^(){}\[\]])"
+)
+# What says nothing about a value: LaTeX's spacing and dollar signs, and the word or sign for
+# degrees.
+_NOISE = re.compile(
+    r"\\(?:left|right|,|;|!)|\\?\$|\\text\{[^}]*\}|\bdegrees?\b|\^\s*\{?\s*\\circ\s*\}?|\\degree|\\circ|°"
+)
+_TIMES = ("*", "\\cdot", "\\times", "×")
+_BEGINS_FACTOR = ("(", "{", "\\frac", "\\sqrt", "\\pi", "π")
+
+
+class ExpressionError(ValueError):
+    """A text is no value that can be read."""
+
+
+@dataclass(frozen=True)
+class Number:
+    value: float
+
+
+@dataclass(frozen=True)
+class Letter:
+    name: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    operator: Operator
+    left: Expression
+    right: Expression
+
+
+Expression = Number | Letter | Operation
+
+
+def parsed(text: str) -> Expression:
+    """Read a value. Raises `ExpressionError` where it is none."""
+    if len(text) > MAX_CHARACTERS:
+        raise ExpressionError(f"a value has {len(text)} characters, over {MAX_CHARACTERS}")
+    plain = _NOISE.sub("", text.replace("√", "\\sqrt ")).strip()
+    plain = re.sub(r"(?<![a-z\\])pi(?![a-z])", r"\\pi", plain)
+    plain = re.sub(r"(?<![a-z\\])(sqrt|frac)", r"\\\1", plain)
+    return _Reader(plain).whole()
+
+
+def letters_of(expression: Expression) -> set[str]:
+    """The letters that an expression has."""
+    if isinstance(expression, Letter):
+        return {expression.name}
+    if isinstance(expression, Operation):
+        return letters_of(expression.left) | letters_of(expression.right)
+    return set()
+
+
+def value_of(expression: Expression, letters: Mapping[str, float] | None = None) -> float:
+    """The value of an expression with these values of its letters.
+
+    Raises `ExpressionError` for a letter without a value, and where the value is not a finite real
+    number.
+    """
+    if isinstance(expression, Number):
+        return expression.value
+    if isinstance(expression, Letter):
+        if letters is None or expression.name not in letters:
+            raise ExpressionError(f"{expression.name} has no value")
+        return letters[expression.name]
+    left = value_of(expression.left, letters)
+    right = value_of(expression.right, letters)
+    try:
+        value = _applied(expression.operator, left, right)
+    except (ZeroDivisionError, OverflowError, ValueError) as error:
+        raise ExpressionError(f"{left:g} {expression.operator} {right:g} has no value") from error
+    if not math.isfinite(value):
+        raise ExpressionError(f"{left:g} {expression.operator} {right:g} has no finite value")
+    return value
+
+
+def _applied(operator: Operator, left: float, right: float) -> float:
+    if operator == "+":
+        return left + right
+    if operator == "-":
+        return left - right
+    if operator == "*":
+        return left * right
+    if operator == "/":
+        return left / right
+    return math.pow(left, right)
+
+
+def number_of(text: str) -> float | None:
+    """The number that a text writes, such as `5\\sqrt{2}`; None where it writes none."""
+    try:
+        return value_of(parsed(text))
+    except ExpressionError:
+        return None
+
+
+class _Reader:
+    """Reads one text from left to right: sums of products of powers."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.signs: list[str] = []
+        self.next = 0
+        self.depth = 0
+        position = 0
+        while position < len(text):
+            match = _SIGN.match(text, position)
+            if match is None:
+                raise self.error()
+            self.signs.append(match[1])
+            position = match.end()
+
+    def error(self) -> ExpressionError:
+        return ExpressionError(f"{self.text!r:.60} is not a value")
+
+    def peek(self) -> str | None:
+        return self.signs[self.next] if self.next < len(self.signs) else None
+
+    def take(self) -> str:
+        sign = self.peek()
+        if sign is None:
+            raise self.error()
+        self.next += 1
+        return sign
+
+    def whole(self) -> Expression:
+        expression = self.sum()
+        if self.peek() is not None:
+            raise self.error()
+        return expression
+
+    def sum(self) -> Expression:
+        self.depth += 1
+        if self.depth > MAX_NESTING:
+            raise ExpressionError(f"a value has brackets over {MAX_NESTING} deep")
+        expression = self.product()
+        while self.peek() in ("+", "-"):
+            operator: Operator = "+" if self.take() == "+" else "-"
+            expression = Operation(operator=operator, left=expression, right=self.product())
+        self.depth -= 1
+        return expression
+
+    def product(self) -> Expression:
+        expression = self.signed()
+        while True:
+            sign = self.peek()
+            if sign in _TIMES:
+                self.take()
+                expression = Operation(operator="*", left=expression, right=self.signed())
+            elif sign == "/":
+                self.take()
+                expression = Operation(operator="/", left=expression, right=self.signed())
+            elif sign is not None and (
+                sign in _BEGINS_FACTOR or re.fullmatch(r"[a-z]|[\d.,]+", sign)
+            ):
+                expression = Operation(operator="*", left=expression, right=self.power())
+            else:
+                return expression
+
+    def signed(self) -> Expression:
+        negative = False
+        while self.peek() in ("-", "+"):
+            if self.take() == "-":
+                negative = not negative
+        power = self.power()
+        return Operation(operator="-", left=Number(0.0), right=power) if negative else power
+
+    def power(self) -> Expression:
+        base = self.atom()
+        while self.peek() == "^":
+            self.take()
+            exponent = self.group()
+            if isinstance(exponent, Number) and abs(exponent.value) > MAX_EXPONENT:
+                raise ExpressionError(f"the exponent {exponent.value:g} is over {MAX_EXPONENT:g}")
+            base = Operation(operator="^", left=base, right=exponent)
+        return base
+
+    def group(self) -> Expression:
+        """What stands in a pair of brackets, or one sign, as behind `\\frac` and `^`."""
+        if self.peek() not in ("{", "("):
+            if self.peek() == "-":
+                self.take()
+                return Operation(operator="-", left=Number(0.0), right=self.atom())
+            return self.atom()
+        closing = {"{": "}", "(": ")"}[self.take()]
+        expression = self.sum()
+        if self.take() != closing:
+            raise self.error()
+        return expression
+
+    def atom(self) -> Expression:
+        sign = self.peek()
+        if sign in ("{", "("):
+            return self.group()
+        sign = self.take()
+        if sign == "\\frac":
+            numerator = self.group()
+            return Operation(operator="/", left=numerator, right=self.group())
+        if sign == "\\sqrt":
+            return self.root()
+        if sign in ("\\pi", "π"):
+            return Number(math.pi)
+        if re.fullmatch(r"[\d.,]+", sign):
+            value = float(sign.replace(",", ""))
+            if value > MAX_NUMBER:
+                raise ExpressionError(f"the number {sign:.30} is over {MAX_NUMBER:g}")
+            return Number(value)
+        if re.fullmatch("[a-z]", sign):
+            return Letter(sign)
+        raise self.error()
+
+    def root(self) -> Expression:
+        degree: Expression = Number(2.0)
+        if self.peek() == "[":
+            self.take()
+            degree = self.sum()
+            if self.take() != "]":
+                raise self.error()
+        exponent = Operation(operator="/", left=Number(1.0), right=degree)
+        return Operation(operator="^", left=self.group(), right=exponent)

@@ -1,0 +1,154 @@
+"""A solved figure, as it is stored beside a problem, and what was found of a form."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from adora_vl.geometry.choose import Status
+from adora_vl.geometry.forms import Form, Point, form_of, record_of
+from adora_vl.geometry.primitives import read
+from adora_vl.geometry.solve import Problem, Solution
+
+How = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]
+_DIGITS = 9  # of the figure's size, that a stored place has
+_FULFILLED = 1e-6  # largest residual of a stored figure
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that fulfils the facts of a form.
+
+    `at`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles
+    (`angle 1`). `assumed`: what only the picture shows, in words. `left_out`: the facts that
+    conflict with the others.
+    """
+
+    at: Mapping[str, Point]
+    values: Mapping[str, float]
+    form: Form
+    assumed: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a form says.
+
+    `status`: `answered` where the facts determine the goal; `open` where they do not; `ambiguous`
+    where several figures fit and the picture does not choose one; `conflict` where no figure fits;
+    `collapsed` where it does so only with points that fall together; `unread` where the form or
+    its question cannot be read.
+
+    `value` is also there for other statuses where something is known: with `how` `looks` it needs
+    what is `assumed` by the picture, with `without a fact` that `left_out` does not hold, with
+    `rounded` that a book has rounded its facts. `answer`: the value in LaTeX; None where it has no
+    short form. `unread`: facts that could not be read, each with its place and the reason. `why`:
+    one line for a person.
+    """
+
+    status: Status
+    value: float | None = None
+    answer: str | None = None
+    how: How = ""
+    figure: Figure | None = None
+    assumed: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    why: str = ""
+
+
+def figure_of(
+    problem: Problem,
+    solution: Solution,
+    form: Form,
+    assumed: tuple[str, ...] = (),
+    left_out: tuple[str, ...] = (),
+) -> Figure:
+    """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits
+    of its size.
+    """
+    v = solution.v
+    names = problem.system.points
+    places = {name: problem.place(v, name) for name in names}
+    turn = _turn_to_picture(problem, places)
+    digits = _DIGITS - math.floor(math.log10(max(problem.size, 1e-9)))
+    at = {}
+    for name, place in places.items():
+        turned = place * turn * problem.size
+        at[name] = (round(turned.real, digits), round(turned.imag, digits))
+    first = problem.system.first_unknown
+    values = {name: float(v[first + number]) for number, name in enumerate(problem.system.unknowns)}
+    rounded = {name: float(f"{value:.12g}") for name, value in values.items()}
+    return Figure(at=at, values=rounded, form=form, assumed=assumed, left_out=left_out)
+
+
+def _turn_to_picture(problem: Problem, places: Mapping[str, complex]) -> complex:
+    """The turn that lays the figure as the picture lies."""
+    names = [name for name in problem.places if name in places]
+    if len(names) < 2:
+        return 1 + 0j
+    middle = sum(places[name] for name in names) / len(names)
+    middle_seen = sum(problem.places[name] for name in names) / len(names)
+    together = sum(
+        (places[name] - middle).conjugate() * (problem.places[name] - middle_seen) for name in names
+    )
+    return together / abs(together) if abs(together) > 1e-12 else 1 + 0j
+
+
+def written(figure: Figure) -> str:
+    """The figure as one line of JSON, for a table."""
+    record = {
+        "at": {name: list(place) for name, place in figure.at.items()},
+        "values": dict(figure.values),
+        "form": record_of(figure.form),
+        "assumed": list(figure.assumed),
+        "left_out": list(figure.left_out),
+    }
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+
+
+def figure_from(text: str) -> Figure:
+    """Read what `written` gave.
+
+    Raises `ValueError` where it is none, or where its places do not fulfil its facts.
+    """
+    try:
+        record = json.loads(text)
+        figure = Figure(
+            at={str(name): (float(x), float(y)) for name, (x, y) in record["at"].items()},
+            values={str(name): float(value) for name, value in record["values"].items()},
+            form=form_of(record["form"]),
+            assumed=tuple(map(str, record["assumed"])),
+            left_out=tuple(map(str, record["left_out"])),
+        )
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"a figure lacks something ({type(error).__name__}: {error})") from error
+    largest = residual_of(figure)
+    if largest > _FULFILLED:
+        raise ValueError(
+            f"a figure does not fulfil its facts: they are off by {largest:.2g} of its size"
+        )
+    return figure
+
+
+def residual_of(figure: Figure) -> float:
+    """By how much the places of a figure miss its facts, at worst, in shares of its size or in
+    radians.
+    """
+    reading = read(figure.form, without_words=figure.left_out)
+    problem = Problem(reading)
+    v = problem.start(0)
+    for name, (x, y) in figure.at.items():
+        if name in problem.system.position:
+            i = 2 * problem.system.position[name]
+            v[i] = x / problem.size
+            v[i + 1] = y / problem.size
+    for number, name in enumerate(problem.system.unknowns, start=problem.system.first_unknown):
+        if name in figure.values:
+            v[number] = figure.values[name]
+    residuals, _ = problem.system.residuals(v, slopes=False)
+    return float(abs(residuals).max()) if len(residuals) else 0.0

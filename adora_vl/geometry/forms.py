@@ -1,0 +1,241 @@
+"""The logic form of a diagram: what is drawn, where, which facts hold, and what is asked.
+
+The notation is that of Geometry3K's annotation (InterGPS, Lu et al. 2021): `Equals(LengthOf(Line(A,
+B)), 10)` says that AB is 10 long. A form is what every other part of this package starts from,
+whether people annotated it or `adora_vl.geometry.text` read it from sentences.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+Point = tuple[float, float]
+POINT_NAME = r"(?:point_\d+|[A-Za-z]'?)"
+MAX_DEPTH = 20  # brackets in brackets; the deepest of Geometry3K has 6
+_HEAD = re.compile("[A-Z][A-Za-z]+")
+_NO_PLACE = (-1, -1)  # how the annotation writes that a point was not found in the picture
+_DISSOLVED = "dissolved_text_logic_form"
+# The names of the fields in InterGPS' own `logic_form.json`, by ours.
+_INTERGPS_KEYS = {
+    "lines": "line_instances",
+    "circles": "circle_instances",
+    "points": "point_positions",
+    "facts": "diagram_logic_form",
+    "question": _DISSOLVED,
+}
+
+
+@dataclass(frozen=True)
+class Term:
+    """A logic form such as `Line(A, B)`: a head, and the terms in its brackets.
+
+    A text without brackets has no arguments.
+    """
+
+    head: str
+    arguments: tuple[Term, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """The heads of the arguments: mostly points, or a number."""
+        return [argument.head for argument in self.arguments]
+
+    def walk(self) -> Iterator[Term]:
+        """This term and all terms inside it, outer ones first."""
+        yield self
+        for argument in self.arguments:
+            yield from argument.walk()
+
+    def __str__(self) -> str:
+        if not self.arguments:
+            return self.head
+        return f"{self.head}({', '.join(map(str, self.arguments))})"
+
+
+def term_of(text: str, depth: int = 0) -> Term | None:
+    """Read a logic form; None where its brackets do not close, or are nested over `MAX_DEPTH` deep."""
+    text = text.strip()
+    head, bracket, rest = text.partition("(")
+    if not bracket or not _HEAD.fullmatch(head):
+        if not text or text.count("(") != text.count(")"):
+            return None
+        return Term(head=text)
+    parts = _parts_of(rest)
+    if parts is None or depth >= MAX_DEPTH:
+        return None
+    arguments: list[Term] = []
+    for part in parts:
+        argument = term_of(part, depth + 1)
+        if argument is None:
+            return None
+        arguments.append(argument)
+    return Term(head=head, arguments=tuple(arguments))
+
+
+def _parts_of(rest: str) -> list[str] | None:
+    """Split what stands behind an opening bracket at its commas; None where the bracket does not
+    close at the end.
+    """
+    parts = [""]
+    depth = 1
+    for position, sign in enumerate(rest):
+        if sign == "(":
+            depth += 1
+        if sign == ")":
+            depth -= 1
+        if depth == 0:
+            return None if rest[position + 1 :].strip() else parts
+        if sign == "," and depth == 1:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    return None
+
+
+@dataclass(frozen=True)
+class Form:
+    """A diagram and its question.
+
+    `points` has the places in the picture, in pixels with y downwards; a point whose place nobody
+    knows is not in it.
+    """
+
+    lines: tuple[tuple[str, str], ...]
+    circles: tuple[str, ...]
+    points: Mapping[str, Point]
+    facts: tuple[str, ...]
+    question: tuple[str, ...]
+
+    @cached_property
+    def terms(self) -> list[Term | None]:
+        """The facts, each once; None for one that cannot be read."""
+        return [term_of(fact) for fact in dict.fromkeys(self.facts) if fact.strip()]
+
+    def found(self, head: str) -> list[Term]:
+        """The facts with this head."""
+        return [term for term in self.terms if term and term.head == head]
+
+    @cached_property
+    def rows(self) -> list[list[str]]:
+        """The straight lines, each with all points on it, in their order where their places are
+        known.
+        """
+        on_line: dict[frozenset[str], set[str]] = {
+            frozenset(line): set(line) for line in self.lines
+        }
+        for term in self.found("PointLiesOnLine"):
+            if len(term.arguments) != 2 or len(term.arguments[1].names) != 2:
+                continue
+            ends = term.arguments[1].names
+            on_line.setdefault(frozenset(ends), set(ends)).add(term.arguments[0].head)
+        longest_first = sorted(on_line.values(), key=lambda points: (-len(points), sorted(points)))
+        rows = [
+            points
+            for position, points in enumerate(longest_first)
+            if not any(points <= longer for longer in longest_first[:position])
+        ]
+        return [self._ordered(points) for points in rows]
+
+    def _ordered(self, points: set[str]) -> list[str]:
+        names = sorted(points)
+        if not all(name in self.points for name in names):
+            return names
+        first = self.points[names[0]]
+        end = max(names, key=lambda name: math.dist(self.points[name], first))
+        return sorted(names, key=lambda name: math.dist(self.points[name], self.points[end]))
+
+    @cached_property
+    def rounds(self) -> dict[tuple[str, str], list[str]]:
+        """The circles, by centre and by the name of the radius, with the points on each."""
+        on_circle: dict[tuple[str, str], list[str]] = defaultdict(list)
+        for term in self.found("PointLiesOnCircle"):
+            if len(term.arguments) != 2 or not term.arguments[1].names:
+                continue
+            circle = term.arguments[1].names
+            radius = circle[1] if len(circle) > 1 else ""
+            on_circle[circle[0], radius].append(term.arguments[0].head)
+        centres = {centre for centre, _ in on_circle}
+        empty: dict[tuple[str, str], list[str]] = {
+            (name, ""): [] for name in self.circles if name and name not in centres
+        }
+        return dict(on_circle) | empty
+
+
+def form_of(record: Mapping[str, object]) -> Form:
+    """The form of InterGPS' `logic_form.json`, or of an object with the names of our fields.
+
+    Raises `KeyError` where a field is missing, and `TypeError` or `ValueError` where one is of
+    another kind.
+    """
+    keys = {name: name for name in _INTERGPS_KEYS}
+    if "line_instances" in record:
+        keys = _INTERGPS_KEYS
+    points = _mapping(record.get("more_points") or {}) | _mapping(record[keys["points"]])
+    places: dict[str, Point] = {}
+    for name, place in points.items():
+        x, y = _pair(place)
+        if (x, y) != _NO_PLACE:
+            places[str(name)] = (x, y)
+    lines: list[tuple[str, str]] = []
+    for line in _texts(record[keys["lines"]]):
+        match = re.fullmatch(f"({POINT_NAME})({POINT_NAME})", line)
+        if match:
+            lines.append((match[1], match[2]))
+    return Form(
+        lines=tuple(lines),
+        circles=_texts(record[keys["circles"]]),
+        points=places,
+        facts=_texts(record[keys["facts"]]),
+        question=_texts(record[keys["question"]]),
+    )
+
+
+def record_of(form: Form) -> dict[str, object]:
+    """The form as an object that `form_of` reads back: plain lists and texts, for JSON."""
+    return {
+        "lines": ["".join(line) for line in form.lines],
+        "circles": list(form.circles),
+        "points": {name: list(place) for name, place in form.points.items()},
+        "facts": list(form.facts),
+        "question": list(form.question),
+    }
+
+
+def _mapping(value: object) -> dict[str, object]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"points is {value!r:.40}, not an object with a place for each name")
+    return dict(value)
+
+
+def _pair(value: object) -> Point:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+        raise TypeError(f"a place is {value!r:.40}, not two numbers")
+    x = float(value[0])
+    y = float(value[1])
+    if not math.isfinite(x) or not math.isfinite(y):
+        raise ValueError(f"a place is {value!r:.40}, not two finite numbers")
+    return x, y
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"a list of texts is {value!r:.40}")
+    texts = tuple(value)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"a text is {text!r:.40}")
+    return texts
+
+
+def points_of(term: Term) -> set[str]:
+    """The points that a term names by a capital letter."""
+    return {
+        part.head
+        for part in term.walk()
+        if not part.arguments and re.fullmatch("[A-Z]'?", part.head)
+    }

@@ -1,0 +1,655 @@
+"""What a term measures: `LengthOf(Line(A, B))`, `AreaOf(Parallelogram($))`, `SinOf(Angle(A))` as
+quantities.
+
+`Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`; nothing is
+guessed, but for regions that are only coloured: these go by what lies inside what, and `assumed`
+says so.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+
+from adora_vl.geometry.expressions import ExpressionError, number_of, parsed
+from adora_vl.geometry.forms import Term
+from adora_vl.geometry.quantities import (
+    Angle,
+    Area,
+    Combined,
+    Constant,
+    Distance,
+    Function,
+    LineDistance,
+    Quantity,
+    Sweep,
+    Unit,
+    Unknown,
+    minus,
+    over,
+    plus,
+    power,
+    quantity_of,
+    times,
+)
+from adora_vl.geometry.shapes import (
+    COLOURS,
+    CORNERS,
+    Circle,
+    Drawing,
+    UnreadError,
+    cross,
+    sine,
+    unwrapped,
+)
+
+_LEAST_SINE = 0.06  # below, a corner is too flat for the picture to show on which side it turns
+_DISC = ("Circle", "Cirle")  # so misspelt in some annotations
+_UNITS: dict[str, Unit] = {
+    "AreaOf": "area",
+    "MeasureOf": "degrees",
+    "Angle": "degrees",
+    "Arc": "degrees",
+    "SinOf": "plain",
+    "CosOf": "plain",
+    "TanOf": "plain",
+    "RatioOf": "plain",
+    "ScaleFactorOf": "plain",
+}
+_LENGTH = (
+    "LengthOf",
+    "PerimeterOf",
+    "CircumferenceOf",
+    "RadiusOf",
+    "DiameterOf",
+    "HeightOf",
+    "AltitudeOf",
+)
+
+
+def unit_of(term: Term) -> Unit:
+    """What a term is measured in, by the first of its heads that says so; a bare letter is like a
+    length.
+    """
+    for part in term.walk():
+        if (
+            part.head in _LENGTH
+            and part.arguments
+            and part.arguments[0].head not in ("MeasureOf", "Angle")
+        ):
+            return "length"
+        if part.head in _UNITS:
+            return _UNITS[part.head]
+        if re.fullmatch(r"[Aa]ngle ?\w+", part.head):
+            return "degrees"
+    return "length"
+
+
+def is_region(term: Term) -> bool:
+    """Whether a term speaks of a region that only the colours of the picture show."""
+    return any(part.head in COLOURS for part in term.walk())
+
+
+class Measures:
+    """Reads terms as quantities of a drawing.
+
+    `assumed` collects, in words, what the facts do not say and the picture shows, of terms read so
+    far.
+    """
+
+    def __init__(self, drawing: Drawing) -> None:
+        self.drawing = drawing
+        self.assumed: list[str] = []
+
+    def value(self, term: Term) -> Quantity:
+        """The quantity that a term measures. Raises `UnreadError`."""
+        if not term.arguments:
+            return self._leaf(term.head)
+        rule = _RULES.get(term.head)
+        if rule is None:
+            raise UnreadError(f"{term} is no measure that is known")
+        return rule(self, term)
+
+    def values(self, term: Term) -> list[Quantity]:
+        return [self.value(argument) for argument in term.arguments]
+
+    def _leaf(self, text: str) -> Quantity:
+        numbered = re.fullmatch(r"[Aa]ngle ?(\w+)", text)
+        if numbered:
+            return Unknown(f"angle {numbered[1]}")
+        if text == "Radius":
+            return self.radius(self.drawing.circle())
+        if text == "Diameter":
+            return times(Constant(2.0), self.radius(self.drawing.circle()))
+        try:
+            return quantity_of(parsed(text))
+        except ExpressionError as error:
+            raise UnreadError(str(error)) from error
+
+    # Lengths
+
+    def distance(self, start: str, end: str) -> Distance:
+        return Distance(start=self.drawing.point(start), end=self.drawing.point(end))
+
+    def radius(self, circle: Circle) -> Unknown:
+        return Unknown(circle.radius)
+
+    def line(self, term: Term) -> Quantity:
+        names = term.names
+        if len(names) == 2:
+            return self.distance(names[0], names[1])
+        if len(names) == 1 and re.fullmatch("[a-z]", names[0]):
+            return self.named_length(names[0])
+        raise UnreadError(f"{term} is no segment")
+
+    def named_length(self, letter: str) -> Quantity:
+        """The length of a line that a letter names, as of `Line(m)`."""
+        for term in self.drawing.terms:
+            for part in term.walk():
+                if part.head == "LengthOf" and [letter] == part.arguments[0].names:
+                    return Unknown(f"length {letter}")
+        return Unknown(letter)
+
+    def length(self, term: Term) -> Quantity:
+        inner = term.arguments[0]
+        if len(term.names) == 2 and not inner.arguments:
+            return self.distance(term.names[0], term.names[1])
+        if not inner.arguments:
+            return self.value(inner)
+        arc = inner.arguments[0] if inner.head in ("Minor", "Major") and inner.arguments else inner
+        if arc.head == "Arc":
+            radius = self.radius(self.drawing.circle_of_arc(arc.names))
+            return times(self.value(inner), radius, Constant(math.pi / 180))
+        return self.value(inner)
+
+    def of_circle(self, head: str, circle: Circle) -> Quantity:
+        radius = self.radius(circle)
+        if head == "RadiusOf":
+            return radius
+        if head == "DiameterOf":
+            return times(Constant(2.0), radius)
+        if head == "AreaOf":
+            return times(Constant(math.pi), radius, radius)
+        return times(Constant(2 * math.pi), radius)
+
+    def circular(self, term: Term) -> Quantity:
+        return self.of_circle(term.head, self.drawing.circle(unwrapped(term.arguments[0])))
+
+    def side(self, term: Term) -> Quantity:
+        """The side of a shape: any of an equilateral one, else the one whose length is an unknown
+        letter.
+        """
+        inner = term.arguments[0]
+        names = self.drawing.shape(inner)
+        if unwrapped(inner).head in ("Square", "Rhombus") or inner.head in (
+            "Regular",
+            "Equilateral",
+        ):
+            return self.distance(names[0], names[1])
+        sides = [(names[i - 1], names[i]) for i in range(len(names))]
+        asked = [side for side in sides if self._has_letter(side)]
+        if len(asked) == 1:
+            return self.distance(*asked[0])
+        if term.head != "SideOf":
+            raise UnreadError(f"the form does not say which side {term} is")
+        return over(plus(*(self.distance(*side) for side in sides)), Constant(float(len(sides))))
+
+    def _has_letter(self, side: tuple[str, str]) -> bool:
+        for fact in self.drawing.facts:
+            if fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[0].arguments:
+                is_side = set(fact.arguments[0].arguments[0].names) == set(side)
+                if is_side and re.fullmatch("[a-z]", fact.arguments[1].head):
+                    return True
+        return False
+
+    def hypotenuse(self, term: Term) -> Quantity:
+        names = self.drawing.shape(term.arguments[0])
+        corner = self.drawing.right_corner(names)
+        legs_ends = [name for name in names if name != corner]
+        return self.distance(legs_ends[0], legs_ends[1])
+
+    def height(self, term: Term) -> Quantity:
+        """The height of a shape: a drawn perpendicular, else a segment that a fact calls so, else
+        of the base.
+        """
+        drawn = self._drawn_height()
+        if drawn is not None:
+            return self.distance(*drawn)
+        names = self.drawing.shape(term.arguments[0])
+        called = self._called_height(names)
+        if called is not None:
+            return self.distance(*called)
+        if len(names) == 4:
+            base = self.drawing.with_base_first(names)
+            return LineDistance(point=base[2], start=base[0], end=base[1])
+        raise UnreadError(f"the form does not say which height {term} is")
+
+    def _drawn_height(self) -> tuple[str, str] | None:
+        """A segment that stands perpendicular on the inside of a line, while no line goes on behind
+        its top.
+        """
+        for fact in self.drawing.facts:
+            if fact.head != "Perpendicular" or len(fact.arguments) != 2:
+                continue
+            if not all(len(line.names) == 2 for line in fact.arguments):
+                continue
+            shared = set(fact.arguments[0].names) & set(fact.arguments[1].names)
+            if len(shared) != 1:
+                continue
+            foot = next(iter(shared))
+            for base, upright in (fact.arguments, fact.arguments[::-1]):
+                if self._is_inside(foot, base) and not self._is_inside(foot, upright):
+                    return self.drawing.segment(upright)
+        return None
+
+    def _is_inside(self, point: str, line: Term) -> bool:
+        """Whether a point lies on a line of the drawing and is none of its ends."""
+        return any(point in row[1:-1] and set(line.names) <= set(row) for row in self.drawing.lines)
+
+    def _called_height(self, names: Sequence[str]) -> tuple[str, str] | None:
+        for term in self.drawing.terms:
+            if term.head == "Equals" and len(term.arguments) == 2:
+                for line, height in (term.arguments, term.arguments[::-1]):
+                    if (
+                        height.head in ("AltitudeOf", "HeightOf")
+                        and line.head == "Line"
+                        and len(line.names) == 2
+                    ):
+                        return self.drawing.segment(line)
+        for fact in self.drawing.facts:
+            if fact.head == "Perpendicular" and all(
+                len(line.names) == 2 for line in fact.arguments
+            ):
+                for line in fact.arguments:
+                    tops = [name for name in line.names if name in names]
+                    if len(tops) == 1 and len(set(line.names)) == 2:
+                        return self.drawing.segment(line)
+        for fact in self.drawing.facts:
+            is_h = (
+                fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[1].head == "h"
+            )
+            if (
+                is_h
+                and fact.arguments[0].arguments
+                and len(fact.arguments[0].arguments[0].names) == 2
+            ):
+                return self.drawing.segment(fact.arguments[0].arguments[0])
+        return None
+
+    def scale_factor(self, term: Term) -> Quantity:
+        if len(term.arguments) != 2:
+            raise UnreadError(f"{term} has not two shapes")
+        first, second = (unwrapped(argument).names for argument in term.arguments)
+        drawing = self.drawing
+        if len(first) == 1 and len(second) == 1 and {first[0], second[0]} <= set(drawing.points):
+            for centre in drawing.points:
+                if centre not in (first[0], second[0]) and drawing.are_on_one_row(
+                    (centre, first[0], second[0])
+                ):
+                    return over(self.distance(centre, second[0]), self.distance(centre, first[0]))
+        if len(first) < 3 or len(first) != len(second):
+            first, second = drawing.similar_pair()
+        ratio = (self.distance(first[0], first[1]), self.distance(second[0], second[1]))
+        # In Geometry3K the coloured shape that is named first is the right one of the two.
+        is_coloured = any(argument.head in COLOURS for argument in term.arguments)
+        return over(*reversed(ratio)) if is_coloured else over(*ratio)
+
+    # Angles and arcs
+
+    def turn(self, first: str, corner: str, last: str) -> int:
+        """On which side of `first` the picture has `last`: 1 against the clock, -1 with it, 0 where
+        it is too flat.
+        """
+        places = self.drawing.places
+        if not {first, corner, last} <= places.keys():
+            return 0
+        bend = sine(places[first] - places[corner], places[last] - places[corner])
+        if abs(bend) < _LEAST_SINE:
+            return 0
+        return 1 if bend > 0 else -1
+
+    def corner(self, first: str, corner: str, last: str) -> Angle:
+        names = [self.drawing.point(name) for name in (first, corner, last)]
+        return Angle(first=names[0], corner=names[1], last=names[2], turn=self.turn(*names))
+
+    def angle(self, term: Term) -> Quantity:
+        names = term.names
+        if (
+            len(names) == 1
+            and re.fullmatch(r"\d+|[a-z]", names[0])
+            and names[0] not in self.drawing.neighbours
+        ):
+            return Unknown(f"angle {names[0]}")
+        if names == ["$"]:
+            return self.central_angle()
+        return self.corner(*self.drawing.angle(term))
+
+    def central_angle(self) -> Quantity:
+        """`Angle($)` beside a regular polygon in a circle is the angle at the centre over one side."""
+        for term in self.drawing.terms:
+            shape = (
+                term.arguments[0]
+                if term.head == "InscribedIn" and len(term.arguments) == 2
+                else None
+            )
+            if shape is not None and (shape.head == "Regular" or shape.head == "Square"):
+                circle = self.drawing.circle(term.arguments[1])
+                names = self.inscribed(shape, circle)
+                return self.corner(names[0], circle.centre, names[1])
+        raise UnreadError("the form does not say which angle is meant")
+
+    def inscribed(self, shape: Term, circle: Circle) -> list[str]:
+        """The corners of a shape in a circle: as named, else as drawn, else the points on the
+        circle in order.
+        """
+        on_circle = [name for name in circle.points if name in self.drawing.places]
+        if circle.centre not in self.drawing.places or unwrapped(shape).head != "Polygon":
+            return self.drawing.shape(shape)
+        centre = self.drawing.places[circle.centre]
+        corners = [name for name in on_circle if len(self.drawing.neighbours.get(name, ())) >= 2]
+        if len(corners) < 3:
+            return self.drawing.shape(shape)
+        return sorted(
+            corners, key=lambda name: math.atan2(*_pair(self.drawing.places[name] - centre))
+        )
+
+    def arc(self, term: Term) -> Quantity:
+        names = term.names
+        if len(names) not in (2, 3):
+            raise UnreadError(f"{term} is no arc")
+        circle = self.drawing.circle_of_arc(names)
+        if len(names) == 2:
+            return self.corner(names[0], circle.centre, names[1])
+        if names[1] not in self.drawing.places:
+            return minus(Constant(360.0), self.corner(names[0], circle.centre, names[2]))
+        if not {*names, circle.centre} <= self.drawing.places.keys():
+            raise UnreadError(f"the form does not say which way round {term} goes")
+        first, middle, last = (
+            self.drawing.places[name] - self.drawing.places[circle.centre] for name in names
+        )
+        to_middle = math.atan2(cross(first, middle), (first.conjugate() * middle).real) % math.tau
+        to_last = math.atan2(cross(first, last), (first.conjugate() * last).real) % math.tau
+        turn = 1 if to_middle < to_last else -1
+        return Sweep(first=names[0], corner=circle.centre, last=names[2], turn=turn)
+
+    def minor(self, term: Term) -> Quantity:
+        names = term.arguments[0].names
+        if len(names) < 2:
+            raise UnreadError(f"{term} is no arc")
+        return self.corner(names[0], self.drawing.circle_of_arc(names).centre, names[-1])
+
+    def measure(self, term: Term) -> Quantity:
+        return self.value(term.arguments[0])
+
+    # Areas and perimeters
+
+    def extent(self, term: Term) -> Quantity:
+        """`AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region."""
+        inner = term.arguments[0]
+        shape = unwrapped(inner)
+        if shape.head in _DISC and not is_region(inner):
+            return self.circular(term)
+        if shape.head == "Sector":
+            return self.sector(shape)
+        if inner.head in COLOURS:
+            return self.coloured(term, shape)
+        if shape.head == "Shape" and self.drawing.circles:
+            return self.rounded(term, shape)
+        return self.polygon(term.head, self.drawing.shape(inner))
+
+    def polygon(self, head: str, names: Sequence[str]) -> Quantity:
+        if head == "PerimeterOf":
+            return plus(*(self.distance(names[i - 1], names[i]) for i in range(len(names))))
+        return Area(corners=tuple(names))
+
+    def sector(self, term: Term) -> Quantity:
+        names = term.names
+        if len(names) == 3:
+            centres = [circle for circle in self.drawing.circles if circle.centre in names]
+            if not centres:
+                raise UnreadError(f"{term} has no centre of a circle")
+            circle = centres[0]
+            ends = [name for name in names if name != circle.centre]
+            return self.slice(circle, self.corner(ends[0], circle.centre, ends[1]))
+        circle = self.drawing.circle()
+        return self.slice(circle, self.marked_angle(circle))
+
+    def slice(self, circle: Circle, angle: Quantity) -> Quantity:
+        radius = self.radius(circle)
+        return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
+
+    def marked_angle(self, circle: Circle) -> Quantity:
+        """The one angle at a centre whose size a fact gives; over 180 degrees where the fact says
+        so.
+        """
+        marked: dict[tuple[str, ...], float | None] = {}
+        for fact in self.drawing.facts:
+            if (
+                fact.head != "Equals"
+                or len(fact.arguments) != 2
+                or fact.arguments[0].head != "MeasureOf"
+            ):
+                continue
+            names = fact.arguments[0].arguments[0].names
+            if len(names) == 3 and names[1] == circle.centre:
+                marked[tuple(names)] = number_of(fact.arguments[1].head)
+        if len(marked) != 1:
+            raise UnreadError("the form does not say which sector is meant")
+        names, size = next(iter(marked.items()))
+        angle = self.corner(*names)
+        return minus(Constant(360.0), angle) if size is not None and size > 180 else angle
+
+    def rounded(self, term: Term, shape: Term) -> Quantity:
+        """A shape of a drawing with a circle: the marked sector, the disc, or a polygon with half
+        discs on it.
+        """
+        drawing = self.drawing
+        if shape.names == ["A"]:
+            try:
+                return self.slice(drawing.circle(), self.marked_angle(drawing.circle()))
+            except UnreadError:
+                pass
+        outline = drawing.outline()
+        if not outline:
+            return self.of_circle(term.head, drawing.circle())
+        if term.head == "AreaOf":
+            halves = [self._half_disc(circle, outline) for circle in drawing.circles]
+            if all(half is not None for half in halves):
+                self.assumed.append("the figure is the polygon with half circles on its sides")
+                return plus(
+                    Area(corners=tuple(outline)), *(half for half in halves if half is not None)
+                )
+        raise UnreadError(f"the form does not say which region {term} is")
+
+    def _half_disc(self, circle: Circle, outline: Sequence[str]) -> Quantity | None:
+        """Half of a disc over a side of an outline that is its diameter: added where no corner lies
+        inside it.
+        """
+        for i in range(len(outline)):
+            side = {outline[i - 1], outline[i]}
+            if side <= set(circle.points) and self.drawing.are_on_one_row((*side, circle.centre)):
+                radius = self.radius(circle)
+                return times(Constant(math.pi / 2), radius, radius)
+        return None
+
+    def coloured(self, term: Term, shape: Term) -> Quantity:
+        """The area of a coloured region, by what lies inside what; `assumed` says which region was
+        taken.
+        """
+        drawing = self.drawing
+        if shape.head == "Shape" and any(fact.head == "Similar" for fact in drawing.terms):
+            return self.similar_without_area(term)
+        if term.head != "AreaOf":
+            raise UnreadError(f"the form does not say which region {term} is")
+        if not drawing.circles:
+            raise UnreadError(f"the form does not say which region {term} is")
+        return self.between(term)
+
+    def similar_without_area(self, term: Term) -> Quantity:
+        """Of two similar shapes, the one whose area or perimeter no fact gives."""
+        first, second = self.drawing.similar_pair()
+        measured = [
+            set(part.arguments[0].names)
+            for fact in self.drawing.terms
+            if fact.head == "Equals"
+            for part in fact.walk()
+            if part.head == term.head and part.arguments
+        ]
+        unknown = [names for names in (first, second) if set(names) not in measured]
+        if len(unknown) != 1:
+            raise UnreadError(f"the form does not say which shape {term} is")
+        return self.polygon(term.head, unknown[0])
+
+    def between(self, term: Term) -> Quantity:
+        """The region between the outermost shape of a drawing and what lies inside it."""
+        drawing = self.drawing
+        outline = self._polygon_for_region()
+        discs = drawing.circles
+        if len(discs) == 2 and discs[0].centre == discs[1].centre:
+            larger, smaller = sorted(
+                discs, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0)
+            )
+            self.assumed.append("the region is the ring between the circles")
+            return minus(self.of_circle("AreaOf", larger), self.of_circle("AreaOf", smaller))
+        if not outline:
+            raise UnreadError(f"the form does not say which region {term} is")
+        polygon = Area(corners=tuple(outline))
+        name = "".join(outline)
+        on_circle = [circle for circle in discs if set(outline) <= set(circle.points)]
+        if len(discs) == 1 and on_circle:
+            self.assumed.append(f"the region is the circle without {name}")
+            return minus(self.of_circle("AreaOf", discs[0]), polygon)
+        if len(discs) == 1 and len(outline) == 3 and discs[0].centre in outline:
+            return self.circle_segment(discs[0], outline)
+        if all(self._is_within(circle, outline) for circle in discs):
+            self.assumed.append(f"the region is {name} without what is round inside it")
+            return minus(polygon, plus(*(self.of_circle("AreaOf", circle) for circle in discs)))
+        raise UnreadError(f"the form does not say which region {term} is")
+
+    def circle_segment(self, circle: Circle, triangle: Sequence[str]) -> Quantity:
+        """The region between a chord and its arc: the sector without the triangle at the centre."""
+        ends = [point for point in triangle if point != circle.centre]
+        self.assumed.append(f"the region is the segment of the circle over {''.join(ends)}")
+        angle = self.corner(ends[0], circle.centre, ends[1])
+        radius: Quantity = self.radius(circle)
+        if not set(ends) & set(circle.points):
+            given = [end for end in ends if self._has_length(circle.centre, end)]
+            radius = self.distance(circle.centre, (given or ends)[0])
+        sector = times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
+        half_chords = times(radius, radius, Combined(function="sin", parts=(angle,)), Constant(0.5))
+        return minus(sector, half_chords)
+
+    def _has_length(self, start: str, end: str) -> bool:
+        """Whether a fact gives the length of a segment."""
+        return any(
+            fact.head == "Equals"
+            and fact.arguments[0].arguments
+            and {start, end} == set(fact.arguments[0].arguments[0].names)
+            for fact in self.drawing.facts
+        )
+
+    def _polygon_for_region(self) -> list[str]:
+        """The polygon that bounds a region: the one that a fact names, else the outline."""
+        for term in self.drawing.terms:
+            for part in term.walk():
+                if len(part.names) == CORNERS.get(part.head):
+                    return self.drawing.in_drawing_order(part.names)
+        return self.drawing.outline()
+
+    def _is_within(self, circle: Circle, outline: Sequence[str]) -> bool:
+        """Whether a circle lies inside a polygon in the picture, up to a tenth of its radius."""
+        places = self.drawing.places
+        radius = self.drawing.drawn_radius(circle)
+        if radius is None or not set(outline) <= places.keys():
+            return False
+        around = 1 if self.drawing.signed_area(outline) > 0 else -1
+        for i in range(len(outline)):
+            start = places[outline[i - 1]]
+            way = places[outline[i]] - start
+            if around * cross(way, places[circle.centre] - start) < 0.9 * radius * abs(way):
+                return False
+        return True
+
+    # Arithmetic
+
+    def ratio(self, term: Term) -> Quantity:
+        if len(term.arguments) == 1:
+            return self.value(term.arguments[0])
+        if any(unwrapped(argument).head in CORNERS for argument in term.arguments):
+            return self.scale_factor(term)
+        parts = self.values(term)
+        return over(parts[0], parts[1])
+
+    def sum(self, term: Term) -> Quantity:
+        """A sum; in `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all
+        of them.
+        """
+        first = term.arguments[0]
+        parts = []
+        for argument in term.arguments:
+            if argument.head in _DISC and first.head not in _DISC:
+                argument = Term(head=first.head, arguments=(argument,))
+            parts.append(self.value(argument))
+        return plus(*parts)
+
+    def product(self, term: Term) -> Quantity:
+        return times(*self.values(term))
+
+    def difference(self, term: Term) -> Quantity:
+        parts = self.values(term)
+        if len(parts) != 2:
+            raise UnreadError(f"{term} has not two parts")
+        return minus(parts[0], parts[1])
+
+    def half(self, term: Term) -> Quantity:
+        return over(self.value(term.arguments[0]), Constant(2.0))
+
+    def trigonometric(self, term: Term) -> Quantity:
+        names: dict[str, Function] = {"SinOf": "sin", "CosOf": "cos", "TanOf": "tan"}
+        inner = term.arguments[0]
+        if inner.arguments or len(inner.head) > 1 or not inner.head.isupper():
+            return Combined(function=names[term.head], parts=(self.value(inner),))
+        angle = self.corner(*self.drawing.angle(Term(head="Angle", arguments=(inner,))))
+        return Combined(function=names[term.head], parts=(angle,))
+
+
+def _pair(place: complex) -> tuple[float, float]:
+    return place.imag, place.real
+
+
+_Rule = Callable[[Measures, Term], Quantity]
+_RULES: dict[str, _Rule] = {
+    "Line": Measures.line,
+    "LengthOf": Measures.length,
+    "RadiusOf": Measures.circular,
+    "DiameterOf": Measures.circular,
+    "CircumferenceOf": Measures.circular,
+    "SideOf": Measures.side,
+    "LegOf": Measures.side,
+    "BaseOf": Measures.side,
+    "HypotenuseOf": Measures.hypotenuse,
+    "HeightOf": Measures.height,
+    "AltitudeOf": Measures.height,
+    "ScaleFactorOf": Measures.scale_factor,
+    "Angle": Measures.angle,
+    "Arc": Measures.arc,
+    "Minor": Measures.minor,
+    "Major": lambda measures, term: minus(Constant(360.0), measures.minor(term)),
+    "MeasureOf": Measures.measure,
+    "AreaOf": Measures.extent,
+    "PerimeterOf": Measures.extent,
+    "RatioOf": Measures.ratio,
+    "Div": Measures.ratio,
+    "SumOf": Measures.sum,
+    "Add": Measures.sum,
+    "Mul": Measures.product,
+    "Sub": Measures.difference,
+    "HalfOf": Measures.half,
+    "SquareOf": lambda measures, term: power(measures.value(term.arguments[0]), 2.0),
+    "SqrtOf": lambda measures, term: power(measures.value(term.arguments[0]), 0.5),
+    "SinOf": Measures.trigonometric,
+    "CosOf": Measures.trigonometric,
+    "TanOf": Measures.trigonometric,
+}
+MEASURE_HEADS = tuple(_RULES)

@@ -1,0 +1,225 @@
+"""Quantities and relations: the few primitives that every fact of a diagram comes down to.
+
+A quantity is a number that a figure has, such as a length or an angle. A relation is a condition on
+a figure. Solver, angle chase and later checks all read these, so that a fact is understood once, in
+`adora_vl.geometry.primitives`. Angles are in degrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from adora_vl.geometry.expressions import Expression, Letter, Number
+
+Unit = Literal["length", "area", "degrees", "plain"]
+Function = Literal["+", "-", "*", "/", "^", "sin", "cos", "tan", "log"]
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """A letter of the problem, a radius (`radius O`) or a numbered angle (`angle 1`)."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Distance:
+    start: str
+    end: str
+
+
+@dataclass(frozen=True)
+class LineDistance:
+    """How far a point is from a line, 0 or more."""
+
+    point: str
+    start: str
+    end: str
+
+
+@dataclass(frozen=True)
+class Angle:
+    """The angle at `corner`, from `first` to `last`.
+
+    `turn` is 1 or -1 where the picture shows on which side `last` lies: against the clock or with
+    it. The angle is then negative in a mirrored figure, so that a mirrored corner is no solution,
+    and smooth at 0 and 180. With 0 it is from 0 to 180 on either side.
+    """
+
+    first: str
+    corner: str
+    last: str
+    turn: int = 0
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The angle at `corner` from `first` to `last`, against the clock (`turn` 1) or with it, from 0
+    to 360.
+    """
+
+    first: str
+    corner: str
+    last: str
+    turn: int
+
+
+@dataclass(frozen=True)
+class Area:
+    """The area of a polygon, 0 or more."""
+
+    corners: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Arithmetic on quantities; powers are of the absolute value, since roots of lengths are all
+    that is asked.
+    """
+
+    function: Function
+    parts: tuple[Quantity, ...]
+
+
+Quantity = Constant | Unknown | Distance | LineDistance | Angle | Sweep | Area | Combined
+
+
+@dataclass(frozen=True)
+class Equal:
+    left: Quantity
+    right: Quantity
+    unit: Unit
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The line through `a` and `b` is parallel to that through `c` and `d`, or the same."""
+
+    a: str
+    b: str
+    c: str
+    d: str
+
+
+@dataclass(frozen=True)
+class Perpendicular:
+    """The line through `a` and `b` is perpendicular to that through `c` and `d`."""
+
+    a: str
+    b: str
+    c: str
+    d: str
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A point is the mean of others: the midpoint of two, the centroid of three."""
+
+    point: str
+    of: tuple[str, ...]
+
+
+Relation = Equal | Parallel | Perpendicular | Mean
+
+
+def plus(*parts: Quantity) -> Quantity:
+    return parts[0] if len(parts) == 1 else Combined(function="+", parts=parts)
+
+
+def minus(left: Quantity, right: Quantity) -> Quantity:
+    return Combined(function="-", parts=(left, right))
+
+
+def times(*parts: Quantity) -> Quantity:
+    return Combined(function="*", parts=parts)
+
+
+def over(left: Quantity, right: Quantity) -> Quantity:
+    return Combined(function="/", parts=(left, right))
+
+
+def power(base: Quantity, exponent: float) -> Quantity:
+    return Combined(function="^", parts=(base, Constant(exponent)))
+
+
+def quantity_of(expression: Expression) -> Quantity:
+    """The quantity that an expression writes; its letters are unknowns."""
+    if isinstance(expression, Number):
+        return Constant(expression.value)
+    if isinstance(expression, Letter):
+        return Unknown(expression.name)
+    parts = (quantity_of(expression.left), quantity_of(expression.right))
+    return Combined(function=expression.operator, parts=parts)
+
+
+def atoms_of(quantity: Quantity) -> Iterator[Quantity]:
+    """The quantities that arithmetic is done on."""
+    if isinstance(quantity, Combined):
+        for part in quantity.parts:
+            yield from atoms_of(part)
+    else:
+        yield quantity
+
+
+def quantities_of(relation: Relation) -> Iterator[Quantity]:
+    """The quantities of an equation; other relations have none."""
+    if isinstance(relation, Equal):
+        yield relation.left
+        yield relation.right
+
+
+def points_in_quantity(quantity: Quantity) -> Iterator[str]:
+    """The points that a quantity is of."""
+    for atom in atoms_of(quantity):
+        if isinstance(atom, Area):
+            yield from atom.corners
+        elif isinstance(atom, Distance):
+            yield from (atom.start, atom.end)
+        elif isinstance(atom, LineDistance):
+            yield from (atom.point, atom.start, atom.end)
+        elif isinstance(atom, Angle | Sweep):
+            yield from (atom.first, atom.corner, atom.last)
+
+
+def points_in(relation: Relation) -> Iterator[str]:
+    """The points that a relation is about."""
+    if isinstance(relation, Equal):
+        yield from points_in_quantity(relation.left)
+        yield from points_in_quantity(relation.right)
+    elif isinstance(relation, Mean):
+        yield from (relation.point, *relation.of)
+    else:
+        yield from (relation.a, relation.b, relation.c, relation.d)
+
+
+def constant_of(quantity: Quantity) -> float | None:
+    """The value of a quantity that is written as a number; None for any other."""
+    if isinstance(quantity, Constant):
+        return quantity.value
+    if not isinstance(quantity, Combined):
+        return None
+    values = [constant_of(part) for part in quantity.parts]
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return None
+    try:
+        if quantity.function == "+":
+            return sum(numbers)
+        if quantity.function == "-":
+            return numbers[0] - numbers[1]
+        if quantity.function == "*":
+            return numbers[0] * numbers[1]
+        if quantity.function == "/":
+            return numbers[0] / numbers[1]
+        if quantity.function == "^":
+            return float(abs(numbers[0]) ** numbers[1])
+    except (ZeroDivisionError, OverflowError):
+        return None
+    return None

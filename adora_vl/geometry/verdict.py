@@ -1,0 +1,313 @@
+"""What a form says: its answer, whether the facts determine it, and what is wrong with them where
+they do not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from adora_vl.geometry.chase import Chase
+from adora_vl.geometry.choose import Outcome, outcome
+from adora_vl.geometry.conflict import Conflict, conflict_of
+from adora_vl.geometry.exact import exact
+from adora_vl.geometry.figure import Verdict, figure_of
+from adora_vl.geometry.forms import Form
+from adora_vl.geometry.primitives import Reading, read
+from adora_vl.geometry.shapes import UnreadError, terms_of
+from adora_vl.geometry.solve import Budget, Problem
+from adora_vl.geometry.words import words_of
+
+MAX_POINTS = 60
+MAX_FACTS = 120
+MAX_SEGMENTS = 200
+MAX_FACT_LENGTH = 400
+# Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
+EVALUATIONS = 6000
+REPAIR_EVALUATIONS = 9000
+_FLAT = 1e-4  # steepness below which the equations have a double root, or nearly so
+_DOUBLE_ROOT = 2e-4  # share by which an answer at a double root may miss its exact form
+
+
+def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
+    """Solve a form.
+
+    It never raises for what a form says.
+
+    `looks`: whether what only the picture shows is tried where the facts leave the goal open.
+    `repair`: whether facts are left out one by one where they contradict each other, to name those
+    that do. Neither makes a form `answered`.
+    """
+    fault = too_large(form)
+    if fault:
+        return Verdict(status="unread", why=fault)
+    verdict = _verdict(form, looks=looks, repair=repair)
+    if not verdict.unread:
+        return verdict
+    return replace(verdict, why=f"{verdict.why}; not read: {verdict.unread[0]}")
+
+
+def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
+    try:
+        reading = read(form)
+    except (
+        UnreadError,
+        IndexError,
+        KeyError,
+        ValueError,
+        ZeroDivisionError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        return Verdict(
+            status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})"
+        )
+    unread = tuple(unread_of(form, reading))
+    if reading.goal is None:
+        return Verdict(status="unread", why=reading.goal_fault, unread=unread)
+    return replace(_solved(form, reading=reading, looks=looks, repair=repair), unread=unread)
+
+
+def unread_of(form: Form, reading: Reading) -> Iterator[str]:
+    """The facts that are not read, each with its place in the form and the reason."""
+    for name, texts in (("fact", form.facts), ("part of the question", form.question)):
+        for number, text in enumerate(texts, start=1):
+            if text.strip() and not any(True for _ in terms_of([text])):
+                yield f"{name} {number}, {text!r:.60}: its brackets do not close"
+    places = {
+        term: f"fact {number}"
+        for number, text in reversed(list(enumerate(form.facts, start=1)))
+        for term in terms_of([text])
+    }
+    for term, reason in reading.unread:
+        yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
+
+
+def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
+    budget = Budget(EVALUATIONS)
+    problem = Problem(reading)
+    found = outcome(problem, budget)
+    if found.status == "answered" and not reading.assumed:
+        return _answered(form, problem, found)
+    by_angles = _by_angles(reading)
+    if by_angles is not None and found.status in ("open", "conflict", "collapsed", "ambiguous"):
+        return by_angles
+    if found.status == "answered":
+        return _seen(form, problem, found)
+    if found.status == "open":
+        return (
+            _with_looks(form, problem=problem, found=found, budget=budget)
+            if looks
+            else _open(form, problem, found)
+        )
+    if found.status == "ambiguous":
+        return _ambiguous(form, problem, found)
+    if found.disordered:
+        return _out_of_order(problem, found)
+    if not repair:
+        return Verdict(status=found.status, why=_no_figure(found, None, reading))
+    return _repaired(form, problem, found, budget)
+
+
+def too_large(form: Form) -> str:
+    """Why a form is not even tried; empty where it is."""
+    if len(form.points) > MAX_POINTS:
+        return f"it has {len(form.points)} points, over {MAX_POINTS}"
+    if (
+        len(form.facts) + len(form.question) > MAX_FACTS
+        and len({*form.facts, *form.question}) > MAX_FACTS
+    ):
+        return f"it has {len({*form.facts, *form.question})} facts, over {MAX_FACTS}"
+    if len(form.lines) > MAX_SEGMENTS:
+        return f"it has {len(form.lines)} segments, over {MAX_SEGMENTS}"
+    for fact in (*form.facts, *form.question):
+        if len(fact) > MAX_FACT_LENGTH:
+            return f"the fact {fact[:40]!r}... has {len(fact)} characters, over {MAX_FACT_LENGTH}"
+    return ""
+
+
+def answer_of(value: float, reading: Reading, *, share: float | None = None) -> str | None:
+    """A value in its short form; decimals come before fractions where the facts have some."""
+    texts = [*reading.drawing.form.facts, *reading.drawing.form.question]
+    has_decimals = any(re.search(r"\d\.\d", text) for text in texts)
+    if share is not None:
+        return exact(value, share=share, decimals=has_decimals)
+    return exact(value, decimals=has_decimals)
+
+
+def _plain(value: float) -> float:
+    """A value without the last bits, in which machines differ."""
+    return float(f"{value:.10g}")
+
+
+def _answered(form: Form, problem: Problem, found: Outcome) -> Verdict:
+    assert found.value is not None and found.solution is not None, "an answer has a figure"
+    value = _plain(found.value)
+    answer = answer_of(found.value, problem.reading)
+    is_doubled = found.doubled or found.solution.flattest < _FLAT
+    if answer is None and is_doubled:
+        answer = answer_of(found.value, problem.reading, share=_DOUBLE_ROOT)
+    if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
+        value = float(answer)
+    return Verdict(
+        status="answered",
+        value=value,
+        answer=answer,
+        how="facts",
+        figure=figure_of(problem, found.solution, form),
+        why="determined by the facts",
+    )
+
+
+def _by_angles(reading: Reading) -> Verdict | None:
+    value = Chase(reading).value()
+    is_letter = reading.goal_term is not None and not reading.goal_term.arguments
+    if value is None or reading.assumed or (value <= 0 and not is_letter):
+        return None
+    if reading.unit != "degrees" and not is_letter:
+        return None
+    return Verdict(
+        status="answered",
+        value=_plain(value),
+        answer=answer_of(value, reading),
+        how="angles",
+        why="determined by the angles alone, whatever the lengths are",
+    )
+
+
+def _seen(form: Form, problem: Problem, found: Outcome) -> Verdict:
+    """An answer that needs what only the picture shows."""
+    assert found.value is not None and found.solution is not None, "an answer has a figure"
+    assumed = tuple(dict.fromkeys(problem.reading.assumed))
+    return Verdict(
+        status="open",
+        value=_plain(found.value),
+        answer=answer_of(found.value, problem.reading),
+        how="looks",
+        figure=figure_of(problem, solution=found.solution, form=form, assumed=assumed),
+        assumed=assumed,
+        why=f"not determined by the facts; as the picture looks, {_listed(assumed)}",
+    )
+
+
+def _with_looks(form: Form, problem: Problem, found: Outcome, budget: Budget) -> Verdict:
+    """Where the facts leave the goal open: what the picture shows beside them, first tangents, then
+    everything.
+    """
+    for level in (1, 2):
+        reading = read(form, looks=level)
+        if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
+            continue
+        trial = Problem(reading)
+        seen = outcome(trial, budget)
+        if seen.status == "answered" and seen.solution is not None and seen.solution.faults == 0:
+            return _seen(form, trial, seen)
+    return _open(form, problem, found)
+
+
+def _open(form: Form, problem: Problem, found: Outcome) -> Verdict:
+    values = [value for value in (found.value, *found.others) if value is not None]
+    examples = " or ".join(f"{value:.4g}" for value in values[:2])
+    return Verdict(
+        status="open",
+        why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}",
+    )
+
+
+def _ambiguous(form: Form, problem: Problem, found: Outcome) -> Verdict:
+    values = [value for value in (found.value, *found.others) if value is not None]
+    examples = " and ".join(f"{value:.6g}" for value in values[:2])
+    if len(values) < 2:
+        why = (
+            "only one figure was found, and it differs from the picture; there "
+            f"{_goal_words(problem.reading)} is "
+        )
+        return Verdict(status="ambiguous", why=f"{why}{examples}")
+    return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
+
+
+def _out_of_order(problem: Problem, found: Outcome) -> Verdict:
+    """Where figures fit only with the points of a line in another order than facts or picture have
+    them.
+    """
+    lines = tuple(f"{line} in this order" for line in found.disordered)
+    why = f"no figure: the other facts contradict {_listed(lines)} on one line"
+    if found.value is None:
+        return Verdict(status="conflict", why=why)
+    return Verdict(
+        status="conflict",
+        value=_plain(found.value),
+        answer=answer_of(found.value, problem.reading),
+        how="without a fact",
+        left_out=lines,
+        why=f"{why}; in another order {_goal_words(problem.reading)} is {found.value:.6g}",
+    )
+
+
+def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> Verdict:
+    reading = problem.reading
+    clash = conflict_of(form, reading, Budget(REPAIR_EVALUATIONS))
+    why = _no_figure(found, clash, reading)
+    status = "conflict" if found.status == "conflict" or clash.repairs else "collapsed"
+    terms = reading.drawing.terms
+    if clash.repair is not None:
+        repair = clash.repair
+        assert repair.outcome.value is not None and repair.outcome.solution is not None, (
+            "an answer has a figure"
+        )
+        left_out = tuple(words_of(terms[number]) for number in repair.left_out)
+        return Verdict(
+            status=status,
+            value=_plain(repair.outcome.value),
+            answer=answer_of(repair.outcome.value, reading),
+            how="without a fact",
+            left_out=left_out,
+            why=why,
+        )
+    rounded = outcome(problem, budget, rounded=True)
+    answered_without = any(repair.outcome.status == "answered" for repair in clash.repairs)
+    if rounded.status == "answered" and not answered_without and rounded.value is not None:
+        return Verdict(
+            status=status,
+            value=_plain(rounded.value),
+            how="rounded",
+            why=f"{why}; with the facts rounded {_goal_words(reading)} is about "
+            f"{rounded.value:.4g}",
+        )
+    return Verdict(status=status, why=why)
+
+
+def _no_figure(found: Outcome, clash: Conflict | None, reading: Reading) -> str:
+    kind = (
+        "no figure" if found.status == "conflict" else "no figure without points that fall together"
+    )
+    if clash is None or not clash.facts:
+        return f"{kind} fulfils all facts"
+    terms = reading.drawing.terms
+    names = [words_of(terms[number]) for number in clash.facts]
+    if len(names) == 1:
+        return f"{kind}: {names[0]} contradicts the other facts"
+    values = []
+    for number in clash.facts:
+        value = next(
+            (
+                repair.outcome.value
+                for repair in clash.repairs
+                if repair.left_out == (number,) and repair.outcome.status == "answered"
+            ),
+            None,
+        )
+        values.append("-" if value is None else f"{value:.6g}")
+    return (
+        f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: "
+        f"{', '.join(values)})"
+    )
+
+
+def _goal_words(reading: Reading) -> str:
+    return words_of(reading.goal_term) if reading.goal_term is not None else "the goal"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

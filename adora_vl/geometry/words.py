@@ -1,0 +1,57 @@
+"""Facts in short words, as the text form writes them: `AB = 5`, `angle ABC = 40`, `AB parallel CD`."""
+
+from __future__ import annotations
+
+from adora_vl.geometry.forms import Term
+
+_MEASURES = {
+    "AreaOf": "area",
+    "PerimeterOf": "perimeter",
+    "RadiusOf": "radius",
+    "DiameterOf": "diameter",
+    "CircumferenceOf": "circumference",
+    "HeightOf": "height",
+    "AltitudeOf": "height",
+    "SinOf": "sin",
+    "CosOf": "cos",
+    "TanOf": "tan",
+}
+_BETWEEN = {
+    "Equals": "=",
+    "Perpendicular": "perpendicular",
+    "Parallel": "parallel",
+    "Similar": "similar",
+    "Congruent": "congruent",
+    "PointLiesOnLine": "on",
+    "PointLiesOnCircle": "on",
+    "Tangent": "tangent",
+    "BisectsAngle": "bisects",
+    "IsMidpointOf": "midpoint of",
+    "IsDiameterOf": "diameter of",
+    "InscribedIn": "inscribed in",
+    "CircumscribedTo": "around",
+}
+_SIGNS = {"Add": " + ", "SumOf": " + ", "Sub": " - ", "Mul": " * ", "Div": " / ", "RatioOf": " / "}
+
+
+def words_of(term: Term) -> str:
+    """A term in words; what has no words of its own stands as it is written."""
+    if not term.arguments:
+        return term.head
+    parts = [words_of(argument) for argument in term.arguments]
+    joined = "".join(name for name in term.names if not name.startswith("radius"))
+    if term.head in ("Line", "Point"):
+        return joined
+    if term.head in ("LengthOf", "MeasureOf") and len(parts) == 1:
+        return parts[0]
+    if term.head == "Circle":
+        return f"circle {term.names[0]}"
+    if term.head in _MEASURES and len(parts) == 1:
+        return f"{_MEASURES[term.head]} {parts[0]}"
+    if term.head in _BETWEEN and len(parts) == 2:
+        return f"{parts[0]} {_BETWEEN[term.head]} {parts[1]}"
+    if term.head in _SIGNS:
+        return _SIGNS[term.head].join(parts)
+    if all(not argument.arguments for argument in term.arguments):
+        return f"{term.head.lower()} {joined}"
+    return f"{term.head.lower()} {', '.join(parts)}"
