@@ -2,9 +2,11 @@
 
 import base64
 import csv
+import io
 import json
 import subprocess
 import sys
+import tarfile
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -348,3 +350,79 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
         [sys.executable, "-m", "adora_vl.train", *words], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
+    shard = tmp_path / "shard-000.tar"
+    with tarfile.open(shard, "w") as tar:
+        for number, gold in enumerate(("50", "65", "72")):
+            row = json.dumps({"question": f"Angle {number}?", "answer": gold}).encode()
+            for ending, content in (("png", PICTURES[number]), ("json", row), ("mp3", b"?")):
+                member = tarfile.TarInfo(f"train/{number:03}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        member = tarfile.TarInfo("train/003.json")
+        member.size = 1
+        tar.addfile(member, io.BytesIO(b"{"))
+    columns = ("problem=json.question", "answer=json.answer", "images=png", "id=__key__")
+    options = ("--allow-quarantined", "0.5")
+    assert convert(shard, tmp_path / "out", *options, columns=columns) == 0
+    rows = kept(tmp_path / "out")
+    assert [row["answer"] for row in rows] == ["50", "65", "72"]
+    assert [row["id"].rpartition("train/")[2] for row in rows] == ["000", "001", "002"]
+    assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["not_json"]
+
+
+def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
+    case: Case, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for before in ("/mnt/data/geo/", "D:\\data\\geo\\", "file:///mnt/geo/"):
+        with case(before) as folder:
+            rows = [{"q": f"{n}?", "a": n, "i": f"{before}images/{n}.png"} for n in range(2)]
+            source = jsonl(folder / "in", rows)
+            columns = ("problem=q", "answer=a", "images=i")
+            assert convert(source, folder / "told", columns=columns) != 0
+            assert "--image-dir" in capsys.readouterr().err
+            for number in range(2):  # the shorter end is there too, and holds another picture
+                (folder / "there" / "images").mkdir(parents=True, exist_ok=True)
+                (folder / "there" / f"{number}.png").write_bytes(PICTURES[3])
+                place = folder / "there" / "images" / f"{number}.png"
+                place.write_bytes(PICTURES[number])
+            options = ("--image-dir", str(folder / "there"))
+            assert convert(source, folder / "out", *options, columns=columns) == 0
+            found = [row["images"][0]["bytes"] for row in kept(folder / "out")]
+            assert found == PICTURES[:2]
+
+
+def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path) -> None:
+    golds = ["The two lines are parallel to each other", "isosceles right triangle", "Yes"]
+    source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])
+    columns = ("problem=q", "answer=a")
+    assert convert(source, tmp_path / "o", "--allow-quarantined", "0.5", columns=columns) == 0
+    assert [row["answer"] for row in kept(tmp_path / "o")] == golds[1:]
+    assert [line["reason"] for line in quarantined(tmp_path / "o")] == ["gold_sentence"]
+    assert convert(source, tmp_path / "texts", "--text-answers", columns=columns) == 0
+    assert [row["answer"] for row in kept(tmp_path / "texts")] == golds
+
+
+def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "in", [{"q": "Which?\nChoices:\nA: 4\nB: 5", "a": "B"}])
+    columns = ("problem=q", "answer=a")
+    assert convert(source, tmp_path / "out", columns=columns) == 0
+    assert convert(source, tmp_path / "left", "--keep-options-in-text", columns=columns) == 0
+    found = [kept(tmp_path / name)[0] for name in ("out", "left")]
+    assert [(row["problem"], row["choices"]) for row in found] == [
+        ("Which?", ["4", "5"]),
+        ("Which?\nChoices:\nA: 4\nB: 5", None),
+    ]
+
+
+def test_a_draft_is_no_answer_and_boxes_in_a_row_are_several(tmp_path: Path) -> None:
+    golds = {
+        r"<think>\boxed{4}?</think> so \boxed{5}": "5",
+        r"\boxed{4}, no: \boxed{5}": "5",
+        r"\boxed{4} and \boxed{5}": "4, 5",
+    }
+    source = jsonl(tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)])
+    assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a")) == 0
+    assert [row["answer"] for row in kept(tmp_path / "out")] == list(golds.values())

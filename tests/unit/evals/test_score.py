@@ -254,6 +254,36 @@ def test_a_wrong_row_is_named(case: Case) -> None:
                 read_predictions(path)
 
 
+def test_published_forms_of_predictions_are_read(tmp_path: Path) -> None:
+    """MathVista's one object by id, a list, and rows with fields of other names and inside others."""
+    rows = [prediction(str(number), f"{number}") for number in range(3)]
+    by_id = {row["pid"]: {key: row[key] for key in row if key != "pid"} for row in rows}
+    files = {
+        "by_id": json.dumps(by_id, indent=1),
+        "by_id_in_a_line": json.dumps(by_id),
+        "list": json.dumps(rows),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+        assert read_predictions(tmp_path / name) == [{"pid": row["pid"], **row} for row in rows], (
+            name
+        )
+    other = [
+        {"index": number, "prediction": [f"{number}"], "doc": {"answer": "5", "choices": None}}
+        for number in range(3)
+    ]
+    path = write_lines(tmp_path / "other.jsonl", other)
+    with pytest.raises(UserError, match="say --columns pid=NAME"):
+        read_predictions(path)
+    columns = {"pid": "index", "response": "prediction.0", "answer": "doc.answer"}
+    found = read_predictions(path, columns={**columns, "choices": "doc.choices"})
+    assert [(row["pid"], row["response"], row["choices"]) for row in found] == [
+        ("0", "0", None),
+        ("1", "1", None),
+        ("2", "2", None),
+    ]
+
+
 def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no file"):
         read_predictions(tmp_path / "p.jsonl")
