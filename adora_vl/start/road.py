@@ -22,7 +22,7 @@ from adora_vl.checkpoint.resume import StartPoint
 from adora_vl.config import AdoraGRPOConfig, checks
 from adora_vl.config.batch_plan import batch_plan, check_rows
 from adora_vl.config.reading import check_output_dir
-from adora_vl.config.unused_keys import Settings, refuse_unused, unused_keys
+from adora_vl.config.unused_keys import RunSettings, refuse_unused, unused_keys
 from adora_vl.config.where import Where
 from adora_vl.data import prompt_lengths as lengths
 from adora_vl.data.dataloader import shown_rows
@@ -231,7 +231,7 @@ def parts(run: Checked) -> None:
         refuse_embedding_adapters(loaded)
     adapted = run.peft_config is not None or hasattr(loaded, "peft_config")
     fits.check_trainable(run.config, run.model_config, adapted=adapted)
-    settings = Settings(run.config, run.model, adapted, run.asked.trl_evaluates)
+    settings = RunSettings(run.config, run.model, adapted, run.asked.trl_evaluates)
     run.notes += unused_keys(settings)
     wanted = run.config.resume_from_checkpoint
     if run.script is None and wanted is not None:

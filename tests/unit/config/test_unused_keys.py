@@ -9,7 +9,7 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import batch_plan
 from adora_vl.config.key_list import OURS, read_keys
-from adora_vl.config.unused_keys import GROUPS, Settings, refuse_unused, unused_keys
+from adora_vl.config.unused_keys import GROUPS, RunSettings, refuse_unused, unused_keys
 from adora_vl.utils.errors import UserError
 
 # Those that a run reads, or that are refused by another check. Before a key of a new version of TRL
@@ -62,7 +62,7 @@ def config(**keys: Any) -> AdoraGRPOConfig:
 
 
 def lines(model: ModelConfig | None = None, adapted: bool = False, **keys: Any) -> list[str]:
-    return unused_keys(Settings(config(**keys), model or ModelConfig(), adapted, False))
+    return unused_keys(RunSettings(config(**keys), model or ModelConfig(), adapted, False))
 
 
 def test_every_key_of_the_libraries_is_read_named_or_refused():
@@ -92,7 +92,7 @@ def keys_that_may_be_unused() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("key", "reason"), list(keys_that_may_be_unused()))
 def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
-    settings = Settings(config(), ModelConfig(), adapted=False, trl_evaluates=False)
+    settings = RunSettings(config(), ModelConfig(), adapted=False, trl_evaluates=False)
     assert unused_keys(settings) == []
     if reason.startswith("with "):  # which holds for other values of other keys
         settings.config.use_vllm = True
