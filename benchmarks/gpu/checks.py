@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.table import Line, CheckResult, failed, one_line, skipped
+from benchmarks.gpu.table import CheckResult, Line, failed, one_line, skipped
 
 if TYPE_CHECKING:
     from benchmarks.gpu.setting import Setting

@@ -28,7 +28,7 @@ from adora_vl.utils.launch import find_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
 from benchmarks.gpu.streaming import TARGETS
-from benchmarks.gpu.table import Line, CheckResult, at_most, failed, holds, skipped
+from benchmarks.gpu.table import CheckResult, Line, at_most, failed, holds, skipped
 from benchmarks.gpu.trainer import shapes
 
 _SAME_PLACE = "gpu-benchmark"

@@ -32,8 +32,8 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.checks import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import (
-    Line,
     CheckResult,
+    Line,
     at_least,
     at_most,
     exit_code,
