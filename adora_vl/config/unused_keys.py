@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.losses import CLIPPED
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError
 
@@ -77,6 +78,13 @@ def _on_plateau(settings: RunSettings) -> bool:
 
 def _keeps_padding(settings: RunSettings) -> bool:
     return not regroups(settings.config) or bool(regroup_obstacle(settings.config))
+
+
+def _reads_epsilon(settings: RunSettings) -> bool:
+    """CISPO takes it for its cap where `epsilon_high` is not set."""
+    config = settings.config
+    is_cap = config.loss_type == "cispo" and config.epsilon_high is None
+    return config.loss_type in CLIPPED or is_cap
 
 
 def _never(settings: RunSettings) -> bool:
@@ -157,6 +165,17 @@ GROUPS = (
         ("use_bias_correction_kl",),
         "with beta: 0",
         lambda settings: settings.config.beta != 0,
+    ),
+    UnusedKeys(
+        ("delta",),
+        "with this loss_type, which does not clip on both sides",
+        lambda settings: settings.config.loss_type in CLIPPED,
+    ),
+    UnusedKeys(("epsilon",), "with this loss_type, which has no lower clip", _reads_epsilon),
+    UnusedKeys(
+        ("epsilon_high",),
+        "with this loss_type, which has no upper clip",
+        lambda settings: settings.config.loss_type in CLIPPED | {"cispo"},
     ),
     UnusedKeys(
         ("sapo_temperature_neg", "sapo_temperature_pos"),

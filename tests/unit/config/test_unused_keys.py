@@ -18,8 +18,8 @@ READ = """
 accelerator_config attn_implementation auto_find_batch_size beta bf16 cast_lm_head_to_fp32
 chat_template_kwargs data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory
 dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
-ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed delta disable_dropout
-disable_tqdm do_train dtype entropy_coef epsilon epsilon_high eval_strategy fp16 fsdp fsdp_config
+ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed disable_dropout
+disable_tqdm do_train dtype entropy_coef eval_strategy fp16 fsdp fsdp_config
 full_determinism generation_batch_size generation_kwargs gradient_accumulation_steps
 gradient_checkpointing hub_token ignore_data_skip importance_sampling_level learning_rate
 load_best_model_at_end load_in_4bit load_in_8bit local_rank log_completions
@@ -99,6 +99,7 @@ def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
         settings.config.gradient_checkpointing = False
         settings.config.optim = "sgd"
         settings.config.lr_scheduler_type = "constant"
+        settings.config.loss_type = "vespo"
     keys: Any = settings.model if hasattr(settings.model, key) else settings.config
     setattr(keys, key, other_value(getattr(keys, key)))
     assert unused_keys(settings) == [f"{key}: does nothing {reason}"]
