@@ -264,7 +264,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
     gathered.
     """
     seen: dict[str, Any] = {"decoded": 0, "gathered": []}
-    decode = loading.decoded_image
+    decode = images_module.decoded_image
     gather = gather_object
 
     def counted(encoded: bytes, **keywords: Any) -> Any:
