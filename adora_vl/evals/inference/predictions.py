@@ -178,7 +178,9 @@ def _parsed(line: bytes) -> Prediction | str:
 def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
     """The row with its id as a text, and with the fields that have another name in the file."""
     for ours, theirs in columns.items():
-        row |= {ours: value for value in _inside(row, theirs)}
+        found = _inside(row, theirs)
+        if found:
+            row[ours] = found[0]
     if "pid" not in row and id_column in row:
         row["pid"] = row[id_column]
     if isinstance(row.get("pid"), int) and not isinstance(row["pid"], bool):
