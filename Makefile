@@ -36,11 +36,13 @@ coverage: .venv/.installed ## the quick unit tests, and which share of each file
 	$(PYTEST) -q -m "not slow" tests/unit --cov --cov-report=
 	@$(PYTHON_BIN) -m coverage report | awk 'NR <= 22 || /^TOTAL/'
 
-lint: .venv/.installed ## ruff, mypy, the Dockerfile, and the floors: every import runs downwards
+lint: .venv/.installed ## ruff, mypy, the Dockerfile, the floors (every import runs downwards), and how hard it is to read
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports --no-logo --no-cache
+	@# Counts by room that only go down: `python setup/readable.py --update` writes down what has become less.
+	$(PYTHON_BIN) setup/readable.py
 	.venv/bin/hadolint setup/Dockerfile
 
 trackers: .venv/.installed ## run the tests of tensorboard, wandb and trackio, installed by their extra (about 2 minutes)

@@ -19,11 +19,11 @@ from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.evals.benchmark import data_options, for_data, loaded, named
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import Conversations
-from adora_vl.evals.inference.runner import Ask, answer
+from adora_vl.evals.inference.runner import Ask, answer, refuse_control_tokens
 from adora_vl.evals.inference.views import VIEWS, shown_as
 from adora_vl.evals.scoring.files import figures_in_training
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
@@ -69,11 +69,14 @@ def take_evaluations(
         return None
     nothing = "adora_eval: [] with eval_strategy: steps has nothing to evaluate on"
     remedy = "name a BENCHMARK=DATA, or give the trainer an eval_dataset"
-    refuse((not config.adora_eval and not folders, f"{nothing}; {remedy}"))
+    if not config.adora_eval and not folders:
+        raise UserError(f"{nothing}; {remedy}")
     entries = config.adora_eval or [f"{for_data(Path(folder))}={folder}" for folder in folders]
     loaded = [
         (entry, task) for entry in entries for task in _load(entry, config.adora_eval_limit, prompt)
     ]
+    for _, task in loaded:
+        refuse_control_tokens(task.problems)
     tasks = _told_apart([task for _, task in loaded], [entry for entry, _ in loaded])
     plan = EvaluationPlan(
         tasks=tasks,
@@ -123,13 +126,11 @@ def _told_apart(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
             folder = Path(entry.partition("=")[2].removesuffix(":views")).name
             longer = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder)}"
             taken = any(longer == other.benchmark.name for other in made)
-            refuse(
-                (
-                    taken,
+            if taken:
+                raise UserError(
                     f"adora_eval: {entry!r} has the name {longer!r} of another one; rename its "
-                    "folder",
+                    "folder"
                 )
-            )
             task = replace(task, benchmark=replace(task.benchmark, name=longer))
         made.append(task)
     return made
@@ -143,13 +144,11 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     """The benchmark of an entry; behind `DIR:views` once for each view, all of the same problems."""
     name, _, path = entry.partition("=")
     path, views = path.removesuffix(":views"), path.endswith(":views")
-    refuse(
-        (
-            not path,
+    if not path:
+        raise UserError(
             f"adora_eval: {entry!r} is not BENCHMARK=DATA; write what it is to be asked, "
-            "problems=DIR",
+            "problems=DIR"
         )
-    )
     benchmark = named(name, "adora_eval")
     options = data_options(benchmark, path, prompt)
     try:
@@ -158,7 +157,8 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
         if Path(path).exists():
             raise
         raise DataMissingError(str(error)) from error
-    refuse((not problems, f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}"))
+    if not problems:
+        raise UserError(f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}")
     if not views:
         return [Task(benchmark, problems[:limit], len(problems))]
     told = [problem for problem in problems if problem.facts][:limit] or problems
@@ -255,9 +255,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         # training's figures so far
         due = self.trainer.control.should_log
         Trainer.log(self.trainer, {f"eval_{key}": value for key, value in values.items()})
-        self.trainer.control.should_log = (
-            due  # Transformers takes this for the step's log, which would be left out
-        )
+        # Transformers takes this for the step's log, which would be left out
+        self.trainer.control.should_log = due
         low, middle, high = (100 * values[f"{name}_accuracy{end}"] for end in ("_low", "", "_high"))
         interval = f"(95 %: {low:.1f} to {high:.1f})"
         in_data = task.in_data or total

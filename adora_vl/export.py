@@ -65,16 +65,16 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
     if list(source.glob("*.safetensors")):  # else they are still in every rank's part
         check_weights("RUN", str(source))
     there = f"OUT: {str(output)!r} is there already; name a new folder"
-    refuse((output.exists(), there))
+    if output.exists():
+        raise UserError(there)
     output.parent.mkdir(parents=True, exist_ok=True)
     if universal:
         from adora_vl.checkpoint.universal import write_universal
 
         write_universal(source, output)
         return source
-    is_of_run = output.resolve() == run.resolve() / MERGED and begun(
-        run
-    )  # as a run's last lines propose
+    # as a run's last lines propose
+    is_of_run = output.resolve() == run.resolve() / MERGED and begun(run)
     with noted(run, writes=is_of_run), replacing_folder(output) as staged:
         if (source / ADAPTER).is_file() and not adapter:
             _merge(source, staged)
@@ -123,7 +123,8 @@ def find_weights(run: Path) -> Path:
         raise UserError(f"RUN: no folder {str(run)!r}")
     if (run / MARK).is_file() or run.name.startswith("checkpoint-"):
         problem = problem_of(run)
-        refuse((problem, f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint"))
+        if problem:
+            raise UserError(f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint")
         return run
     checkpoint, _ = newest_valid(run)
     if checkpoint is not None:
@@ -227,7 +228,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         try:
             source = export(
-                options.run, options.output, adapter=options.adapter, universal=options.universal
+                options.run,
+                output=options.output,
+                adapter=options.adapter,
+                universal=options.universal,
             )
         except (OSError, SafetensorError) as error:  # what safetensors raises for a full disk
             raise unwritable("OUT", options.output, error) from error

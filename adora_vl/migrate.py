@@ -20,9 +20,8 @@ from adora_vl.utils.cli import Parser, dotted, exit_code_of, path, read_mapping,
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
-Names = Mapping[
-    str, tuple[str, Any]
-]  # our key, or a name in capitals that is computed with -> theirs, their default
+# our key, or a name in capitals that is computed with -> theirs, their default
+Names = Mapping[str, tuple[str, Any]]
 _W = "worker.actor."
 _M = "worker.actor.model."
 _O = "worker.rollout."

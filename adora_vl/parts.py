@@ -13,8 +13,9 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
 from adora_vl.config.batch_plan import Shape
 from adora_vl.data.dataloader import NoPrefetch
+from adora_vl.data.prompts import control_tokens
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.dedup.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.record import metrics, trackers
@@ -26,8 +27,15 @@ from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead
 from adora_vl.rollout.turns import Tools, Turns
 from adora_vl.start.checked import Checked
 from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.training.generation import Generation
-from adora_vl.training.guards import DriftGuard, GenerationGuard, RatioGuard, RewardGuard
+from adora_vl.training.guards import (
+    DriftGuard,
+    GenerationGuard,
+    RatioGuard,
+    ReferenceGuard,
+    RewardGuard,
+)
 from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
@@ -52,18 +60,32 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         log = self.log_figure
         pad_id = self._tokenizer.pad_token_id
         context = StepContext(
-            accelerator, args, log, pad_id, lambda: self.state, self._policy_logps, self.save_here
+            accelerator=accelerator,
+            config=args,
+            log=log,
+            pad_id=pad_id,
+            state=lambda: self.state,
+            policy_logps=self._policy_logps,
+            save_now=self.save_here,
         )
         self.context = context
         self.shape = Shape.of(args)
         dataset = self.train_dataset
         draws = self.toolbox is not None
         self.images = DistinctImages(
-            models, self.processing_class, accelerator.device, args, dataset, draws=draws
+            models=models,
+            processor=self.processing_class,
+            device=accelerator.device,
+            config=args,
+            dataset=dataset,
+            draws=draws,
         )
         self.methods = method_run(args)
         self.advantages = AdvantageComputer(
-            context, self.methods, self.reward_weights, tools=self.toolbox is not None
+            context=context,
+            methods=self.methods,
+            reward_weights_F=self.reward_weights,
+            tools=self.toolbox is not None,
         )
         self.checkpoints = CheckpointWriter(
             Path(args.output_dir), args.save_total_limit, accelerator
@@ -77,23 +99,33 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.loss_sums = Losses(self)
         self.drift_guard = DriftGuard(context)
         self.ratio_guard = RatioGuard(context)
+        self.reference_guard = ReferenceGuard(
+            context, bound_of(computing_dtype(accelerator, self.model))
+        )
         reward_guard = RewardGuard(context)
         to_device = super(GRPOTrainer, self)._prepare_inputs
         rewards = RewardFunctions(
-            reward_guard.around(self.reward_funcs, self.reward_func_names),
-            self.reward_processing_classes,
-            self.chat_template_kwargs,
-            to_device,
-            lambda: self.async_loop,
+            functions=reward_guard.around(self.reward_funcs, self.reward_func_names),
+            tokenizers=self.reward_processing_classes,
+            template=self.chat_template_kwargs,
+            to_device=to_device,
+            loop=lambda: self.async_loop,
         )
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
-        grader = Grader(context, reward_guard, self.reward_weights, self.reward_func_names)
+        grader = Grader(
+            context=context,
+            guard=reward_guard,
+            weights_F=self.reward_weights,
+            names=self.reward_func_names,
+        )
         counts_all = bool(self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until there is a loader
         self.batcher = MicroBatcher(context, self.images.banks, every_row_counts=counts_all)
+        self.entropy_bonus = EntropyBonus(args, self.batcher)
         self.unfinished = UnfinishedGeneration(context, self.images.banks)
         self.policy_pass = PolicyPass(accelerator, args, images=self.images.shown)
+        self.has_dropout = has_dropout(self.model)
         self.extensions = [*self.run.extensions.values()]
         for extension in self.extensions:
             extension.start(context, self.images)
@@ -108,21 +140,27 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         noted = GenerationLog(
-            context, self.recorder, self._metrics, self._logs, self.reward_func_names, notice, sent
+            context=context,
+            recorder=self.recorder,
+            figures=self._metrics,
+            table=self._logs,
+            functions=self.reward_func_names,
+            notice=notice,
+            bytes_sent=sent,
         )
         judge = Judge(
-            context,
-            self.images,
-            self.processing_class,
-            ends,
-            rewards,
-            grader,
-            to_device,
-            self._score,
-            self.advantages,
-            self.drift_guard,
-            noted,
-            self.clock.phase,
+            context=context,
+            images=self.images,
+            processor=self.processing_class,
+            ends=ends,
+            rewards=rewards,
+            grader=grader,
+            to_device=to_device,
+            score=self._score,
+            advantages=self.advantages,
+            drift_guard=self.drift_guard,
+            watcher=noted,
+            phase=self.clock.phase,
             scored=self.sampler.scores,
             multiple=self.pad_to_multiple_of,
             tools=self.toolbox is not None,
@@ -141,7 +179,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.images,
             self.sampler,
             judge,
-            GenerationGuard(context),
+            GenerationGuard(context, control_tokens(self.processing_class)),
             self.extensions,
             self.clock.phase,
             self.train_dataset,
@@ -165,13 +203,13 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             return None
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         return Turns(
-            toolbox,
-            self.processing_class,
-            self.args.chat_template_kwargs or {},
-            self.images.tokens_of,
-            self.args.max_tool_calling_iterations,
-            decode,
-            options.turn_tokens,
+            tools=toolbox,
+            processor=self.processing_class,
+            template=self.args.chat_template_kwargs or {},
+            tokens_of=self.images.tokens_of,
+            most=self.args.max_tool_calling_iterations,
+            decode=decode,
+            tokens=options.turn_tokens,
             room=self.args.vllm_max_model_length,
         )
 
@@ -196,7 +234,12 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         run = self.run
         if run.evaluations is not None:
             callbacks.append(
-                EvaluateOnTheWay(self, run.evaluations, run.system_prompt, run.revision)
+                EvaluateOnTheWay(
+                    trainer=self,
+                    plan=run.evaluations,
+                    system_prompt=run.system_prompt,
+                    revision=run.revision,
+                )
             )
         for callback in callbacks:
             self.add_callback(callback)

@@ -44,7 +44,9 @@ def _asked(given: Given, parsed: Any, most: int | None = None) -> Any:
     from adora_vl.start.checked import Asked, ModelSource
 
     script, config, model = parsed
-    return Asked(config, ModelSource(model, lora_of(model)), script, given=given, most=most)
+    return Asked(
+        config=config, model=ModelSource(model, lora_of(model)), rows=script, given=given, most=most
+    )
 
 
 def _build_for_any_machine(given: Given) -> tuple[Any, bool]:

@@ -116,7 +116,10 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
             trainer.save_state()
             merged = output_dir / MERGED
             if not save_merged(
-                trainer.model, trainer.processing_class, merged, trainer.accelerator
+                trainer.model,
+                processing_class=trainer.processing_class,
+                folder=merged,
+                accelerator=trainer.accelerator,
             ):
                 return output_dir
             if is_main:
@@ -153,7 +156,7 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
     from adora_vl.record.manifest import end_manifest
 
     mark_stopped(output_dir, step)
-    end_manifest(manifest, output_dir, "stopped", step)
+    end_manifest(manifest, output_dir=output_dir, status="stopped", steps=step)
     print(
         f"Stopped after step {step}; the same command goes on from checkpoint-{step}:",
         file=sys.stderr,
@@ -191,16 +194,29 @@ def train(given: Given) -> int:
             note_stop(trainer.manifest, output_dir, trainer.state.global_step)
     else:
         with failure_noted(
-            trainer.manifest, output_dir, lambda: trainer.state.global_step, is_main
+            trainer.manifest,
+            output_dir=output_dir,
+            steps=lambda: trainer.state.global_step,
+            is_main=is_main,
         ):
             model_folder = save_final_model(trainer, output_dir)
         if is_main:
             delete_aside(output_dir)
-            end_manifest(trainer.manifest, output_dir, "finished", trainer.state.global_step)
+            end_manifest(
+                trainer.manifest,
+                output_dir=output_dir,
+                status="finished",
+                steps=trainer.state.global_step,
+            )
             log = trainer.state.log_history
             command = trainer.manifest["command"]
             lines = summary_lines(
-                log, run.config, model_folder, seconds, data=run.data[0], command=command
+                log,
+                config=run.config,
+                model=model_folder,
+                seconds=seconds,
+                data=run.data[0],
+                command=command,
             )
             print("\n".join(lines), flush=True)
     trainer.accelerator.wait_for_everyone()

@@ -33,13 +33,14 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.where import Where
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
-from adora_vl.dedup.policy_pass import evaluating, generation_logps, has_dropout
+from adora_vl.dedup.policy_pass import evaluating, generation_logps
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_alone
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import restore_buffers
+from adora_vl.models.reference import copied_policy
 from adora_vl.parts import TrainerParts
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
@@ -58,6 +59,7 @@ from adora_vl.types import Batch, Row
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import usual_modes
+from adora_vl.utils.seeding import drawn_at
 
 
 class AdoraGRPOTrainer(TrainerParts):
@@ -89,14 +91,28 @@ class AdoraGRPOTrainer(TrainerParts):
         Raises `UserError` for what cannot work, in one line.
         """
         if run is None:
-            refuse_objects(train_dataset, reward_funcs, rollout_func, environment_factory)
+            refuse_objects(
+                train_dataset,
+                reward_funcs=reward_funcs,
+                rollout_func=rollout_func,
+                environment_factory=environment_factory,
+            )
             args = config_of(args, model)
             loaded = None if isinstance(model, str) else model
-            keys = model_keys(model, args, peft_config, quantization_config)
-            source = ModelSource(keys, peft_config, loaded, processing_class)
+            keys = model_keys(
+                model, config=args, peft_config=peft_config, quantised=quantization_config
+            )
+            source = ModelSource(
+                keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
+            )
             rows = Datasets(train_dataset, eval_dataset)
             asked = Asked(
-                args, source, rows, reward_funcs, tools=tools or (), environment=environment_factory
+                config=args,
+                model=source,
+                rows=rows,
+                rewards=reward_funcs,
+                tools=tools or (),
+                environment=environment_factory,
             )
             run = walk(asked, Where.of_launch("leave"))
             train_dataset = run.dataset
@@ -117,9 +133,13 @@ class AdoraGRPOTrainer(TrainerParts):
             timed=self.clock.phase,
         )
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
-        with compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer):
+        policy = run.policy() if isinstance(model, str) else model
+        with (
+            compat.GENERATION_CLASS.replaced_by(engine, on=grpo_trainer),
+            self._reference_of(policy),
+        ):
             super().__init__(
-                model=run.policy() if isinstance(model, str) else model,
+                model=policy,
                 reward_funcs=list(run.rewards.functions),
                 args=args,
                 train_dataset=train_dataset,
@@ -143,6 +163,18 @@ class AdoraGRPOTrainer(TrainerParts):
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, args.adora_freeze)
         self._build_collaborators(args, models)
+
+    @staticmethod
+    def _reference_of(policy: Any) -> AbstractContextManager[None]:
+        """Inside, the reference beside a model object is a copy of it.
+
+        Stock TRL reads the folder that the object's config names, whatever has become of the
+        weights since, and fails where there is no folder.
+        """
+        if isinstance(policy, str):
+            return nullcontext()
+        copied = partial(copied_policy, policy)
+        return compat.REFERENCE_MODEL.replaced_by(copied, on=grpo_trainer)
 
     def train(
         self,
@@ -171,7 +203,12 @@ class AdoraGRPOTrainer(TrainerParts):
             if from_python and run.finished is not None:
                 return self._nothing_left(run.finished)
             self._begin_run(output_dir)
-            with failure_noted(self.manifest, output_dir, lambda: self.state.global_step, is_main):
+            with failure_noted(
+                self.manifest,
+                output_dir=output_dir,
+                steps=lambda: self.state.global_step,
+                is_main=is_main,
+            ):
                 with errors_with_step(
                     lambda: self.state.global_step, self.checkpoints.where_to_go_on
                 ):
@@ -179,7 +216,12 @@ class AdoraGRPOTrainer(TrainerParts):
                 if self.bad_steps.reason:
                     raise RunError(f"step {self.state.global_step}: {self.bad_steps.reason}")
             if from_python and is_main:
-                end_manifest(self.manifest, output_dir, "finished", self.state.global_step)
+                end_manifest(
+                    self.manifest,
+                    output_dir=output_dir,
+                    status="finished",
+                    steps=self.state.global_step,
+                )
             return found
         finally:
             if from_python:
@@ -249,9 +291,8 @@ class AdoraGRPOTrainer(TrainerParts):
     def _sample(self, rows: list[Row]) -> Generation:
         """A generation from these rows, ready to be learned from."""
         with self._engine_awake():
-            batch = self._generate_and_score_completions(
-                rows
-            )  # TRL's name for it, which a subclass may override
+            # TRL's name for it, which a subclass may override
+            batch = self._generate_and_score_completions(rows)
         generation = self._collecting
         assert generation is not None
         generation.batch = batch
@@ -301,9 +342,10 @@ class AdoraGRPOTrainer(TrainerParts):
     def _turn(self, prompts: PromptBatch) -> list[list[int]]:
         """The policy's own rollouts.
 
-        Stock TRL takes settings of the model's folder where no key says another.
+        Stock TRL takes settings of the model's folder where no key says another, and samples with
+        dropout, of which the log-probabilities of the answers know nothing.
         """
-        with folder_settings_left_out(self.model):
+        with folder_settings_left_out(self.model), evaluating(self.model):
             turn = self._generate_single_turn(prompts.ids, prompts.images, prompts.fields, 1)
         return cast("list[list[int]]", turn[0])
 
@@ -340,9 +382,10 @@ class AdoraGRPOTrainer(TrainerParts):
                     policy, adapter_name="ref" if "ref" in policy.peft_config else None
                 ):
                     batch["ref_per_token_logps"] = scored(self.model)
-                freeze(
-                    policy, args.adora_freeze
-                )  # PEFT has made all of the adapter trainable again
+                # PEFT has made all of the adapter trainable again
+                freeze(policy, args.adora_freeze)
+            if training and self.reference_guard.is_due(self.state.global_step):
+                self.reference_guard.check(batch, self._policy_logps)
 
     @property
     def _step_key(self) -> str:
@@ -372,26 +415,56 @@ class AdoraGRPOTrainer(TrainerParts):
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         """Stock TRL takes the ratio to the engine from an earlier pass, averages over the rows of a
         micro-batch, however many, and clips the ratio of new to old policy on one side only. Ours
-        computes the former in the policy's own pass, weighs a micro-batch by its rows, and skips a
-        step in which the latter explodes.
+        computes the former in the policy's own pass, weighs a micro-batch by its rows or tokens,
+        and skips a step in which the latter explodes. What is drawn for a micro-batch, as dropout,
+        depends on its place alone, so that a run that goes on draws the same.
         """
         micro = cast("Batch", {**inputs})
+        if self.has_dropout and self.shape.has_one_step:
+            # The weights are those of the old pass, so the ratio of new to old policy is 1; with
+            # the old values it would be that of a pass with dropout to one without. TRL takes the
+            # values of this pass where there are none.
+            micro.pop("old_per_token_logps", None)
         logps: list[Tensor] = []
+        entropies: list[Tensor] = []
+        coefficient = self._entropy_coefficient
         corrects_ratio = self.use_vllm and self.vllm_importance_sampling_correction
 
-        def seen(logps_BC: Tensor) -> None:
+        def seen(logps_BC: Tensor, entropies_BC: Tensor | None) -> None:
             logps.append(logps_BC)
+            if entropies_BC is not None:
+                entropies.append(entropies_BC)
             if corrects_ratio and self.ratio.is_due(micro):
                 self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
                 self.recorder.measured(micro, logps_BC)
                 for name, value in self.ratio.complete(micro, logps_BC).items():
                     self.log_figure(name, value)
 
-        with self.policy_pass.watched(seen, micro):
+        rank = self.accelerator.process_index
+        place = f"micro-batch/{self.args.seed}/{self._step_key}/{rank}"
+        draws = drawn_at(place) if model.training else nullcontext()
+        with self.policy_pass.watched(seen, micro), draws:
             loss = super()._compute_loss(model, micro)
         if model.training:
             loss = self.ratio_guard.loss(loss, logps[0] if logps else None, micro)
-        return self.batcher.scaled(loss, micro)
+        loss = self.batcher.scaled(loss, micro)
+        if model.training and self.entropy_bonus.is_on:
+            accumulated = self.current_gradient_accumulation_steps
+            (entropies_BC,) = entropies
+            loss = loss + self.entropy_bonus.missing(micro, entropies_BC, coefficient, accumulated)
+        return loss
+
+    @property
+    def _entropy_coefficient(self) -> float:
+        """That of TRL's bonus in this step; its adaptive one changes at the end of the step."""
+        too_high = self._last_world_entropy > self.args.entropy_target
+        return 0.0 if self.use_adaptive_entropy and too_high else float(self.entropy_coef)
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Stock TRL chooses the tokens with the highest entropy; ours keeps them for the bonus."""
+        chosen_BC: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
+        self.entropy_bonus.chosen_BC = chosen_BC
+        return chosen_BC
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
         """Stock TRL computes the prompt again with every rollout, and pads rows to one length.
@@ -402,21 +475,16 @@ class AdoraGRPOTrainer(TrainerParts):
         return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
-        """The log-probabilities of a generation's completions by the policy without dropout, (B,
-        C).
-        """
+        """The log-probabilities of a generation's completions by the policy, (B, C)."""
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
-        with evaluating(self.model):
-            return generation_logps(batch, policy, self.args.per_device_train_batch_size, pixels)
+        return generation_logps(
+            batch, policy=policy, rows=self.args.per_device_train_batch_size, pixels=pixels
+        )
 
     @property
     def _skips_old_pass(self) -> bool:
         """Whether the old log-probabilities equal those of the policy's own pass."""
-        return (
-            self.args.own("skip_old_pass")
-            and self.shape.has_one_step
-            and not has_dropout(self.model)
-        )
+        return self.args.own("skip_old_pass") and self.shape.has_one_step and not self.has_dropout
 
     # ------------------------------------------------------------------------------ 3. a checkpoint
 
@@ -563,11 +631,21 @@ class AdoraGRPOTrainer(TrainerParts):
         numbered = asked.budget is not None or asked.ahead > 0
         if not is_training or not (share or numbered) or not hasattr(dataset, "__len__"):
             return super()._get_dataloader(
-                dataset, description, batch_size, sampler_fn, is_training, dataloader_key
+                dataset,
+                description=description,
+                batch_size=batch_size,
+                sampler_fn=sampler_fn,
+                is_training=is_training,
+                dataloader_key=dataloader_key,
             )
         rows = self._distinct_rows = DistinctRows(dataset, numbered=numbered, share=share)
         loader = super()._get_dataloader(
-            rows, description, batch_size, sampler_fn, is_training, dataloader_key
+            rows,
+            description=description,
+            batch_size=batch_size,
+            sampler_fn=sampler_fn,
+            is_training=is_training,
+            dataloader_key=dataloader_key,
         )
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
         return loader

@@ -47,7 +47,8 @@ class Batch(TypedDict, total=False):
     num_items_in_batch: Tensor  # (), tokens of the loss, of all ranks
     old_per_token_logps: Tensor  # (B, C), of the policy that the generation was sampled with
     ref_per_token_logps: Tensor  # (B, C), of the reference model
-    sampling_per_token_logps: Tensor  # (B, C), of the engine
+    # (B, C), of the engine: NaN where it was not asked, minus infinity where it gave no number
+    sampling_per_token_logps: Tensor
     importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
     tool_mask: Tensor  # (B, C)
     mm_token_type_ids: Tensor  # (B, P + C), 1 at the tokens of images
@@ -66,6 +67,7 @@ class Batch(TypedDict, total=False):
     # (B, functions + 3): rewards as they count, length, whether it has no end, surprisal
     grades: Tensor
     share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
+    share_of_tokens: Tensor  # (), its tokens over those of a micro-batch on average
     host: HostRows  # of a micro-batch; left out of checkpoints
 
 
@@ -80,13 +82,11 @@ class HostRows:
     prompt_mask: Tensor  # (B, P)
     token_types: Tensor | None  # (B, P), 1 at the tokens of images
     lengths: list[int]  # completion tokens of each row
-    images: list[
-        tuple[Tensor, Tensor] | None
-    ]  # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    # of each row: references (patches, 1) or pixels, and grids (images, 3)
+    images: list[tuple[Tensor, Tensor] | None]
     own: Tensor | None = None  # (B, C), not 0 where the policy has sampled; None: everywhere
-    answer_types: Tensor | None = (
-        None  # (B, C), as `token_types`; None where completions have no images
-    )
+    # (B, C), as `token_types`; None where completions have no images
+    answer_types: Tensor | None = None
 
     @classmethod
     def of(
@@ -148,7 +148,15 @@ class HostRows:
         )
         lengths = [self.lengths[row] for row in own]
         images = [self.images[row] for row in own]
-        return HostRows(ids, mask, types, lengths, images, sampled, answers)
+        return HostRows(
+            prompt_ids=ids,
+            prompt_mask=mask,
+            token_types=types,
+            lengths=lengths,
+            images=images,
+            own=sampled,
+            answer_types=answers,
+        )
 
 
 def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -160,9 +168,8 @@ def _on_host(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if tensor is None else next(back) for tensor in tensors]
 
 
-SaveNow = Callable[
-    [], Path
-]  # the checkpoint of the present step, written by all ranks unless it is there
+# the checkpoint of the present step, written by all ranks unless it is there
+SaveNow = Callable[[], Path]
 LogFigure = Callable[[str, float], None]  # name and value, for the next log; the same on every rank
 
 

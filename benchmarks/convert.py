@@ -86,7 +86,9 @@ def pictures(folder: Path) -> None:
         ]
         (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         opened = open_local(folder / "t.jsonl", columns)
-        calls = list(reads(opened, "train", "t", columns, None, None))
+        calls = list(
+            reads(opened, split="train", name="t", columns=columns, tests=None, limit=None)
+        )
         ours = milliseconds([partial(clean_one, call, PixelLimits(), near=False) for call in calls])
         alone = milliseconds([partial(decode, file) for file in files])
         print(f"{name:<30} {ours:8.1f} {alone:9.1f} {ours / alone:6.2f}")

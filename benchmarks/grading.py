@@ -193,10 +193,11 @@ def soak(count: int, seed: int) -> None:
     drawn = mixed(count, seed)
     thought = "The triangle is right, so I use $a^2 + b^2 = c^2$ and {2} \\frac{1}{2}. " * 20
     verdicts: Counter[str] = Counter()
+    # no grade is kept, so that what grows is the grader's
     times_ms = {
         "honest": array("d"),
         "attacks": array("d"),
-    }  # no grade is kept, so that what grows is the grader's
+    }
     memory: list[str] = []
 
     began = time.process_time()

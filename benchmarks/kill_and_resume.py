@@ -1,5 +1,4 @@
-"""Does a run that is killed again and again have the same losses, rollouts and weights as an
-uninterrupted one?
+"""Compares losses, rollouts and weights of a run that is killed with an uninterrupted one's.
 
     python -m benchmarks.kill_and_resume --kills rollout:4,grading:9,backward:13,saving:18
         --processes 1
@@ -89,9 +88,8 @@ def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
         )
         code = process.wait()
     if kill and code == 1 and "SIGKILL" in log.read_text():
-        return (
-            -signal.SIGKILL
-        )  # the launcher of several processes outlives them, and says what they died of
+        # the launcher of several processes outlives them, and says what they died of
+        return -signal.SIGKILL
     if code not in (0, -signal.SIGKILL):
         sys.exit(f"the run ended with {code}; see {log}\n{log.read_text()[-1500:]}")
     return code

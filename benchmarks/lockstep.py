@@ -20,9 +20,8 @@ import torch
 from adora_vl.models.load import PRETRAINED
 from adora_vl.training.micro_batches import by_length, plan_moves
 
-Ranks = list[
-    list[int]
-]  # the tokens of each rank's units, in the order in which they are learned from
+# the tokens of each rank's units, in the order in which they are learned from
+Ranks = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,10 @@ def shuffled(units: Ranks, rng: random.Random) -> Ranks:
 
 def ordered(units: Ranks, rng: random.Random) -> Ranks:
     """Each rank in order of length, as where groups cannot move."""
-    return [[own[number] for number in by_length(range(len(own)), own, 1, "")] for own in units]
+    return [
+        [own[number] for number in by_length(range(len(own)), tokens=own, chunks=1, place="")]
+        for own in units
+    ]
 
 
 def moved(units: Ranks, rng: random.Random) -> Ranks:
@@ -144,16 +146,15 @@ def measure(groups: int, repeats: int) -> None:
     model = deepspeed.initialize(model=plain, optimizer=optimizer, config=settings)[0]
     PartialState()  # which gather_object asks
     rng = random.Random(0)
-    case = DrawnLengths(0.7, 0.6, prompt=790, mean=500, longest=2048)
+    case = DrawnLengths(of_prompts=0.7, of_rollouts=0.6, prompt=790, mean=500, longest=2048)
     units = [[case.draw(rng, 8) for _ in range(groups)] for _ in range(ranks)]
 
     def seconds(order: Sequence[int]) -> float:
         torch.distributed.barrier()
         start = time.perf_counter()
         for tokens in order:
-            ids = torch.full(
-                (tokens // 128, 128), 5, device=model.device
-            )  # so that seconds go with tokens
+            # so that seconds go with tokens
+            ids = torch.full((tokens // 128, 128), 5, device=model.device)
             model.backward(model(input_ids=ids, labels=ids).loss)
         torch.distributed.barrier()
         return max(gather_object([time.perf_counter() - start]))

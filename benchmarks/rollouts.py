@@ -113,11 +113,11 @@ def main() -> None:
             ]
             asks = [
                 RolloutAsk(
-                    ids,
-                    images,
-                    group if together else row,
-                    seed if seeded else None,
-                    options.tokens,
+                    ids=ids,
+                    images=images,
+                    together=group if together else row,
+                    seed=seed if seeded else None,
+                    limit=options.tokens,
                 )
                 for row, ((ids, images), group, seed) in enumerate(
                     zip(rows, groups, seeds, strict=True)

@@ -154,7 +154,13 @@ def build_data(folder: Path, plan: Plan, case: str) -> None:
     counts = {}
     with complete_or_absent(folder, description) as made:
         for split, number in plan["rows"].items():
-            rows = draw_rows(number, split, 0, plan["pixels"], plan["cases"][case]["one_digit"])
+            rows = draw_rows(
+                number,
+                split=split,
+                seed=0,
+                pixels=plan["pixels"],
+                one_digit=plan["cases"][case]["one_digit"],
+            )
             counts[split] = write_split(rows, made, split)
         write_manifest(made, description, counts)
 
@@ -167,7 +173,7 @@ def build_start(folder: Path, plan: Plan, start: int) -> None:
 
     own = PerimeterStart(**plan["start"], seed=start)
     if not is_built(folder, asdict(own)):
-        rows = draw_rows(own.rows, "train", start, plan["pixels"])
+        rows = draw_rows(own.rows, split="train", seed=start, pixels=plan["pixels"])
         build(folder, own, partial(begin_perimeter, rows=rows))
 
 
@@ -282,9 +288,8 @@ def train_all(plan: Plan, output: Path, pilot: bool) -> None:
             "dataset_name": str(output / "data" / case),
             "seed": seed,
         }
-        where["eval_on_start"] = (
-            arm == plan["cases"][case]["arms"][0]
-        )  # the same for all arms and seeds of a start
+        # the same for all arms and seeds of a start
+        where["eval_on_start"] = arm == plan["cases"][case]["arms"][0]
         words = [
             "--config",
             str(CONFIG),
@@ -382,7 +387,7 @@ def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     ]
     for arm in plan["cases"][case]["arms"]:
         own = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
-        ends = of_seeds(runs, case, arm, end("accuracy"))
+        ends = of_seeds(runs, case=case, arm=arm, value=end("accuracy"))
         starts = [
             statistics.fmean(
                 100 * run["held_out"][-1]["accuracy"] for run in own if run["start"] == start
@@ -415,7 +420,9 @@ def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
             continue
         cells = []
         for value in (at_half, end("accuracy"), last("worked")):
-            first, second = (of_seeds(runs, case, arm, value) for arm in (one, other))
+            first, second = (
+                of_seeds(runs, case=case, arm=arm, value=value) for arm in (one, other)
+            )
             cells.append([a - b for a, b in zip(first, second, strict=True)])
         texts = " | ".join(map(interval, cells))
         lines.append(

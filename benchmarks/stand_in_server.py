@@ -41,9 +41,8 @@ class StandIn:
         self.tokens = tokens
         self.vocabulary = vocabulary
         self.shortest = tokens if shortest is None else shortest
-        self.pace: Callable[[int], float] = lambda syncs: (
-            1.0
-        )  # times those seconds, by the syncs so far
+        # times those seconds, by the syncs so far
+        self.pace: Callable[[int], float] = lambda syncs: 1.0
         self.life = uuid.uuid4().hex
         self.logprobs_mode = "raw_logprobs"
         self.dead = False
@@ -61,9 +60,8 @@ class StandIn:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            disable_nagle_algorithm = (
-                True  # else a reply, which is two writes, takes 40 ms on loopback
-            )
+            # else a reply, which is two writes, takes 40 ms on loopback
+            disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
                 outer.logins.add(self.headers["Authorization"])

@@ -146,7 +146,13 @@ def build(options: argparse.Namespace) -> Any:
     pixels: dict[str, Any] = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
-        config(options.width, options.layers, options.blocks, options.vocabulary, processor),
+        config(
+            options.width,
+            layers=options.layers,
+            blocks=options.blocks,
+            vocabulary=options.vocabulary,
+            processor=processor,
+        ),
         dtype=getattr(torch, options.dtype),
     )
     both: dict[str, Any] = {
@@ -182,9 +188,8 @@ def build(options: argparse.Namespace) -> Any:
             )
     stock_module.VLLMGeneration = Recorded
     if options.way == "stock, as on a card":
-        trl_utils._use_triton = lambda device: (
-            True
-        )  # chooses the positions that are scored, not the kernel
+        # chooses the positions that are scored, not the kernel
+        trl_utils._use_triton = lambda device: True
     processor.image_processor.size = {
         "shortest_edge": pixels["min_pixels"],
         "longest_edge": pixels["max_pixels"],
@@ -265,9 +270,8 @@ def timed(trainer: Any) -> dict[str, Clock]:
         clock.around(trainer, "_get_per_token_logps_and_entropies", passing)
         clock.around(trainer.accelerator, "backward", "backward")
         clock.around(ChunkedLogProbFunction, "forward", head)
-        clock.around(
-            ChunkedLogProbFunction, "backward", "backward, head"
-        )  # autograd has a thread of its own
+        # autograd has a thread of its own
+        clock.around(ChunkedLogProbFunction, "backward", "backward, head")
     return clocks
 
 
@@ -276,7 +280,7 @@ def main() -> None:
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
     Recorded.lengths = answer_lengths(
-        options.completion, options.limit, options.generations, options.equal
+        options.completion, limit=options.limit, rollouts=options.generations, equal=options.equal
     )
     Recorded.vocabulary = options.vocabulary
     trainer = build(options)

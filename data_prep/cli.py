@@ -26,9 +26,11 @@ from adora_vl.synthetic.generated import (
 )
 from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
 from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, number, optional, path, text, whole
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from data_prep.geometry3k import DIAGRAMS, PRESET, SOURCES, Options, prepare_geometry3k
+from data_prep.solve import add_solve
 from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
+from data_prep.variants import add_variants
 
 MAX_ROWS = 10_000_000
 SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
@@ -147,12 +149,8 @@ def _knights(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"{name}: {value} does not go with --source {arguments.source}; leave one of them out"
         )
-    refuse(
-        (
-            getattr(arguments, needed) is None,
-            f"{needed}: --source {arguments.source} needs it; give --{needed}",
-        )
-    )
+    if getattr(arguments, needed) is None:
+        raise UserError(f"{needed}: --source {arguments.source} needs it; give --{needed}")
     if is_drawn:
         drawn = puzzles(**_given(arguments, *_DRAWN_ONLY))
         manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
@@ -264,15 +262,15 @@ def _filter(arguments: argparse.Namespace) -> None:
         print("\n".join(forecast.of(arguments.attenuation).lines()))
         return
     for name in ("input", "output"):
-        refuse((getattr(arguments, name) is None, f"{name}: give --{name} DIR"))
+        if getattr(arguments, name) is None:
+            raise UserError(f"{name}: give --{name} DIR")
     if (arguments.model is None) == (arguments.predictions is None):
         raise UserError(
             "model: give --model, to sample answers with, or --predictions, answers that are there"
         )
     for name in ("prompt", "system_prompt") if arguments.predictions is not None else ():
-        if (
-            getattr(arguments, name) is not OF_THE_RUN
-        ):  # answers that are there were asked for in their own words
+        # answers that are there were asked for in their own words
+        if getattr(arguments, name) is not OF_THE_RUN:
             option = name.replace("_", "-")
             raise UserError(
                 f"{name}: --{option} is for sampling, and --predictions has answers already; "
@@ -344,6 +342,8 @@ def parser() -> Parser:
     _add_geometry3k(commands)
     _add_convert(commands)
     add_filter(commands)
+    add_solve(commands)
+    add_variants(commands)
 
     inspect = commands.add_parser(
         "inspect", help="what a prepared folder holds, as text and as an HTML page"
@@ -391,8 +391,8 @@ def _add_geometry3k(commands: Any) -> None:
         help="intergps: the picture as printed, or with every vertex lettered",
     )
     what = (
-        "logic-forms: a table with the questions (messages, solution, images), whose diagrams "
-        "are redrawn"
+        "logic-forms, facts: a table with the questions (messages, solution, images), whose "
+        "diagrams are redrawn"
     )
     add("--texts", type=optional(text), metavar="FILE", help=what)
     _add_cleaning(command)

@@ -38,9 +38,8 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 
-RATES_FILE = (
-    "pass_rates.jsonl"  # in the output: id, right answers and answers of every problem of the split
-)
+# in the output: id, right answers and answers of every problem of the split
+RATES_FILE = "pass_rates.jsonl"
 _ROUNDING = 1e-9  # so that 3 of 10 answers are within 0.3:0.9
 
 
@@ -134,9 +133,9 @@ def sample(
     fingerprint |= {name: getattr(settings, name) for name in names} | settings.described
     infer(
         asked.problems,
-        folder,
-        settings,
-        fingerprint,
+        output=folder,
+        settings=settings,
+        fingerprint=fingerprint,
         system_prompt=system_prompt,
         build=build,
         samples=samples,
@@ -165,7 +164,7 @@ def filter_dataset(
     tags = asked_for_tags(predictions)
     held = content_hash([predictions])
     found = tallies(read_predictions(predictions), rounding=rounding, answer_tags=tags)
-    _check_covered(found, data, split, predictions)
+    _check_covered(found, data=data, split=split, predictions=predictions)
     kept = {pid for pid, tally in found.items() if tally.rate in keep}
     if not kept:
         shares = Counter(f"{tally.rate:.3g}" for tally in found.values())
@@ -192,7 +191,7 @@ def filter_dataset(
         for name in split_files(data):
             chosen = (row for row in stored_rows(data, name) if name != split or row["id"] in kept)
             counts[name] = dataset.write_split(
-                chosen, folder, name, dataset.features_of(data, name)
+                chosen, folder=folder, split=name, features=dataset.features_of(data, name)
             )
         lines = (
             json.dumps({"id": pid, "right": t.right, "answers": t.answers})

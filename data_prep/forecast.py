@@ -1,6 +1,4 @@
-"""Would attenuation act here, and on what?
-
-From several answers to each problem, without training.
+"""Forecasts on what attenuation would act, from several answers to each problem.
 
 Whether it then helps depends on whether short right answers are guesses, which no figure of these
 can say: see docs/experiments.md for tasks where the outcome is known.
@@ -24,7 +22,7 @@ from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
 from adora_vl.evals.prepared import GraderOptions
 from adora_vl.evals.scoring.score import graded_rows
 from adora_vl.evals.scoring.statistics import paired_t, wilson
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.filter import asked_for_tags
 
 FIRST_GROUPS = 512  # of a recorded run: its start, which the training has not changed yet
@@ -167,13 +165,11 @@ def recorded(run: Path) -> Groups:
     Raises `UserError` where `run` has no record.
     """
     files = sorted((run / "rollouts").glob("rollouts-*.parquet"))
-    refuse(
-        (
-            not files,
+    if not files:
+        raise UserError(
             f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored "
-            "answers",
+            "answers"
         )
-    )
     try:
         held = dataset(files)
         settings = json.loads(held.schema.metadata[b"adora_vl"])
@@ -214,7 +210,9 @@ def sampled(predictions: Path) -> Groups:
 
 def _groups(columns: Sequence[Sequence[float]], size: int, above: float) -> Groups:
     rewards, lengths, truncated = (torch.tensor(column).view(-1, size) for column in columns)
-    return Groups(rewards, lengths, truncated, correct_above=above)
+    return Groups(
+        rewards_PG=rewards, lengths_PG=lengths, truncated_PG=truncated, correct_above=above
+    )
 
 
 def of(place: Path) -> Forecast:

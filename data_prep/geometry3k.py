@@ -4,7 +4,7 @@ import random
 import re
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
@@ -22,10 +22,13 @@ from adora_vl.conversion.tables import open_local, reads
 from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.geometry.forms import Form, form_of
 from adora_vl.utils.cli import amount, read_json
-from adora_vl.utils.errors import UserError, refuse
-from data_prep.logic_forms import Form, facts_in_words, form_of, read_forms
+from adora_vl.utils.errors import UserError
+from data_prep.logic_forms import facts_in_words, read_forms
 from data_prep.redraw import can_be_drawn, drawn
+from data_prep.solve import forms_in
+from data_prep.solved_rows import Text, features_with_figure, solved_problems
 
 _POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
 _SEGMENT = re.compile(  # over two points, however many letters follow
@@ -200,10 +203,11 @@ def _archive(path: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+# point: with every vertex lettered
 DIAGRAMS = {
     "plain": "img_diagram.png",
     "point": "img_diagram_point.png",
-}  # point: with every vertex lettered
+}
 _OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # theirs: ours
 
 
@@ -233,7 +237,11 @@ def _read_folder(folder: ProblemFolder, split: str, diagram: str) -> RawProblem:
     except OSError as error:
         wrong = f"{folder}/{name} cannot be read ({error.strerror})"
         raise RowError(
-            row_id, "file_missing", wrong, "put the file there", originals=originals
+            row_id=row_id,
+            kind="file_missing",
+            wrong=wrong,
+            remedy="put the file there",
+            originals=originals,
         ) from error
     refuse = partial(RowError, row_id, originals=originals)
     try:
@@ -278,6 +286,40 @@ _TEXTS = Columns("messages", "solution", ("images",))
 REDRAWN = "geometry3k, redrawn"
 
 
+def problems_of_facts(path: Path, texts: Path | None) -> dict[str, SplitReads]:
+    """The problems whose facts determine their answers, with or without the texts of a table.
+
+    Raises `UserError`.
+    """
+    if texts is None:
+        return solved_problems(forms_in(path), None)
+    wanted = {
+        number: Text(split=split, problem=problem, answer=answer)
+        for split, number, problem, answer in _texts_of(texts)
+    }
+    return solved_problems(forms_in(path), wanted)
+
+
+def _texts_of(texts: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Of each row of a table with the questions: our split, the number of its problem, its text and
+    its answer.
+
+    Raises `UserError` for a row that lacks one of them.
+    """
+    for where, record in open_table(texts, _TEXTS)[1]():
+        row = record if isinstance(record, dict) else {}
+        place = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
+        question = text_of_chat(row.get("messages"))
+        answer = row.get("solution")
+        if place is None or question is None or not isinstance(answer, str):
+            raise UserError(
+                f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, "
+                "or images with a path such as test/2401/img_diagram.png; put them in"
+            )
+        problem = readable(without_instruction(question.replace(PLACEHOLDER, " ").strip())[0])
+        yield _OUR_SPLITS[place[1]], place[2], problem, answer
+
+
 def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
     """The problems of `texts` whose diagrams can be redrawn from the logic forms of `path`.
 
@@ -290,22 +332,12 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
     forms = read_forms(path)
     held: dict[str, list[Callable[[], RawProblem]]] = {split: [] for split in _OUR_SPLITS.values()}
     undrawn = 0
-    for where, record in open_table(texts, _TEXTS)[1]():
-        row = record if isinstance(record, dict) else {}
-        place = re.search(r"(?:^|[/\"'])(train|val|test)/(\d+)/", str(row.get("images")))
-        question = text_of_chat(row.get("messages"))
-        answer = row.get("solution")
-        if place is None or question is None or not isinstance(answer, str):
-            raise UserError(
-                f"texts: {where} of {str(texts)!r} lacks messages with one question, a solution, "
-                "or images with a path such as test/2401/img_diagram.png; put them in"
-            )
-        split = _OUR_SPLITS[place[1]]
-        form = forms.get(int(place[2]))
+    for split, number, problem, answer in _texts_of(texts):
+        form = forms.get(int(number))
         if form is None or not can_be_drawn(form):
             undrawn += 1
         else:
-            held[split].append(partial(_redrawn, form, split, place[2], question, answer))
+            held[split].append(partial(_redrawn, form, split, number, problem, answer))
     if undrawn:
         print(
             f"{amount(undrawn, 'problem')} of {str(texts)!r} left out: not all points of the "
@@ -318,18 +350,17 @@ def problems_of_forms(path: Path, texts: Path | None) -> dict[str, SplitReads]:
     }
 
 
-def _redrawn(form: Form, split: str, number: str, question: str, answer: str) -> RawProblem:
+def _redrawn(form: Form, split: str, number: str, problem: str, answer: str) -> RawProblem:
     row_id = f"geometry3k/{split}/{number}"
-    problem = readable(without_instruction(question.replace(PLACEHOLDER, " ").strip())[0])
     facts = with_facts(facts_in_words(form, problem), row_id)
     return RawProblem(
-        row_id,
-        split,
-        REDRAWN,
-        f"problem {number}",
-        (png_bytes(drawn(form)),),
-        problem,
-        answer,
+        id=row_id,
+        split=split,
+        source=REDRAWN,
+        origin=f"problem {number}",
+        images=(png_bytes(drawn(form)),),
+        problem=problem,
+        answer=answer,
         **facts,
     )
 
@@ -354,7 +385,7 @@ def _field(
     raise refuse("field_type", f"{name!r} is {found}", f"make it {expected} in {path}", record=data)
 
 
-SOURCES = ("hub", "parquet", "intergps", FORMS := "logic-forms")
+SOURCES = ("hub", "parquet", "intergps", FORMS := "logic-forms", FACTS := "facts")
 PRESET = PRESETS["geometry3k"]
 PRESET_ID = PRESET.id or ""
 
@@ -371,25 +402,25 @@ def open_source(
 
     Raises `UserError`.
     """
-    for name, value, of in (
-        ("revision", revision, "hub"),
-        ("diagram", diagram, "intergps"),
-        ("texts", texts, FORMS),
-    ):
-        if value is not None and kind != of:
-            raise UserError(
-                f"{name}: {value!r} is for --source {of} alone; leave it out with --source {kind}"
-            )
-    refuse(
-        (
-            kind != "hub" and not location,
-            f"input: missing; --source {kind} needs the path of the data",
-        )
+    own = (
+        ("revision", revision, ("hub",)),
+        ("diagram", diagram, ("intergps",)),
+        ("texts", texts, (FORMS, FACTS)),
     )
+    for name, value, of in own:
+        if value is not None and kind not in of:
+            raise UserError(
+                f"{name}: {value!r} is for --source {of[0]} alone; leave it out with --source "
+                f"{kind}"
+            )
+    if kind != "hub" and not location:
+        raise UserError(f"input: missing; --source {kind} needs the path of the data")
     if kind == "intergps":
         return problems_of_folders(Path(location or ""), diagram or "plain"), None
     if kind == FORMS:
         return problems_of_forms(Path(location or ""), Path(texts) if texts else None), None
+    if kind == FACTS:
+        return problems_of_facts(Path(location or ""), Path(texts) if texts else None), None
     if kind == "hub":
         opened = download_parquet(location or PRESET_ID, PRESET.columns, revision)
     else:
@@ -444,7 +475,7 @@ def prepare_geometry3k(
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
         splits, commit = open_source(
-            source, location, revision=revision, diagram=wanted.diagram, texts=wanted.texts
+            source, location=location, revision=revision, diagram=wanted.diagram, texts=wanted.texts
         )
         description: dict[str, Any] = {
             "source": f"geometry3k/{source}",
@@ -455,11 +486,11 @@ def prepare_geometry3k(
             split: _chosen_of(split, found, wanted) for split, found in splits.items()
         }
 
-    features = (
-        replace(PRESET.columns, extras=(("facts", "facts"),)).features
-        if source in ("intergps", FORMS)
-        else None
-    )
+    features = None
+    if source in ("intergps", FORMS):
+        features = replace(PRESET.columns, extras=(("facts", "facts"),)).features
+    if source == FACTS:
+        features = features_with_figure()
     return prepare(output, wanted, begin, features, workers=workers, overwrite=overwrite)
 
 

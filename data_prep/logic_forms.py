@@ -1,5 +1,4 @@
-"""Geometry3K's logic forms: what people annotated of its diagrams (InterGPS, Lu et al. 2021), and
-their facts in words.
+"""Files of Geometry3K's logic forms (InterGPS, Lu et al. 2021), and the facts of a form in words.
 
 `Equals(LengthOf(Line(A, B)), 10)` is `AB = 10`. The words are for a model that is asked without the
 picture; where they do not suffice to solve the problem, as for a shaded region, there are none.
@@ -8,20 +7,14 @@ picture; where they do not suffice to solve the problem, as for a shaded region,
 from __future__ import annotations
 
 import gzip
-import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from adora_vl.geometry.forms import POINT_NAME, Form, Term, form_of, term_of
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 
-Point = tuple[float, float]
-NAME = r"(?:point_\d+|[A-Za-z]'?)"
 _FOUR = ("Quadrilateral", "Parallelogram", "Rectangle", "Rhombus", "Square", "Trapezoid", "Kite")
 _CORNERS = {"Triangle": 3, **dict.fromkeys(_FOUR, 4), "Pentagon": 5, "Hexagon": 6}
 # How many points each is named by. `Cirle` is so spelt in some.
@@ -39,123 +32,6 @@ _WORDS = {
     **{name: f"{name.lower()} {{}}" for name in ("Minor", "Major")},
     "MeasureOf": "{}",
 }
-
-
-@dataclass(frozen=True)
-class Term:
-    """`Line(A, B)`: a head and what stands in its brackets; a text without brackets has no
-    arguments.
-    """
-
-    head: str
-    arguments: tuple[Term, ...] = ()
-
-    @property
-    def names(self) -> list[str]:
-        """The points or the number that it is of."""
-        return [each.head for each in self.arguments]
-
-
-def term_of(text: str) -> Term | None:
-    """Read a logic form; None where its brackets do not close."""
-    text = text.strip()
-    head, bracket, rest = text.partition("(")
-    if not bracket or not re.fullmatch("[A-Z][A-Za-z]+", head):
-        return Term(text) if text and text.count("(") == text.count(")") else None
-    parts = [""]
-    depth = 1
-    for at, sign in enumerate(rest):
-        depth += (sign == "(") - (sign == ")")
-        if not depth:
-            arguments = [term_of(part) for part in parts]
-            if rest[at + 1 :].strip() or None in arguments:
-                return None
-            return Term(head, tuple(each for each in arguments if each))
-        if sign == "," and depth == 1:
-            parts.append("")
-        else:
-            parts[-1] += sign
-    return None
-
-
-@dataclass(frozen=True)
-class Form:
-    lines: tuple[tuple[str, str], ...]
-    circles: tuple[str, ...]
-    points: Mapping[str, Point]  # where they lie in the picture, in pixels, y downwards
-    facts: tuple[str, ...]
-    question: tuple[str, ...]
-
-    @cached_property
-    def terms(self) -> list[Term | None]:
-        """The facts, each once; None for one that cannot be read."""
-        return [term_of(fact) for fact in dict.fromkeys(self.facts) if fact.strip()]
-
-    def found(self, head: str) -> list[Term]:
-        return [term for term in self.terms if term and term.head == head]
-
-    @cached_property
-    def rows(self) -> list[list[str]]:
-        """The straight lines, each with all points on it, in their order where their places are
-        known.
-        """
-        on: dict[frozenset[str], set[str]] = {frozenset(line): set(line) for line in self.lines}
-        for term in self.found("PointLiesOnLine"):
-            if len(term.arguments) == 2 and len(ends := term.arguments[1].names) == 2:
-                on.setdefault(frozenset(ends), set(ends)).add(term.arguments[0].head)
-        held = sorted(on.values(), key=lambda points: (-len(points), sorted(points)))
-        whole = [
-            points
-            for at, points in enumerate(held)
-            if not any(points <= other for other in held[:at])
-        ]
-        return [self._ordered(points) for points in whole]
-
-    def _ordered(self, points: set[str]) -> list[str]:
-        names = sorted(points)
-        if not all(name in self.points for name in names):
-            return names
-        first = self.points[names[0]]
-        end = max(names, key=lambda name: math.dist(self.points[name], first))
-        return sorted(names, key=lambda name: math.dist(self.points[name], self.points[end]))
-
-    @cached_property
-    def rounds(self) -> dict[tuple[str, str], list[str]]:
-        """The circles, by centre and by the name of the radius, with the points on each."""
-        on: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for term in self.found("PointLiesOnCircle"):
-            if len(term.arguments) == 2 and (circle := term.arguments[1].names):
-                on[circle[0], circle[1] if len(circle) > 1 else ""].append(term.arguments[0].head)
-        return dict(on) | {
-            (name, ""): [] for name in self.circles if name and name not in {at for at, _ in on}
-        }
-
-
-_DISSOLVED = "dissolved_text_logic_form"
-
-
-def form_of(held: Mapping[str, Any]) -> Form:
-    """The form of InterGPS' `logic_form.json`, or of the same under shorter names.
-
-    Raises `KeyError`, `TypeError`.
-    """
-    keys = ("lines", "circles", "points", "facts", "question")
-    if "line_instances" in held:
-        theirs = (
-            "line_instances",
-            "circle_instances",
-            "point_positions",
-            "diagram_logic_form",
-            _DISSOLVED,
-        )
-        held = dict(zip(keys, (held[key] for key in theirs), strict=True))
-    points = {**(held.get("more_points") or {}), **held["points"]}
-    found = (re.fullmatch(f"({NAME})({NAME})", line) for line in held["lines"])
-    lines = tuple((line[1], line[2]) for line in found if line)
-    places = {name: (float(x), float(y)) for name, (x, y) in points.items() if (x, y) != (-1, -1)}
-    return Form(
-        lines, tuple(held["circles"]), places, tuple(held["facts"]), tuple(held["question"])
-    )
 
 
 def read_forms(path: Path) -> dict[int, Form]:
@@ -245,7 +121,7 @@ def in_words(term: Term | None) -> str | None:
     names = term.names
     parts = [in_words(each) for each in term.arguments]
     if len(names) in _POINTS.get(head, ()) and all(
-        re.fullmatch(rf"{NAME}|\d+", name) for name in names
+        re.fullmatch(rf"{POINT_NAME}|\d+", name) for name in names
     ):
         return f"{head.lower().replace('cirle', 'circle')} {_joined(names)}".removeprefix("line ")
     if None in parts:
@@ -257,14 +133,6 @@ def in_words(term: Term | None) -> str | None:
         return f"{parts[0]} = {parts[1]}{' degrees' if measured else ''}"
     words = _WORDS.get(head, "")
     return words.format(*parts) if words and words.count("{}") == len(parts) else None
-
-
-def points_of(term: Term) -> set[str]:
-    return {
-        each.head
-        for each in _all([term])
-        if not each.arguments and re.fullmatch("[A-Z]'?", each.head)
-    }
 
 
 def _joined(names: Sequence[str]) -> str:

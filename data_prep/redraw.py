@@ -15,8 +15,9 @@ from pathlib import Path
 
 from PIL import Image, ImageFont
 
+from adora_vl.geometry.forms import Form, Term, points_of
 from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas
-from data_prep.logic_forms import Form, Term, in_words, points_of
+from data_prep.logic_forms import in_words
 
 # pixels of the longer side, and of a label's height
 _SIZE = 480
@@ -51,6 +52,13 @@ def can_be_drawn(form: Form) -> bool:
 def drawn(form: Form) -> Image.Image:
     """The diagram, black on white. `can_be_drawn` has to hold."""
     return _Diagram(form).picture()
+
+
+def drawn_legibly(form: Form) -> Image.Image | None:
+    """The diagram; None where a label hides another one or a point. `can_be_drawn` has to hold."""
+    diagram = _Diagram(form)
+    picture = diagram.picture()
+    return picture if diagram.is_legible() else None
 
 
 class _Diagram:
@@ -113,6 +121,22 @@ class _Diagram:
         edges += [max(box[i] for box in boxes) + _PAD for i in (2, 3)]
         left, top, right, end = (round(_SIZE * min(1, max(0, edge))) for edge in edges)
         return self.canvas.picture().crop((left, top, right, end))
+
+    def is_legible(self) -> bool:
+        """Whether no label of the picture lies on another one, on a point, or outside."""
+        for number, box in enumerate(self.boxes):
+            left, top, right, bottom = box
+            if min(left, top) < 0 or max(right, bottom) > 1:
+                return False
+            if any(
+                left < place.real < right and top < place.imag < bottom
+                for place in self.at.values()
+            ):
+                return False
+            for other in self.boxes[:number]:
+                if left < other[2] and other[0] < right and top < other[3] and other[1] < bottom:
+                    return False
+        return True
 
     def _line(self, *points: complex) -> None:
         self.canvas.line(*((place.real, place.imag) for place in points))
@@ -268,7 +292,7 @@ class _Diagram:
                         self._arcs(names, number + 1)  # one arc belongs to a value
                     else:
                         towards = self.at[group[0][1]] - self.at[group[0][0]]
-                        self._strokes(names, towards, number, wing, part)
+                        self._strokes(names, towards=towards, count=number, wing=wing, part=part)
         return marked
 
     def _crossing(self, term: Term) -> complex | None:

@@ -36,7 +36,7 @@ from adora_vl.data.rows import problem_with_prompt, problem_with_row
 from adora_vl.evals.prepared import answer_form
 from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount, printable, quantile
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 
 PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
 GALLERY_ROWS = 48  # of all splits together, on the page
@@ -58,12 +58,10 @@ class SplitFacts:
     )
     tokens: array[int] = field(default_factory=lambda: array("l"))  # of the images of each row
     characters: array[int] = field(default_factory=lambda: array("l"))  # of each problem
-    sizes: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # width and height of the first images
-    longest: list[tuple[int, str, str]] = field(
-        default_factory=list
-    )  # measure, row id, problem; the longest first
+    # width and height of the first images
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    # measure, row id, problem; the longest first
+    longest: list[tuple[int, str, str]] = field(default_factory=list)
     gallery: list[Row] = field(default_factory=list)
 
 
@@ -89,29 +87,28 @@ def survey(
     that counts image tokens.
     """
     files = split_files(folder)
-    refuse(
-        (
-            not files,
+    if not files:
+        raise UserError(
             f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m "
-            "data_prep`",
+            "data_prep`"
         )
-    )
     measure = len if model is None else _tokenizer(model)
     sizes = {split: row_count(folder, split) for split in files}
-    refuse(
-        (
-            not any(sizes.values()),
-            f"dataset: {str(folder)!r} has no rows; prepare it again, or name another",
-        )
-    )
+    if not any(sizes.values()):
+        raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
     share = min(1.0, gallery / max(1, sum(sizes.values())))
     splits = {}
     for split, size in sizes.items():
         wanted = min(size, max(1, round(size * share))) if gallery else 0
         picked = {index * size // wanted for index in range(wanted)}
-        splits[split] = _facts(folder, split, picked, measure, family)
+        splits[split] = _facts(folder, split=split, picked=picked, measure=measure, family=family)
     return Survey(
-        folder, read_manifest(folder) or {}, splits, model, family, example_row(folder, files)
+        folder=folder,
+        manifest=read_manifest(folder) or {},
+        splits=splits,
+        model=model,
+        family=family,
+        example=example_row(folder, files),
     )
 
 
@@ -124,7 +121,8 @@ def _facts(
     for index, row in enumerate(stored_rows(folder, split)):
         where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
         fault = problem_with_row(row)
-        refuse((fault, f"{where}: {fault}"))
+        if fault:
+            raise UserError(f"{where}: {fault}")
         meta = row.get("meta")
         counts = facts.counts
         meta = meta if isinstance(meta, dict) else {}

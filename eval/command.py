@@ -17,7 +17,7 @@ from adora_vl.evals.options import ScoreOptions, add_options, option_names, opti
 from adora_vl.evals.records import Benchmark
 from adora_vl.evals.scoring.files import write_score
 from adora_vl.utils.cli import Parser, exit_code_of, optional, path, read_mapping, text
-from adora_vl.utils.errors import UserError, did_you_mean, refuse
+from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import look_beside
 
 VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
@@ -69,7 +69,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
             score=options_from(benchmark.score_options, options),
             predictions=options.predictions,
         )
-    prompts = {name: value for name, value in vars(options).items() if name in PROMPTS}
+    prompts = {name: getattr(options, name) for name in PROMPTS if hasattr(options, name)}
     vars(options).update(settled_prompts(options.model, prompts))
     data = options_from(benchmark.data_options, options)
     return Command(
@@ -137,12 +137,10 @@ def _file_options(file: Path, options: Namespace, unused: set[str]) -> list[str]
     for key, value in content.items():
         if key in unused:
             continue
-        refuse(
-            (
-                key not in known,
-                f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), known)}",
+        if key not in known:
+            raise UserError(
+                f"config: {str(file)!r} has the unknown key {key!r}{did_you_mean(str(key), known)}"
             )
-        )
         option = "--" + str(key).replace("_", "-")
         if (
             key == "tools"

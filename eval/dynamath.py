@@ -86,7 +86,10 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     answer, how = short_answer(row["response"])
     groups = {name: [row[name]] for name in ("subject", "level", "answer_type")}
     return RowGrade(
-        verdict(official_hit(answer, row["answer"], row["answer_type"])), answer, how, groups
+        verdict=verdict(official_hit(answer, row["answer"], row["answer_type"])),
+        extracted=answer,
+        reason=how,
+        groups=groups,
     )
 
 
@@ -119,8 +122,8 @@ def load(options: HubDataOptions) -> LoadedProblems:
     for split in SPLITS if several else (options.split,):
         loaded = load_problems(
             options,
-            ("id", *COLUMNS),
-            ("decoded_image", "image"),
+            needed=("id", *COLUMNS),
+            image_columns=("decoded_image", "image"),
             prompt=prompt,
             check=check,
             id_column="id",

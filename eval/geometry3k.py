@@ -40,8 +40,8 @@ def _is_the_test_split(score: Mapping[str, Any]) -> bool:
 
 
 _PUBLISHED = Published(
-    "EasyR1's reports, Geometry3K test",
-    {
+    source="EasyR1's reports, Geometry3K test",
+    rows={
         "7B before GRPO": {"all": 37.0},
         "7B GRPO": {"all": 48.0},
         "7B DAPO": {"all": 50.0},
@@ -49,8 +49,8 @@ _PUBLISHED = Published(
         "3B before GRPO": {"all": 24.0},
         "3B GRPO": {"all": 38.0},
     },
-    _caution,
-    _is_the_test_split,
+    caution=_caution,
+    applies=_is_the_test_split,
 )
 BENCHMARK = prepared_benchmark("geometry3k", published=_PUBLISHED)
 if __name__ == "__main__":

@@ -16,12 +16,11 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     family = str((row.get("metadata") or {}).get("family") or "")
     groups = {}
     number, _, word = family.partition(" ")
-    if (
-        word == "people" and number.isdecimal()
-    ):  # ID, OOD: the published model was trained on at most 5 people
+    # ID, OOD: the published model was trained on at most 5 people
+    if word == "people" and number.isdecimal():
         half = "2 to 5 people (ID)" if int(number) <= 5 else "6 to 8 people (OOD)"
         groups = {"people": [family], "half": [half]}
-    return RowGrade(verdict, extracted, reason, groups)
+    return RowGrade(verdict=verdict, extracted=extracted, reason=reason, groups=groups)
 
 
 def _check(row: Prediction) -> str | None:

@@ -24,7 +24,6 @@ with imports():
     from adora_vl.evals.scoring.score import verdict
     from adora_vl.rewards.completion import answer_block, last_boxed
     from adora_vl.rewards.thinking import final_part
-    from eval.command import main
 
 COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
 check = partial(wrong_fields, kinds=COLUMNS)
@@ -72,7 +71,11 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     named = letters_of(read.text)
     right = letters_of(row["answer"])
     return RowGrade(
-        verdict(named == right), ", ".join(named), read.how, {"skill": row["skill"]}, read
+        verdict=verdict(named == right),
+        extracted=", ".join(named),
+        reason=read.how,
+        groups={"skill": row["skill"]},
+        extraction=read,
     )
 
 
@@ -99,7 +102,9 @@ BENCHMARK = Benchmark(
     id_column="id",
     prepare=partial(
         with_extractions,
-        question_of=lambda row: Question("text", row["question"], (), row["response"]),
+        question_of=lambda row: Question(
+            kind="text", text=row["question"], choices=(), response=row["response"]
+        ),
         rules=lambda row: by_rules(row["response"]),
     ),
 )

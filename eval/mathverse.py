@@ -43,7 +43,6 @@ with imports():
     from adora_vl.rewards.thinking import final_part
     from adora_vl.utils.cli import amount
     from adora_vl.utils.openai_client import EndpointError
-    from eval.command import main
 
 TEXT_ONLY = "Text Only"
 VERSIONS = (
@@ -160,7 +159,12 @@ _MAY_HAVE = {"question_for_eval": or_null(TEXT)}
 
 def question_of(row: Prediction) -> Question:
     choices = choices_of(row) if row["question_type"] == "multi-choice" else []
-    return Question("choice" if choices else "text", _asked(row), choices, row["response"])
+    return Question(
+        kind="choice" if choices else "text",
+        text=_asked(row),
+        choices=choices,
+        response=row["response"],
+    )
 
 
 def _asked(row: Prediction) -> str:
@@ -172,7 +176,9 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
     the key `same`.
     """
     judge = judge_of(options) if options.extraction == "judge" else None
-    read = with_extractions(rows, options, question_of, by_rules, judge)
+    read = with_extractions(
+        rows, options=options, question_of=question_of, rules=by_rules, judge=judge
+    )
     if judge is None:
         return read
     words = reports(
@@ -246,10 +252,22 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     same: Extraction | None = row.get("same")
     if same is not None:
         judged = same if same.how == JUDGE_FAILED else extraction
-        return RowGrade(verdict(same.text == "1"), answer, "judge", groups, judged)
+        return RowGrade(
+            verdict=verdict(same.text == "1"),
+            extracted=answer,
+            reason="judge",
+            groups=groups,
+            extraction=judged,
+        )
     if row["question_type"] == "free-form":
         right, reason = same_answer(answer, row["answer"])
-        return RowGrade(verdict(right), answer, reason, groups, extraction)
+        return RowGrade(
+            verdict=verdict(right),
+            extracted=answer,
+            reason=reason,
+            groups=groups,
+            extraction=extraction,
+        )
     choices = choices_of(row)
     found = re.fullmatch(r"\W*([A-H])\W*", answer)
     wanted = reference_letter(row, choices)
@@ -257,8 +275,20 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
         found[1] if found else str(extract_choice(answer, choices or [""] * _MOST_CHOICES).text)
     )
     if wanted is None:
-        return RowGrade(verdict(False), letter, "gold_several_letters", groups, extraction)
-    return RowGrade(verdict(letter == wanted), letter, "letter", groups, extraction)
+        return RowGrade(
+            verdict=verdict(False),
+            extracted=letter,
+            reason="gold_several_letters",
+            groups=groups,
+            extraction=extraction,
+        )
+    return RowGrade(
+        verdict=verdict(letter == wanted),
+        extracted=letter,
+        reason="letter",
+        groups=groups,
+        extraction=extraction,
+    )
 
 
 def _rules(options: ExtractionOptions) -> dict[str, Any]:
@@ -313,8 +343,8 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
     for split in _SPLITS if options.split == "all" else (options.split,):
         loaded = load_problems(
             options,
-            ("sample_index", *COLUMNS, "query_wo", "query_cot"),
-            ("image",),
+            needed=("sample_index", *COLUMNS, "query_wo", "query_cot"),
+            image_columns=("image",),
             check=check,
             split=split,
             prompt=itemgetter(f"query_{options.query}"),

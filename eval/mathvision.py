@@ -249,12 +249,15 @@ def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> lis
         if official
         else _by_our_rules
     )
-    return with_extractions(rows, options, question_of, extract)
+    return with_extractions(rows, options=options, question_of=question_of, rules=extract)
 
 
 def question_of(row: Prediction) -> Question:
     return Question(
-        "choice" if row["options"] else "text", row["question"], row["options"], row["response"]
+        kind="choice" if row["options"] else "text",
+        text=row["question"],
+        choices=row["options"],
+        response=row["response"],
     )
 
 
@@ -280,7 +283,9 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
             graded_as_in_training(boxed, row["answer"], choices=row["options"] or None).verdict
             == CORRECT
         )
-    return RowGrade(verdict(hit), answer, read.how, groups, read)
+    return RowGrade(
+        verdict=verdict(hit), extracted=answer, reason=read.how, groups=groups, extraction=read
+    )
 
 
 def _summary(

@@ -174,9 +174,8 @@ def _vlmevalkit(row: dict[str, Any], extraction: Any, *, lists: bool) -> Hit:
     """`lists`: a list is right if it is the same text; before it never was, whatever the extraction
     (pull 1680).
     """
-    if (
-        row["question_type"] == "multi_choice"
-    ):  # compares letters, so only the first of two equal choices is right
+    # compares letters, so only the first of two equal choices is right
+    if row["question_type"] == "multi_choice":
         choices = row["choices"]
         index = inferred(extraction, choices)
         text = None if index is None else choices[index]
@@ -232,7 +231,9 @@ def check(row: Prediction) -> str | None:
 
 def question_of(row: Prediction) -> Question:
     kind: Kind = "choice" if row["question_type"] == "multi_choice" else row["answer_type"]
-    return Question(kind, row["question"], row["choices"] or (), row["response"])
+    return Question(
+        kind=kind, text=row["question"], choices=row["choices"] or (), response=row["response"]
+    )
 
 
 def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
@@ -242,7 +243,13 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
         hit = judge_extraction(row, extraction.text, options.rules)
     groups = {"question_type": [row["question_type"]], "answer_type": [row["answer_type"]]}
     groups |= metadata_groups(row, METADATA_GROUPS)
-    return RowGrade(verdict(hit.correct), hit.prediction, extraction.how, groups, extraction)
+    return RowGrade(
+        verdict=verdict(hit.correct),
+        extracted=hit.prediction,
+        reason=extraction.how,
+        groups=groups,
+        extraction=extraction,
+    )
 
 
 def _item(row: Prediction, graded: Graded) -> dict[str, Any]:

@@ -113,10 +113,10 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
     else:
         letter, how = extract_choice(row["response"], choices)
     return RowGrade(
-        verdict(letter == row["answer"]),
-        letter,
-        how if letter else "drawn",
-        {"subject": [row["subject"]]},
+        verdict=verdict(letter == row["answer"]),
+        extracted=letter,
+        reason=how if letter else "drawn",
+        groups={"subject": [row["subject"]]},
     )
 
 
@@ -137,8 +137,8 @@ def load(options: MMMUProDataOptions) -> LoadedProblems:
     """The problems of a split, the same question for each, and a hash of the data."""
     return load_problems(
         options,
-        ("id", *COLUMNS),
-        ("image",),
+        needed=("id", *COLUMNS),
+        image_columns=("image",),
         prompt=lambda row: QUERIES[options.query],
         check=check,
         id_column="id",

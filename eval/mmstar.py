@@ -41,7 +41,6 @@ with imports():
     from adora_vl.evals.scoring.table import percent
     from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
-    from eval.command import main
 
 RULE_SETS = ("official", "letter")
 COLUMNS = {
@@ -113,9 +112,16 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
     groups = {"category": [row["category"]], "l2_category": [row["l2_category"]]}
     if options.rules == "official":
         hit = official_hit(row["response"], row["answer"])
-        return RowGrade(verdict(hit), row["response"][:20], "official", groups)
+        return RowGrade(
+            verdict=verdict(hit), extracted=row["response"][:20], reason="official", groups=groups
+        )
     extracted, how = extract_choice(row["response"], options_of(row["question"]))
-    return RowGrade(verdict(extracted == row["answer"].strip().upper()), extracted, how, groups)
+    return RowGrade(
+        verdict=verdict(extracted == row["answer"].strip().upper()),
+        extracted=extracted,
+        reason=how,
+        groups=groups,
+    )
 
 
 def _summary(
@@ -145,8 +151,8 @@ def _leakage(
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
-    blind = _others(options.without_image, rows, options, "without_image")
-    text = _others(options.text_only, rows, options, "text_only")
+    blind = _others(options.without_image, rows=rows, options=options, name="without_image")
+    text = _others(options.text_only, rows=rows, options=options, name="text_only")
     if blind is None:
         return None
     seen = _shares(graded)
@@ -196,8 +202,8 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
     """
     return load_problems(
         options,
-        ("index", *COLUMNS),
-        ("image",),
+        needed=("index", *COLUMNS),
+        image_columns=("image",),
         prompt=itemgetter("question"),
         check=check,
         id_column="index",

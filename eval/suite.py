@@ -34,10 +34,11 @@ SUITES = {
         "logicvista": "lscpku/LogicVista",
     }
 }
+# what papers quote; else the accuracy of all answers
 _FIGURE = {
     "mathverse": "five_versions",
     "wemath": "strict",
-}  # what papers quote; else the accuracy of all answers
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

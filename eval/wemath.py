@@ -91,7 +91,9 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
         if step == "multi"
         else {"steps": ["one step"], "concept": [row["knowledge concept"]]}
     )
-    return RowGrade(verdict(letter == row["answer"]), letter, how, groups)
+    return RowGrade(
+        verdict=verdict(letter == row["answer"]), extracted=letter, reason=how, groups=groups
+    )
 
 
 def diagnosis(steps: Sequence[bool], whole: bool, *, strict: bool) -> str:
@@ -135,9 +137,8 @@ def _summary(
         return OwnFigures(
             {"score": {"strict": None, "loose": None, "definition": _DEFINITION}}, warnings=warnings
         )
-    told = [
-        [right[key] for key in sorted(right)] for right in whole.values()
-    ]  # the steps, and at last the whole
+    # the steps, and at last the whole
+    told = [[right[key] for key in sorted(right)] for right in whole.values()]
     each = max(map(len, by_problem(graded).values()))
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}

@@ -9,16 +9,14 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile(
-    "patient", deadline=None
-)  # a machine under load may be slow, and no test is about seconds
+# a machine under load may be slow, and no test is about seconds
+settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing in the tests may reach for a network
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-os.environ.setdefault(
-    "TORCH_COMPILE_DISABLE", "1"
-)  # vLLM compiles one sum of its sampler at every start: 2 to 5 s
+# vLLM compiles one sum of its sampler at every start: 2 to 5 s
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
 # DeepSpeed's operators are compiled once for each Python environment, so that a green run proves
 # that they compile.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
@@ -27,9 +25,8 @@ REPOSITORY = Path(__file__).parents[1]
 SHARED = REPOSITORY.parent / "shared"
 
 
-Case = Callable[
-    [object], AbstractContextManager[Path]
-]  # a subtest with a folder of its own, by its name
+# a subtest with a folder of its own, by its name
+Case = Callable[[object], AbstractContextManager[Path]]
 
 
 @pytest.fixture

@@ -221,4 +221,6 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         else ones_P
     )
     ties_P = tds_P & groups.tied_P if "length" in options.criteria else torch.zeros_like(tds_P)
-    return AdoraWeighting(weights_P, tds_P, tas_P, groups, ties_P)
+    return AdoraWeighting(
+        weights_P=weights_P, tds_P=tds_P, tas_P=tas_P, groups=groups, ties_P=ties_P
+    )

@@ -179,7 +179,11 @@ class Daro(Method):
         weights_M = learned.weights_M
         weighed_PG = self.weighed(raw_PG, tokens_PG, bins_P, weights_M, scored_PG)
         losses_M = bin_losses(
-            raw_PG, torch.where(scored_PG, tokens_PG, 0.0), bins_P, bins, self.bin_loss
+            raw_PG,
+            tokens_PG=torch.where(scored_PG, tokens_PG, 0.0),
+            bins_P=bins_P,
+            bins=bins,
+            measure=self.bin_loss,
         )
         present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bins) > 0
         for number, (weight, loss, present) in enumerate(

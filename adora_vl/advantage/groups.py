@@ -77,9 +77,8 @@ class Groups:
     surprisal_PG: Tensor | None = None  # nats per token: the mean of -log p over the sampled tokens
     correct_above: float = 0.5
     step: int = 0
-    varied_P: Tensor | None = (
-        None  # bool: whether rewards differ within it; None means whether `rewards_PG` do
-    )
+    # bool: whether rewards differ within it; None means whether `rewards_PG` do
+    varied_P: Tensor | None = None
 
     @property
     def scored_PG(self) -> Tensor:

@@ -66,7 +66,7 @@ class AdvantagePipeline:
         """
         weighting = weigh_groups(groups, self.judged_by, groups.step)
         return self.judged_by.assigned(
-            weighting, self.signal(groups), seed=self.seed, step=groups.step
+            weighting, signal_P=self.signal(groups), seed=self.seed, step=groups.step
         )
 
     def signal(self, groups: Groups) -> Tensor:

@@ -1,5 +1,7 @@
-"""How every small model is built: a start says what is taught in which lessons, one loop teaches
-it, and a folder holds a whole model or none.
+"""How every small model is built.
+
+A start says what is taught in which lessons, one loop teaches it, and a folder holds a whole model
+or none.
 """
 
 import json
@@ -98,13 +100,18 @@ def build_start(folder: Path, plan: Any, begin: Callable[[Any], Untaught]) -> di
     untaught = begin(plan)
     losses = []
     for lesson in untaught.lessons:
-        loss = fit(untaught.model, lesson.loss_of, lesson.steps, lesson.learning_rate)
+        loss = fit(
+            untaught.model,
+            loss_of=lesson.loss_of,
+            steps=lesson.steps,
+            learning_rate=lesson.learning_rate,
+        )
         losses.append(round(loss, 4))
     return save_built(
         folder,
-        untaught.model,
-        untaught.processor,
-        plan,
+        model=untaught.model,
+        processor=untaught.processor,
+        plan=plan,
         final_losses=losses,
         **untaught.facts,
     )

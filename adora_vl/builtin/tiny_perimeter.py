@@ -67,7 +67,7 @@ def begin_perimeter(plan: PerimeterStart, rows: list[Row] | None = None) -> Unta
         for pick in picks:
             text = tell(sides[pick]) + END_OF_TURN
             answers[pick] = torch.tensor(processor.tokenizer(text)["input_ids"])
-        return answer_loss(model, data, answers, picks)
+        return answer_loss(model, data=data, answers=answers, picks=picks)
 
     def right(step: int) -> Tensor:
         data = short if step < plan.short_prompt_steps else full

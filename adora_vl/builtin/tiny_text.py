@@ -59,6 +59,6 @@ def begin_text(plan: TextStart) -> Untaught:
 
     def loss_of(_: int) -> Tensor:
         picks = rng.sample(range(len(prompts)), plan.batch_size)
-        return answer_loss(model, Encoded(prompts), answers, picks)
+        return answer_loss(model, data=Encoded(prompts), answers=answers, picks=picks)
 
     return Untaught(model, tokenizer, [Lesson(plan.steps, plan.learning_rate, loss_of)])

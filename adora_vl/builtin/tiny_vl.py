@@ -164,7 +164,11 @@ def answer_loss(model: Any, data: Encoded, answers: Answers, picks: list[int]) -
         return token_loss(model, sequences, labels)
     pixels = data.pixels[picks].flatten(0, 1).float()
     return token_loss(
-        model, sequences, labels, pixel_values=pixels, image_grid_thw=data.grids[picks]
+        model,
+        sequences=sequences,
+        labels=labels,
+        pixel_values=pixels,
+        image_grid_thw=data.grids[picks],
     )
 
 
@@ -192,7 +196,9 @@ def warm_start(model: Any, processor: Any, rows: list[Row], plan: WarmStart) -> 
 
     def loss_of(step: int) -> Tensor:
         data = short if step < plan.short_prompt_steps else full
-        return answer_loss(model, data, answers, rng.sample(range(len(rows)), plan.batch_size))
+        return answer_loss(
+            model, data=data, answers=answers, picks=rng.sample(range(len(rows)), plan.batch_size)
+        )
 
     return Lesson(plan.steps, plan.learning_rate, loss_of)
 
@@ -218,13 +224,13 @@ def begin_tiny(plan: WarmStart, family: str = DEFAULT_FAMILY) -> Untaught:
     else:
         processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED), family)
     model = build_model(processor.tokenizer, seed=plan.seed, family=family)
-    lessons = [warm_start(model, processor, rows, plan)] if plan.steps else []
+    lessons = [warm_start(model, processor=processor, rows=rows, plan=plan)] if plan.steps else []
     facts = {
         "slips": SLIPS,
         "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__,
     }
-    return Untaught(model, processor, lessons, facts)
+    return Untaught(model=model, processor=processor, lessons=lessons, facts=facts)
 
 
 def build_tiny_model(

@@ -126,7 +126,7 @@ def _loss(model: Any, processor: Any, rows: list[tuple[list[Part], list[Image.Im
             own += [said] * (len(ids) - len(own))
         sequences.append(torch.tensor(ids))
         labels.append(torch.where(torch.tensor(own), sequences[-1], -100))
-    return token_loss(model, sequences, labels, **seen)
+    return token_loss(model, sequences=sequences, labels=labels, **seen)
 
 
 def _begun(processor: Any, seed: int) -> Any:

@@ -76,19 +76,22 @@ _FREE_PREFIXES = (
     "vllm_server_",
     "trackio_",
 )
+# these matter only if there is a budget
 _BUDGET_KEYS = {
     "adora_rollouts.budget",
     "adora_rollouts.staleness",
-}  # these matter only if there is a budget
+}
+# of a run with none, before there were any
 _TOOL_KEYS = {
     "tools",
     "max_tool_calling_iterations",
     "adora_tool_options",
-}  # of a run with none, before there were any
+}
+# these matter only if the learning rate or an extension depends on the last step
 _LENGTH_KEYS = {
     "max_steps",
     "num_train_epochs",
-}  # these matter only if the learning rate or an extension depends on the last step
+}
 Fingerprint = dict[str, str]
 
 

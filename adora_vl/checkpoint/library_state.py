@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from adora_vl.checkpoint.store import MANIFEST, facts_of
-from adora_vl.utils.errors import RunError, refuse
+from adora_vl.utils.errors import RunError, UserError
 
 REFERENCE = "reference"  # the folder in a checkpoint
 _FILE_BYTES = 2 * 2**30  # what is held in memory at a time
@@ -84,13 +84,11 @@ class MovingReference:
             f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which "
             "sync_ref_model: true moves"
         )
-        refuse(
-            (
-                self.moves and not files,
+        if self.moves and not files:
+            raise UserError(
                 f"{lacks} at every sync; begin a new run from its weights (python -m "
-                "adora_vl.export)",
+                "adora_vl.export)"
             )
-        )
         if not files or self.model is None:
             return
         # also where it is not synced any more: it is not the base model, so it is saved again
@@ -128,9 +126,8 @@ class Losses(TrainerCallback):  # type: ignore[misc]  # transformers is untyped 
         if not hasattr(trainer, "_tr_loss"):  # before the training
             return {}
         since = trainer._globalstep_last_logged
-        rest = (
-            trainer._tr_loss.detach().clone()
-        )  # a number only where it is written, since that waits for the device
+        # a number only where it is written, since that waits for the device
+        rest = trainer._tr_loss.detach().clone()
         return {_LOSSES: {"logged": trainer._total_loss_scalar, "since": since, "rest": rest}}
 
     @staticmethod

@@ -11,7 +11,7 @@ from adora_vl.checkpoint.fingerprint import Fingerprint, differences
 from adora_vl.checkpoint.store import STAGING, clear_staging, facts_of, newest_valid, problem_of
 from adora_vl.checkpoint.universal import shards_of
 from adora_vl.checkpoint.writer import ASIDE, holds_a_run, of_a_run, own_files, some
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import refuse_dangling, written_to
 
 LOCK = ".lock"  # in output_dir
@@ -75,7 +75,7 @@ def choose_start(
         clear_staging(output_dir)
     if overwrite:
         _refuse_to_replace(inputs, output_dir)
-        return _start_over(output_dir, named, word, now)
+        return _start_over(output_dir, named=named, word=word, now=now)
     if named is not None:
         return _start_at(named, now)
     (found, damaged) = newest_valid(output_dir)
@@ -135,12 +135,8 @@ def _refuse_to_replace(inputs: Sequence[tuple[str, str]], output_dir: Path) -> N
             f"{key}: {name!r} is in {str(output_dir)!r}, whose run overwrite_output_dir: true "
             "replaces"
         )
-        refuse(
-            (
-                doomed & {place, *inside},
-                f"{where}; copy it to another place, or choose another output_dir",
-            )
-        )
+        if doomed & {place, *inside}:
+            raise UserError(f"{where}; copy it to another place, or choose another output_dir")
 
 
 def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprint) -> StartPoint:
@@ -152,13 +148,11 @@ def _start_over(output_dir: Path, named: Path | None, word: str, now: Fingerprin
         named is not None and output_dir.resolve() in named.resolve().parents
     )
     asked = f"resume_from_checkpoint: {word if named is None else str(named)!r}"
-    refuse(
-        (
-            inside,
+    if inside:
+        raise UserError(
             f"{asked} is of the run that overwrite_output_dir: true replaces; leave out one of "
-            "the two, or choose another output_dir",
+            "the two, or choose another output_dir"
         )
-    )
     start = StartPoint(None, []) if named is None else _start_at(named, now)
     if not holds_a_run(output_dir):
         return start
@@ -176,14 +170,11 @@ def _start_at(checkpoint: Path, now: Fingerprint) -> StartPoint:
     It must be whole; settings that differ are reported.
     """
     where = f"resume_from_checkpoint: {str(checkpoint)!r}"
-    refuse(
-        (
-            not (checkpoint / "trainer_state.json").is_file(),
-            f"{where} is no checkpoint folder (no trainer_state.json)",
-        )
-    )
+    if not (checkpoint / "trainer_state.json").is_file():
+        raise UserError(f"{where} is no checkpoint folder (no trainer_state.json)")
     problem = problem_of(checkpoint)
-    refuse((problem, f"{where} is not whole: {problem}; name another one"))
+    if problem:
+        raise UserError(f"{where} is not whole: {problem}; name another one")
     before: Fingerprint = facts_of(checkpoint).get("fingerprint", {})
     _refuse_another_world(checkpoint, before, now)
     changed = [f"changed since then: {line}" for line in differences(before, now)]
@@ -199,17 +190,14 @@ def _refuse_another_world(checkpoint: Path, before: Fingerprint, now: Fingerprin
     )
     where = f"resume_from_checkpoint: {str(checkpoint)!r} was written"
     export = f"python -m adora_vl.export {quote(str(checkpoint))} OUT"
-    refuse(
-        (
-            was["sharding"] not in (None, is_now["sharding"]),
+    if was["sharding"] not in (None, is_now["sharding"]):
+        raise UserError(
             f"{where} with sharding {was['sharding']} and this run has {is_now['sharding']}; "
             f"launch it as before, or begin anew from its weights: {export}, then "
-            "--model_name_or_path OUT",
-        ),
-        (
-            shards_of(checkpoint) is not None
-            and was["processes"] not in (None, is_now["processes"]),
+            "--model_name_or_path OUT"
+        )
+    if shards_of(checkpoint) is not None and was["processes"] not in (None, is_now["processes"]):
+        raise UserError(
             f"{where} by {was['processes']} processes and this run has {is_now['processes']}; "
-            f"convert it: {export} --universal, then --resume_from_checkpoint OUT",
-        ),
-    )
+            f"convert it: {export} --universal, then --resume_from_checkpoint OUT"
+        )

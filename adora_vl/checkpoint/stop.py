@@ -22,12 +22,10 @@ from adora_vl.utils.files import replace_file
 from adora_vl.utils.launch import TOO_SHORT, kills_too_early, mute_lost_outputs, under_elastic
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
-STOPPED_FILE = (
-    "stopped.json"  # in output_dir of a stopped run: launchers replace the exit code by their own
-)
-REPEAT_S = (
-    10.0  # the launcher repeats a signal that all processes got; within this time both count as one
-)
+# in output_dir of a stopped run: launchers replace the exit code by their own
+STOPPED_FILE = "stopped.json"
+# the launcher repeats a signal that all processes got; within this time both count as one
+REPEAT_S = 10.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -117,6 +115,5 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 f"another signal, {REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
             )
             with contextlib.suppress(OSError):
-                os.write(
-                    2, line.encode()
-                )  # a handler may not print: it may have interrupted a print
+                # a handler may not print: it may have interrupted a print
+                os.write(2, line.encode())

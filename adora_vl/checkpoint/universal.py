@@ -19,7 +19,7 @@ import torch
 from transformers import TrainerCallback
 
 from adora_vl.checkpoint.store import MANIFEST, MARK, facts_of, seal
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_folder
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def expect_universal(trainer: Trainer) -> None:
         "resume_from_checkpoint: a universal checkpoint needs DeepSpeed, also for one process: "
         f"{launch}"
     )
-    refuse((not trainer.is_deepspeed_enabled, needs))
+    if not trainer.is_deepspeed_enabled:
+        raise UserError(needs)
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     config["checkpoint"] = {**config.get("checkpoint", {}), "load_universal": True}
     trainer.add_callback(_GroupsAsBefore())

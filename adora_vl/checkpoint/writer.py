@@ -31,7 +31,7 @@ from adora_vl.checkpoint.store import (
     hashes,
     step_of,
 )
-from adora_vl.utils.errors import DiskFullError, RunError, lost_contact, refuse
+from adora_vl.utils.errors import DiskFullError, RunError, UserError, lost_contact
 from adora_vl.utils.files import disk_is_full, is_partial, read_object, replace_file, written_to
 
 if TYPE_CHECKING:
@@ -215,9 +215,8 @@ def _is_record(path: Path, top: str, inside: str) -> bool:
     """Whether a file of the record is a run's: `inside` is its name in the folder `top`, empty for
     a file.
     """
-    if (
-        top == "rollouts"
-    ):  # a part has the run's settings in its metadata; a diagram is named by its hash
+    # a part has the run's settings in its metadata; a diagram is named by its hash
+    if top == "rollouts":
         if re.fullmatch(r"rollouts-\d+-\d+\.parquet", inside):
             return b"adora_vl" in (pq.read_schema(path).metadata or {})
         return is_partial(path) or re.fullmatch(r"_images/[0-9a-f]{16}\.png", inside) is not None
@@ -263,7 +262,8 @@ def refuse_own_files(output_dir: Path, overwrite: bool) -> None:
         own = [*own_files(output_dir, replaced), *_own_hidden(output_dir)]
     unknown = "which no run is known to have written and this one would write over or delete"
     remedy = "choose another output_dir, or move what is yours away"
-    refuse((own, f"output_dir: {str(output_dir)!r} holds {some(own)}, {unknown}; {remedy}"))
+    if own:
+        raise UserError(f"output_dir: {str(output_dir)!r} holds {some(own)}, {unknown}; {remedy}")
 
 
 def _own_hidden(output_dir: Path) -> list[str]:
@@ -314,9 +314,8 @@ def delete_aside(output_dir: Path) -> None:
     shutil.rmtree(output_dir / ASIDE, ignore_errors=True)
 
 
-Save = Callable[
-    [Path], dict[str, Any]
-]  # writes into this folder, and returns what the manifest says of it
+# writes into this folder, and returns what the manifest says of it
+Save = Callable[[Path], dict[str, Any]]
 
 
 class CheckpointWriter:
@@ -351,7 +350,10 @@ class CheckpointWriter:
             written = set(gather_object(store.names_in(staging / name)))
             if self.accelerator.is_main_process:
                 store.publish(
-                    staging / name, self.output_dir / name, {**facts, "step": step}, written
+                    staging / name,
+                    final=self.output_dir / name,
+                    facts={**facts, "step": step},
+                    written=written,
                 )
                 delete_aside(self.output_dir)
                 store.rotate(self.output_dir, self.keep)

@@ -13,7 +13,7 @@ from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, group
 from adora_vl.config.values import convert
 from adora_vl.utils import own_files
 from adora_vl.utils.cli import plain
-from adora_vl.utils.errors import UserError, did_you_mean, in_one_line, refuse
+from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import FromFile, from_file, is_function, is_own, own_name
 
 KEEP = "keep_settings"  # beside a method's options: the keys of TRL that it must not set
@@ -23,7 +23,9 @@ KEYS_OF_TRL = {
     "gspo": "importance_sampling_level: sequence, epsilon: 3e-4, epsilon_high: 4e-4, loss_type: "
     "grpo, beta: 0.0",
     "lite_ppo": "scale_rewards: batch, loss_type: dapo",
-    **{name: f"loss_type: {name}" for name in ("bnpo", "cispo", "luspo", "sapo", "vespo")},
+    **{name: f"loss_type: {name}" for name in ("bnpo", "sapo", "vespo")},
+    "cispo": "loss_type: cispo, epsilon_high: 5.0",
+    "luspo": "loss_type: luspo, importance_sampling_level: sequence",
 }
 
 
@@ -51,19 +53,18 @@ def asked_methods(value: Any) -> dict[str, dict[str, Any]]:
         unknown = name not in METHODS and not is_own(str(name))
         keys = KEYS_OF_TRL.get(str(name).lower())
         meant = f"use one of {', '.join(METHODS)}{did_you_mean(str(name), METHODS)}"
-        refuse(
-            (
-                unknown and keys,
+        if unknown and keys:
+            raise UserError(
                 f"adora_method: {name} is in TRL's own keys; set {keys}, and adora_method: grpo "
-                "or adora",
-            ),
-            (unknown, f"adora_method: unknown method {name!r}, {meant}"),
-            (
-                options is not None and not isinstance(options, Mapping),
+                "or adora"
+            )
+        if unknown:
+            raise UserError(f"adora_method: unknown method {name!r}, {meant}")
+        if options is not None and not isinstance(options, Mapping):
+            raise UserError(
                 f"adora_method.{own_name(str(name))}: {options!r:.60} is not a mapping of its "
-                "options",
-            ),
-        )
+                "options"
+            )
     return {name: dict(options or {}) for name, options in value.items()}
 
 
@@ -184,7 +185,12 @@ def _try(name: str, method: Method, config: Any) -> None:
     rewards_PG = torch.zeros(2, config.num_generations)
     rewards_PG[0, 0] = 1.0
     lengths_PG = torch.full_like(rewards_PG, config.max_completion_length)
-    groups = Groups(rewards_PG, lengths_PG, lengths_PG < 0, surprisal_PG=lengths_PG)
+    groups = Groups(
+        rewards_PG=rewards_PG,
+        lengths_PG=lengths_PG,
+        truncated_PG=lengths_PG < 0,
+        surprisal_PG=lengths_PG,
+    )
     run = AdvantagePipeline({name: method})
     given_PG = group_advantages(rewards_PG)
     try:
@@ -200,12 +206,10 @@ def _try(name: str, method: Method, config: Any) -> None:
             f"adora_method: {name}, tried before the run: {in_one_line(error)}"
         ) from error
     shape = f"finite advantages of shape {tuple(given_PG.shape)}"
-    refuse(
-        (
-            not fits,
-            f"adora_method: {name}, tried before the run: it returned {made!s:.60}, not {shape}",
+    if not fits:
+        raise UserError(
+            f"adora_method: {name}, tried before the run: it returned {made!s:.60}, not {shape}"
         )
-    )
 
 
 def method_needs(config: Any) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
@@ -135,10 +135,12 @@ def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
     )
     again = "computes the gradient of the same rollouts again before the weights have changed"
     fewer = f"set steps_per_generation: {plan.accumulated}, or num_iterations: 1"
-    refuse(
-        (not whole, f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}"),
-        (passes > 1 and plan.accumulated > plan.steps, f"{above} {again}; {fewer}"),
-    )
+    if not whole:
+        raise UserError(
+            f"generation batch of {plan.generation_batch} sequences {of_groups}; {remedy}"
+        )
+    if passes > 1 and plan.accumulated > plan.steps:
+        raise UserError(f"{above} {again}; {fewer}")
     return plan
 
 
@@ -149,7 +151,8 @@ def check_rows(plan: Shape, rows: int) -> None:
     needed = plan.prompts_per_generation
     remedy = "lower per_device_train_batch_size or steps_per_generation"
     few = f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed} prompts"
-    refuse((rows < needed, f"{few}; {remedy}, or raise num_generations"))
+    if rows < needed:
+        raise UserError(f"{few}; {remedy}, or raise num_generations")
 
 
 def regroups(config: AdoraGRPOConfig) -> bool:

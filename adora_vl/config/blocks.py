@@ -6,6 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
+
 
 def key(default: Any, help: str, *, choices: Sequence[str] | None = None) -> Any:
     """A field of a dataclass of keys.
@@ -55,7 +57,7 @@ class ToolOptions:
     max_pixels: Annotated[int, Field(ge=28 * 28)] | None = key(
         None, "Largest picture that a tool shows, in pixels; null: as the problem's."
     )
-    seconds: Annotated[float, Field(gt=0)] = key(
+    seconds: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] = key(
         10.0, "That a call of a tool of your own may take."
     )
     calls_per_turn: Annotated[int, Field(ge=1)] = key(4, "Calls that are answered in one turn.")

@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, Trainer, get_schedu
 
 from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.losses import check_loss, keys_not_read
 from adora_vl.config.values import check_finite
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line, refuse
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 
 # updates, where their number is not known; without a warmup in steps the curve is the same
 ANY_LENGTH = 1000
+# optimizers that cannot be tried without one
 _NEED_A_MODEL = (
     "galore",
     "apollo",
     "lomo",
     "adalomo",
-)  # optimizers that cannot be tried without one
+)
 
 
 def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> None:
@@ -40,6 +42,7 @@ def check_config(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> Non
     if not trl_evaluates:
         _check_evaluation(config)
     check_method(config)
+    check_loss(config)
     check_schedule(config)
     _check_rollouts(config)
 
@@ -49,44 +52,39 @@ def _check_unsupported(config: AdoraGRPOConfig) -> None:
     corrects = config.use_vllm and config.vllm_importance_sampling_correction
     mode = config.vllm_importance_sampling_mode
     liger = dict(config.liger_kernel_config or {})
-    refuse(
-        (
-            config.loss_type == "vespo" and corrects and mode.startswith("sequence"),
+    if config.loss_type == "vespo" and corrects and mode.startswith("sequence"):
+        raise UserError(
             f"loss_type: vespo does not go with vllm_importance_sampling_mode: {mode}; set it to "
-            "token_truncate",
-        ),
-        (
-            config.use_liger_kernel and liger.get("fused_linear_cross_entropy"),
+            "token_truncate"
+        )
+    if config.use_liger_kernel and liger.get("fused_linear_cross_entropy"):
+        raise UserError(
             "liger_kernel_config: fused_linear_cross_entropy: true replaces the pass that "
-            "log-probabilities are computed by; leave it out",
-        ),
-        (
-            config.trust_remote_code
-            or dict(config.model_init_kwargs or {}).get("trust_remote_code"),
-            "trust_remote_code: true: code that comes with a model is not run here; set it to "
-            "false",
-        ),
-        (
-            config.use_transformers_continuous_batching or config.use_transformers_paged,
+            "log-probabilities are computed by; leave it out"
+        )
+    if config.trust_remote_code or dict(config.model_init_kwargs or {}).get("trust_remote_code"):
+        raise UserError(
+            "trust_remote_code: true: code that comes with a model is not run here; set it to false"
+        )
+    if config.use_transformers_continuous_batching or config.use_transformers_paged:
+        raise UserError(
             "use_transformers_continuous_batching: true is not supported; set use_vllm: true "
-            "instead",
-        ),
-        (
-            config.torch_compile,
+            "instead"
+        )
+    if config.torch_compile:
+        raise UserError(
             "torch_compile: true would compile again for nearly every micro-batch, as each has "
-            "another length; leave it out",
-        ),
-        (
-            config.remove_unused_columns,
-            "remove_unused_columns: true takes the columns away that the rewards read; "
-            "leave it out",
-        ),
-        (
-            config.sync_ref_model and not config.beta,
+            "another length; leave it out"
+        )
+    if config.remove_unused_columns:
+        raise UserError(
+            "remove_unused_columns: true takes the columns away that the rewards read; leave it out"
+        )
+    if config.sync_ref_model and not config.beta:
+        raise UserError(
             "sync_ref_model: true with beta: 0 has no reference model; set "
-            "beta above 0, or leave it out",
-        ),
-    )
+            "beta above 0, or leave it out"
+        )
 
 
 def _check_evaluation(config: AdoraGRPOConfig) -> None:
@@ -113,31 +111,27 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
 
 def _check_rollouts(config: AdoraGRPOConfig) -> None:
     unguarded = config.use_vllm and not config.vllm_importance_sampling_correction
-    refuse(
-        (
-            unguarded and config.adora_max_drift is not None,
+    if unguarded and config.adora_max_drift is not None:
+        raise UserError(
             "vllm_importance_sampling_correction: false leaves the drift guard nothing to "
-            "measure; set it to true, or adora_max_drift: null to train unguarded",
-        ),
-    )
+            "measure; set it to true, or adora_max_drift: null to train unguarded"
+        )
     check_servers(config)
     check_budget(config)
     check_async(config)
     check_filling(config)
     limit = config.vllm_max_model_length
     longest = config.max_completion_length
-    refuse(
-        (
-            config.truncated_at is not None and config.truncated_at > longest,
+    if config.truncated_at is not None and config.truncated_at > longest:
+        raise UserError(
             f"adora_truncated: {config.truncated_at} is above max_completion_length: {longest}, "
-            "no rollout would ever count as truncated; remove it to derive it",
-        ),
-        (
-            config.use_vllm and limit is not None and limit <= longest,
+            "no rollout would ever count as truncated; remove it to derive it"
+        )
+    if config.use_vllm and limit is not None and limit <= longest:
+        raise UserError(
             f"vllm_max_model_length: {limit} leaves no room for a prompt beside "
-            f"max_completion_length: {longest}",
-        ),
-    )
+            f"max_completion_length: {longest}"
+        )
 
 
 def check_servers(config: Any) -> None:
@@ -148,18 +142,16 @@ def check_servers(config: Any) -> None:
         or config.adora_weight_transfer != "nccl"
     ):
         return
-    refuse(
-        (
-            config.use_cpu,
+    if config.use_cpu:
+        raise UserError(
             "adora_weight_transfer: nccl needs GPUs on both sides, and use_cpu is true; set it to "
-            "file",
-        ),
-        (
-            "," in (config.vllm_server_base_url or ""),
+            "file"
+        )
+    if "," in (config.vllm_server_base_url or ""):
+        raise UserError(
             f"vllm_server_base_url: {config.vllm_server_base_url} names "
-            "several servers, which NCCL does not reach; set adora_weight_transfer: file",
-        ),
-    )
+            "several servers, which NCCL does not reach; set adora_weight_transfer: file"
+        )
 
 
 def check_filling(config: Any) -> None:
@@ -224,24 +216,19 @@ def check_budget(config: Any) -> None:
         ),
     )
     mode = config.vllm_importance_sampling_mode
-    refuse(
-        (
-            mode.startswith("sequence"),
+    if mode.startswith("sequence"):
+        raise UserError(
             f"{key} learns less from an answer the longer it is where the ratio to the earlier "
             f"weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's "
-            "default is sequence_mask); set vllm_importance_sampling_mode: token_truncate",
-        ),
-    )
+            "default is sequence_mask); set vllm_importance_sampling_mode: token_truncate"
+        )
 
 
 def _refuse_beside(key: str, *others: tuple[object, str]) -> None:
     """Raise `UserError` for the first of `others` that holds: it does not go with `key`."""
-    refuse(
-        *(
-            (holds, f"{key} does not go with {reason}; leave out one of the two")
-            for holds, reason in others
-        )
-    )
+    for holds, reason in others:
+        if holds:
+            raise UserError(f"{key} does not go with {reason}; leave out one of the two")
 
 
 def check_async(config: Any) -> None:
@@ -330,42 +317,38 @@ def check_sampling_keys(config: Any) -> None:
     given = dict(config.generation_kwargs or {})
     for name, value in given.items():
         meant = did_you_mean(name, [known for known in vars(_EVERY) if not known.startswith("_")])
-        refuse(
-            (
-                name in _KEYS,
+        if name in _KEYS:
+            raise UserError(
                 f"generation_kwargs: {name}: {value} is what the key {_KEYS.get(name)} says; set "
-                "that one",
-            ),
-            (
-                name in _OWN,
-                f"generation_kwargs: {name}: {value} is for the trainer to set; leave it out",
-            ),
-            (
-                not config.use_vllm and not hasattr(_EVERY, name),
+                "that one"
+            )
+        if name in _OWN:
+            raise UserError(
+                f"generation_kwargs: {name}: {value} is for the trainer to set; leave it out"
+            )
+        if not config.use_vllm and not hasattr(_EVERY, name):
+            raise UserError(
                 f"generation_kwargs: {name}: {value} is nothing that Transformers knows{meant}; "
-                "leave it out",
-            ),
-        )
+                "leave it out"
+            )
     lost = sampling_needs(config)
     mode = config.vllm_importance_sampling_mode
-    refuse(
-        (
-            "structured_outputs" in given and config.vllm_structured_outputs_regex,
+    if "structured_outputs" in given and config.vllm_structured_outputs_regex:
+        raise UserError(
             "generation_kwargs: structured_outputs contradicts vllm_structured_outputs_regex; "
-            "leave out one",
-        ),
-        (
-            config.use_vllm and config.temperature < COOLEST,
+            "leave out one"
+        )
+    if config.use_vllm and config.temperature < COOLEST:
+        raise UserError(
             f"temperature: {config.temperature:g} is below {COOLEST}: vLLM would sample at "
-            f"another one than the trainer computes with; set {COOLEST} or more",
-        ),
-        (
-            lost and mode.startswith("sequence"),
+            f"another one than the trainer computes with; set {COOLEST} or more"
+        )
+    if lost and mode.startswith("sequence"):
+        raise UserError(
             f"{''.join(lost)}, and vllm_importance_sampling_mode: {mode} multiplies this over a "
             "whole answer; set it to token_truncate, or sample at temperature: 1.0 without "
-            "penalties",
-        ),
-    )
+            "penalties"
+        )
 
 
 def sampling_needs(config: Any) -> list[str]:
@@ -474,24 +457,22 @@ def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> No
     local = processes // machines
     several = machines > 1
     divided = config.use_vllm and config.vllm_mode == "colocate"
-    refuse(
-        (
-            config.fsdp and processes == 1,
+    if config.fsdp and processes == 1:
+        raise UserError(
             f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate "
-            "launch",
-        ),
-        (
-            several and config.save_on_each_node,
+            "launch"
+        )
+    if several and config.save_on_each_node:
+        raise UserError(
             "save_on_each_node: true is not supported, because a checkpoint is one folder into "
             "which all machines write; leave it out, and choose an output_dir on a disk that they "
-            "share",
-        ),
-        (
-            several and divided and local % parts,
+            "share"
+        )
+    if several and divided and local % parts:
+        raise UserError(
             f"vllm_tensor_parallel_size: {parts} does not divide the {local} "
-            "processes of one machine; an engine lies on one machine",
-        ),
-    )
+            "processes of one machine; an engine lies on one machine"
+        )
 
 
 def check_tensor_parallel(
@@ -553,15 +534,13 @@ def check_tools(
     )
     most = config.max_completion_length
     least = config.adora_tool_options.turn_tokens
-    refuse(
-        (
-            least and least > most,
+    if least and least > most:
+        raise UserError(
             f"adora_tool_options.turn_tokens: {least} is above max_completion_length: {most}; "
-            "lower it",
+            "lower it"
         )
-    )
 
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:
     """What the run does beyond plain GRPO, one line each, for its first lines."""
-    return [*method_needs(config), *sampling_needs(config)]
+    return [*method_needs(config), *keys_not_read(config), *sampling_needs(config)]

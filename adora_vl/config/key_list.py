@@ -86,7 +86,8 @@ def _our_keys(dataclass: Any) -> list[Key]:
         return key.default if key.default_factory is MISSING else key.default_factory()
 
     return [
-        Key(each.name, default(each), each.metadata["help"], OURS) for each in fields(dataclass)
+        Key(name=each.name, default=default(each), help=each.metadata["help"], library=OURS)
+        for each in fields(dataclass)
     ]
 
 
@@ -114,7 +115,7 @@ def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
     ...})`.
     """
     if not isinstance(value, ast.Call):
-        return Key(name, _literal(value), "", library)
+        return Key(name=name, default=_literal(value), help="", library=library)
     given = {word.arg: word.value for word in value.keywords}
     default: Any = _literal(given.get("default"))
     factory = given.get("default_factory")
@@ -134,9 +135,13 @@ def _read_field(name: str, value: ast.expr | None, library: str) -> Key:
         for part in texts
         if isinstance(part, ast.Constant) and isinstance(part.value, str)
     )
+    # argparse wants % doubled
     return Key(
-        name, default, " ".join(help_text.replace("%%", "%").split()), library
-    )  # argparse wants % doubled
+        name=name,
+        default=default,
+        help=" ".join(help_text.replace("%%", "%").split()),
+        library=library,
+    )
 
 
 def _literal(node: ast.expr | None) -> Any:

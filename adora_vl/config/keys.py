@@ -11,8 +11,9 @@ from pydantic import Field
 
 from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
 from adora_vl.config.values import Name, check_fields
-from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, SYSTEM_PROMPTS, template
-from adora_vl.utils.errors import UserError, did_you_mean, refuse
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, template
+from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
 
 _Eos = Annotated[str, Field(pattern="^eos$", description="eos")]
 _Folder = Annotated[str, Field(pattern="/", description="a folder, with a / in its name")]
@@ -89,21 +90,18 @@ class AdoraScriptArguments:
         """Raises `UserError`. The system prompt becomes the text that it stands for."""
         check_fields(self)
         empty = "adora_columns: {} is empty; write such as {problem: question, answer: label}"
-        refuse((self.adora_columns == {}, empty))
+        if self.adora_columns == {}:
+            raise UserError(empty)
         _check_mixture(self.dataset_name, self.adora_mixture)
         if self.adora_prompt is not None:
             template(self.adora_prompt)
         self.adora_system_prompt = _prompt_of(self.adora_system_prompt)
-        token = next(
-            (token for token in CONTROL_TOKENS if token in (self.adora_system_prompt or "")), None
-        )
-        refuse(
-            (
-                token,
+        token = control_token_in(self.adora_system_prompt)
+        if token:
+            raise UserError(
                 f"adora_system_prompt: it has the model's own token {token}; remove it from the "
-                "text",
+                "text"
             )
-        )
 
 
 @dataclass
@@ -177,7 +175,7 @@ class AdoraKeys:
         "Skip a step with a larger importance ratio of new to old policy (per token, or per "
         "sequence with importance_sampling_level: sequence); null: never.",
     )
-    adora_reward_timeout: Annotated[float, Field(gt=0)] | None = key(
+    adora_reward_timeout: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] | None = key(
         300.0,
         "Seconds that a reward function of your own may take for the completions of one "
         "generation on one process, before the run is stopped; null: no limit.",
@@ -244,20 +242,20 @@ class AdoraKeys:
 
 def _check_mixture(names: list[str], weights: list[float] | None) -> None:
     double = next((name for number, name in enumerate(names) if name in names[:number]), None)
-    refuse(
-        (not names, "dataset_name: [] is empty; name a data set"),
-        (double is not None, f"dataset_name: {double!r} is given twice; name each data set once"),
-        (
-            weights is not None and len(weights) != len(names),
+    if not names:
+        raise UserError("dataset_name: [] is empty; name a data set")
+    if double is not None:
+        raise UserError(f"dataset_name: {double!r} is given twice; name each data set once")
+    if weights is not None and len(weights) != len(names):
+        raise UserError(
             f"adora_mixture: {weights} has {len(weights or ())} values for the {len(names)} of "
-            f"dataset_name: {names}",
-        ),
-        (
-            weights is not None and abs(sum(weights) - 1) > _ROUNDING,
+            f"dataset_name: {names}"
+        )
+    if weights is not None and abs(sum(weights) - 1) > _ROUNDING:
+        raise UserError(
             f"adora_mixture: {weights} sum to {sum(weights or ()):g}; write shares that sum to 1, "
-            "such as [0.7, 0.3]",
-        ),
-    )
+            "such as [0.7, 0.3]"
+        )
 
 
 def _prompt_of(value: str | None) -> str | None:
@@ -283,11 +281,9 @@ def _prompt_of(value: str | None) -> str | None:
             f"adora_system_prompt: {value!r} {known}, nor a text of more than one word{near}"
         ) from error
     wrong = not text or len(content) > _LARGEST_PROMPT
-    refuse(
-        (
-            wrong,
+    if wrong:
+        raise UserError(
             f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt "
-            "in it",
+            "in it"
         )
-    )
     return text

@@ -16,7 +16,7 @@ from adora_vl.config.key_list import Key, read_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.values import RANGES, convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
-from adora_vl.utils.errors import UserError, nearest, refuse
+from adora_vl.utils.errors import UserError, nearest
 from adora_vl.utils.own_files import look_beside
 
 # A key that the configs of another trainer have: its name, and the word of `adora_vl.migrate`.
@@ -102,31 +102,29 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
     known = read_keys()
     spoken = _by_key(arguments)
     names = [words for key, words in spoken if key == "config"]
-    refuse(
-        (len(names) > 1, "--config: given twice; name one file, and other keys on the command line")
-    )
+    if len(names) > 1:
+        raise UserError("--config: given twice; name one file, and other keys on the command line")
     refuse_stray(names[0][1:] if names else [])
-    refuse((names and not names[0], "--config: expected the path of a YAML file after it"))
+    if names and not names[0]:
+        raise UserError("--config: expected the path of a YAML file after it")
     file = recipe(names[0][0]) if names else None
     look_beside(file)
     values = read_file(file) if file else {}
     _set_environment(values.pop("env", {}), str(file))
     for key, words in spoken:
         if key != "config":
-            _lay_over(values, key, words, known)
+            _lay_over(values, spoken=key, words=words, known=known)
     given = Given(arguments, file, values)
     hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
     for key in [key for key in values if key in hints]:
         values[key] = given.read(key, hints[key])
     if "output_dir" in values:
         check_output_dir(values["output_dir"])
-    refuse(
-        (
-            whole and "model_name_or_path" not in values,
+    if whole and "model_name_or_path" not in values:
+        raise UserError(
             "model_name_or_path: not set; name a file with --config "
-            "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)",
+            "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"
         )
-    )
     return given
 
 
@@ -136,10 +134,11 @@ def recipe(name: str) -> Path:
     """
     file = Path(name)
     word = Path(name).with_suffix("").name
+    # a checkout; where a wheel puts them
     homes = (
         Path(__file__).parents[2],
         Path(sys.prefix, "share", "adora_vl"),
-    )  # a checkout; where a wheel puts them
+    )
     shipped = [home / "configs" / "train" / f"{word}.yaml" for home in homes]
     named = name in (word, f"{word}.yaml") and not file.exists()
     return next((each for each in shipped if named and each.is_file()), file)
@@ -150,10 +149,11 @@ def read_file(path: Path) -> dict[str, Any]:
     content = read_mapping("--config", path)
     for key, (trainer, command) in OTHERS.items():
         ours = f"`python -m adora_vl.migrate {command} {path}` writes one of ours"
-        refuse((key in content, f"--config: {str(path)!r} is a config of {trainer}; {ours}"))
+        if key in content:
+            raise UserError(f"--config: {str(path)!r} is a config of {trainer}; {ours}")
     for key, value in content.items():
         if key != "env":
-            _check_key(key, value, str(path), read_keys())
+            _check_key(key, value=value, where=str(path), known=read_keys())
     return content
 
 
@@ -161,31 +161,27 @@ def check_output_dir(value: Any) -> None:
     """Raise `UserError` for a place that nobody means: null would be a folder of Transformers'
     choice.
     """
-    refuse(
-        (is_null(value), "output_dir: null is no folder; name one for this run, such as runs/first")
-    )
+    if is_null(value):
+        raise UserError("output_dir: null is no folder; name one for this run, such as runs/first")
     root = (
         isinstance(value, str)
         and value.strip()
         and Path(value).resolve() == Path(Path(value).resolve().anchor)
     )
-    refuse(
-        (root, f"output_dir: {value!r} is the root of the file system; name a folder for this run")
-    )
+    if root:
+        raise UserError(
+            f"output_dir: {value!r} is the root of the file system; name a folder for this run"
+        )
 
 
 def refuse_stray(words: Sequence[str]) -> None:
     """Raise `UserError` for the first of these words, which belong to no key."""
-    refuse(
-        *(
-            (
-                1,
+    for word in words:
+        if 1:
+            raise UserError(
                 f"command line: {word!r} belongs to no key; write --config FILE.yaml, or --key "
-                "value",
+                "value"
             )
-            for word in words
-        )
-    )
 
 
 def _by_key(arguments: Sequence[str]) -> list[tuple[str, Words]]:
@@ -235,7 +231,7 @@ def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[
         refuse_stray(words)
         values[negated] = False
         return
-    _check_key(key, words, "command line", known, OPTIONS)
+    _check_key(key, value=words, where="command line", known=known, options=OPTIONS)
     if not names:
         values[key] = _judging(words, values.get(key)) if key == "adora_method" else words
         return

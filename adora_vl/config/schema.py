@@ -19,7 +19,7 @@ from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.reading import Given, read
 from adora_vl.config.values import check_fields
 from adora_vl.utils.cli import plain, spelled
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.hidden import HIDDEN, masked
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
@@ -39,23 +39,16 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             "keep checkpoints with save_total_limit: null and `python -m adora_vl.export "
             "OUT/checkpoint-N BEST`"
         )
-        refuse(
-            (
-                self.load_best_model_at_end,
-                f"load_best_model_at_end: true is not supported; {instead}",
-            ),
-            (
-                spelled(self.save_strategy) == "best",
-                f"save_strategy: best is not supported; {instead}",
-            ),
-        )
+        if self.load_best_model_at_end:
+            raise UserError(f"load_best_model_at_end: true is not supported; {instead}")
+        if spelled(self.save_strategy) == "best":
+            raise UserError(f"save_strategy: best is not supported; {instead}")
         self.method_notes = settle_methods(self)
         given = vars(self).get("generation_batch_size"), vars(self).get("steps_per_generation")
         groups: Any = vars(self).get("num_generations_eval")
         try:
-            self.num_generations_eval: Any = (
-                1  # whether TRL evaluates, in whole groups, is known when there are data
-            )
+            # whether TRL evaluates, in whole groups, is known when there are data
+            self.num_generations_eval: Any = 1
             super().__post_init__()
         except ValueError:
             self._check_groups(*given)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.utils.cli import spelled
-from adora_vl.utils.errors import refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from trl import ModelConfig
@@ -307,46 +307,42 @@ def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> No
     """
     order = config.train_sampling_strategy
     schedule = spelled(config.lr_scheduler_type)
-    refuse(
-        (
-            config.label_smoothing_factor,
+    if config.label_smoothing_factor:
+        raise UserError(
             f"label_smoothing_factor: {config.label_smoothing_factor} has no labels to smooth in "
-            "a policy's loss; leave it out",
-        ),
-        (
-            order == "sequential",
-            "train_sampling_strategy: sequential is not read here; set shuffle_dataset: false",
-        ),
-        (
-            order not in ("random", "sequential"),
-            f"train_sampling_strategy: {order} would tear groups apart; leave it out",
-        ),
-        (
-            config.neftune_noise_alpha is not None,
+            "a policy's loss; leave it out"
+        )
+    if order == "sequential":
+        raise UserError(
+            "train_sampling_strategy: sequential is not read here; set shuffle_dataset: false"
+        )
+    if order not in ("random", "sequential"):
+        raise UserError(f"train_sampling_strategy: {order} would tear groups apart; leave it out")
+    if config.neftune_noise_alpha is not None:
+        raise UserError(
             f"neftune_noise_alpha: {config.neftune_noise_alpha} puts noise into every ratio to the "
-            "policy that has sampled; leave it out",
-        ),
-        (
-            schedule == "reduce_lr_on_plateau" and not trl_evaluates,
+            "policy that has sampled; leave it out"
+        )
+    if schedule == "reduce_lr_on_plateau" and not trl_evaluates:
+        raise UserError(
             "lr_scheduler_type: reduce_lr_on_plateau is never told of an evaluation here, so the "
-            "rate would stay as it is; choose another one",
-        ),
-        (
-            config.eval_on_start and spelled(config.eval_strategy) == "no" and not trl_evaluates,
+            "rate would stay as it is; choose another one"
+        )
+    if config.eval_on_start and spelled(config.eval_strategy) == "no" and not trl_evaluates:
+        raise UserError(
             "eval_on_start: true with eval_strategy: no has nothing to evaluate; set "
-            "eval_strategy: steps",
-        ),
-        (
-            config.save_only_model,
+            "eval_strategy: steps"
+        )
+    if config.save_only_model:
+        raise UserError(
             "save_only_model: true leaves out what a run goes on with; leave it out, and make a "
-            "model of a checkpoint with `python -m adora_vl.export`",
-        ),
-        (
-            config.enable_jit_checkpoint,
+            "model of a checkpoint with `python -m adora_vl.export`"
+        )
+    if config.enable_jit_checkpoint:
+        raise UserError(
             "enable_jit_checkpoint: true is not needed: SIGTERM saves a checkpoint in every run; "
-            "leave it out",
-        ),
-    )
+            "leave it out"
+        )
     _refuse_loaders(config)
 
 
@@ -357,32 +353,24 @@ def _refuse_loaders(config: AdoraGRPOConfig) -> None:
     accelerator = config.accelerator_config
     workers = config.dataloader_num_workers
     remakes = "counts the micro-batches of a step again; set gradient_accumulation_steps"
-    refuse(
-        (
-            accelerator.split_batches or accelerator.dispatch_batches,
+    if accelerator.split_batches or accelerator.dispatch_batches:
+        raise UserError(
             "accelerator_config: split_batches and dispatch_batches would tear groups apart; leave "
-            "them out",
-        ),
-        (
-            "num_steps" in (accelerator.gradient_accumulation_kwargs or {}),
-            f"accelerator_config: gradient_accumulation_kwargs: num_steps {remakes}",
-        ),
-        (
-            config.parallelism_config is not None,
-            "parallelism_config: a model is divided by DeepSpeed alone; leave it out",
-        ),
-        (
-            not config.dataloader_in_order,
+            "them out"
+        )
+    if "num_steps" in (accelerator.gradient_accumulation_kwargs or {}):
+        raise UserError(f"accelerator_config: gradient_accumulation_kwargs: num_steps {remakes}")
+    if config.parallelism_config is not None:
+        raise UserError("parallelism_config: a model is divided by DeepSpeed alone; leave it out")
+    if not config.dataloader_in_order:
+        raise UserError(
             "dataloader_in_order: false would give ranks parts of different generations; leave it "
-            "out",
-        ),
-        (
-            not workers and config.dataloader_persistent_workers,
-            "dataloader_persistent_workers: true needs dataloader_num_workers above 0",
-        ),
-        (
-            not workers and config.dataloader_multiprocessing_context is not None,
+            "out"
+        )
+    if not workers and config.dataloader_persistent_workers:
+        raise UserError("dataloader_persistent_workers: true needs dataloader_num_workers above 0")
+    if not workers and config.dataloader_multiprocessing_context is not None:
+        raise UserError(
             f"dataloader_multiprocessing_context: {config.dataloader_multiprocessing_context} needs "
-            "dataloader_num_workers above 0",
-        ),
-    )
+            "dataloader_num_workers above 0"
+        )

@@ -68,8 +68,31 @@ RANGES: dict[str, Any] = {
     **dict.fromkeys(
         ("temperature", "repetition_penalty", "num_train_epochs", "logging_steps"), _Positive
     ),
-    **dict.fromkeys(("learning_rate", "max_grad_norm", "epsilon", "beta"), _NotNegative),
-    **dict.fromkeys(("vllm_gpu_memory_utilization", "top_p"), Annotated[float, Field(gt=0, le=1)]),
+    **dict.fromkeys(
+        (
+            "learning_rate",
+            "max_grad_norm",
+            "epsilon",
+            "beta",
+            "entropy_coef",
+            "entropy_coef_min",
+            "entropy_coef_max",
+            "entropy_coef_delta",
+            "entropy_target",
+            "vespo_k_pos",
+            "vespo_lambda_pos",
+            "vespo_k_neg",
+            "vespo_lambda_neg",
+        ),
+        _NotNegative,
+    ),
+    "epsilon_high": _NotNegative | None,
+    **dict.fromkeys(("delta", "off_policy_mask_threshold"), _Positive | None),
+    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), _Positive),
+    **dict.fromkeys(
+        ("vllm_gpu_memory_utilization", "top_p", "top_entropy_quantile"),
+        Annotated[float, Field(gt=0, le=1)],
+    ),
     "vllm_importance_sampling_clip_max": _Positive | None,
     "vllm_importance_sampling_clip_min": _NotNegative | None,
     "num_generations": Annotated[int, Field(ge=2)],
@@ -100,13 +123,11 @@ RANGES: dict[str, Any] = {
     "scale_rewards": bool | Literal["group", "batch", "none"],
     "resume_from_checkpoint": Literal[True, False] | str | None,
 }
-_OR_FILE = frozenset(
-    {"deepspeed", "fsdp_config", "accelerator_config"}
-)  # a mapping, or the path of one
+# a mapping, or the path of one
+_OR_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
 _OR_WORD = frozenset({"adora_method", "adora_reward"})  # a mapping, or a word
-_NONE_IS_A_WORD = frozenset(
-    {"resume_from_checkpoint"}
-)  # null means to resume if there is a checkpoint
+# null means to resume if there is a checkpoint
+_NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})
 _NULL_IS = {"report_to": ["none"]}  # Transformers fails on null for this key
 _OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
 _BOUNDS = (("gt", "above"), ("ge", "of at least"), ("lt", "below"), ("le", "at most"))
@@ -136,9 +157,8 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)
         else value
     )
-    may_be_none = (
-        NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD
-    )  # which many write for null
+    # which many write for null
+    may_be_none = NoneType in kinds and "none" not in names and key not in _NONE_IS_A_WORD
     if is_null(word) or (may_be_none and isinstance(word, str) and word.strip().lower() == "none"):
         if NoneType not in kinds:
             _refuse(key, None, hint)

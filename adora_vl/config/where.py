@@ -65,7 +65,8 @@ def from_file(
     """
     content = read_mapping("--accelerate-config", Path(path))
     where = f"--accelerate-config: {str(path)!r}"
-    refuse(("num_processes" not in content, f"{where} is no accelerate config (no num_processes)"))
+    if "num_processes" not in content:
+        raise UserError(f"{where} is no accelerate config (no num_processes)")
     in_file = _whole("num_machines", content.get("num_machines") or 1, 1, path)
     machines = machines or in_file
     number = (
@@ -75,19 +76,18 @@ def from_file(
     spread_over(number, machines)
     kind = str(content.get("distributed_type", "NO")).upper()
     deepspeed = content.get("deepspeed_config") or {}
-    refuse(
-        (kind == "FSDP", f"{where} asks for FSDP; {_FSDP}"),
-        (
-            kind == "NO" and number > 1,
+    if kind == "FSDP":
+        raise UserError(f"{where} asks for FSDP; {_FSDP}")
+    if kind == "NO" and number > 1:
+        raise UserError(
             f"{where} has distributed_type: 'NO', with which accelerate starts one process, "
-            f"and not {number}; {SEVERAL}",
-        ),
-        (
-            not isinstance(deepspeed, dict),
+            f"and not {number}; {SEVERAL}"
+        )
+    if not isinstance(deepspeed, dict):
+        raise UserError(
             f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a "
-            "mapping",
-        ),
-    )
+            "mapping"
+        )
     launcher = deepspeed.get("deepspeed_multinode_launcher")
     seen = "see configs/accelerate/zero3_nodes.yaml"
     refuse(  # what several machines would wait for in vain, or fail on after minutes
@@ -158,7 +158,8 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
     if given.pop("dry_run", False):
         return DryRunOptions(**given), rest
     stray = next(iter(given), "").replace("_", "-")
-    refuse((stray, f"--{stray}: belongs to --dry-run; add --dry-run, or leave it out"))
+    if stray:
+        raise UserError(f"--{stray}: belongs to --dry-run; add --dry-run, or leave it out")
     return None, rest
 
 
@@ -214,7 +215,8 @@ def spread_over(processes: int, machines: int) -> None:
     """
     uneven = f"--machines: {processes} processes cannot be spread evenly over {machines} machines"
     together = "num_processes (here --processes) is the number on all of them together"
-    refuse((processes % machines or processes < machines, f"{uneven}; {together}"))
+    if processes % machines or processes < machines:
+        raise UserError(f"{uneven}; {together}")
 
 
 def _deepspeed(processes: int, machines: int, values: Mapping[str, Any]) -> Sharding:
@@ -224,4 +226,10 @@ def _deepspeed(processes: int, machines: int, values: Mapping[str, Any]) -> Shar
     ]
     stage = values.get("zero_stage")
     stage = 2 if stage is None else int(stage)
-    return Sharding(processes, stage, devices[0] != "none", devices[1] != "none", machines)
+    return Sharding(
+        processes=processes,
+        stage=stage,
+        offload_optimizer=devices[0] != "none",
+        offload_parameters=devices[1] != "none",
+        machines=machines,
+    )

@@ -23,9 +23,8 @@ from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import GivenTwiceError, read_json, shown
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
-_LETTERED = re.compile(
-    r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)"
-)  # before an option: `A. 3`, `(A) 3`
+# before an option: `A. 3`, `(A) 3`
+_LETTERED = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")
 _ANSWER_BLOCK = re.compile(
     r"(?:\s*<think>.*</think>)?\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL
 )
@@ -243,9 +242,8 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
     match = _LETTER.fullmatch(answer)
     by_letter = match[1] if match and match[1] in letters else None
     by_text = [letter for letter, choice in zip(letters, choices, strict=True) if choice == answer]
-    if (
-        not by_text and not by_letter
-    ):  # a prepared folder has the canonical form of the right option
+    # a prepared folder has the canonical form of the right option
+    if not by_text and not by_letter:
         by_text = [
             letters[i]
             for i, choice in enumerate(choices)

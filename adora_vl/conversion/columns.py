@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.data.dataset import COLUMNS, schema
 from adora_vl.utils.cli import read_json
-from adora_vl.utils.errors import UserError, did_you_mean, refuse
+from adora_vl.utils.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from datasets import Features
@@ -22,11 +22,12 @@ OURS = ("problem", "answer", "images", "choices", "id")
 # Of how columns are read, beside their names.
 OPTIONS = ("decimal_comma", "answer_is", "image_dir", "text_answers", "keep_options_in_text")
 _SWITCHES = ("decimal_comma", "text_answers", "keep_options_in_text")
+# one of the options, or its place, counted from 0 or from 1
 ANSWER_IS = (
     "value",
     "index",
     "index-from-1",
-)  # one of the options, or its place, counted from 0 or from 1
+)
 _NEEDED = ("problem", "answer")
 _LISTED = ("images", "choices")  # may be spread over several columns
 # Names that a column of the user's own cannot have: those of the schema, those that TRL gives to a
@@ -113,11 +114,11 @@ class Preset:
 
 
 _GEOMETRY3K = Columns(
-    "problem",
-    "answer",
-    ("images",),
-    ("choices",),
-    "id",
+    problem="problem",
+    answer="answer",
+    images=("images",),
+    choices=("choices",),
+    id="id",
     optional=("choices", "id"),
     pictured=True,
     answer_is="value",
@@ -129,10 +130,19 @@ _ONE = ("images",)
 _EITHER = ("images|image",)
 PRESETS = {
     "geometry3k": Preset("hiyouga/geometry3k", _GEOMETRY3K),
-    "easyr1": Preset(None, Columns("prompt|problem", "answer", _ONE, optional=_ONE)),
-    "verl": Preset(None, Columns("prompt", "reward_model.ground_truth", _ONE, optional=_ONE)),
-    "swift": Preset(None, Columns(_QUESTIONS, _SOLUTIONS, _EITHER, optional=_EITHER)),
-    "llamafactory": Preset(None, Columns(_CHAT, _CHAT, _EITHER, optional=_EITHER)),
+    "easyr1": Preset(
+        None, Columns(problem="prompt|problem", answer="answer", images=_ONE, optional=_ONE)
+    ),
+    "verl": Preset(
+        None,
+        Columns(problem="prompt", answer="reward_model.ground_truth", images=_ONE, optional=_ONE),
+    ),
+    "swift": Preset(
+        None, Columns(problem=_QUESTIONS, answer=_SOLUTIONS, images=_EITHER, optional=_EITHER)
+    ),
+    "llamafactory": Preset(
+        None, Columns(problem=_CHAT, answer=_CHAT, images=_EITHER, optional=_EITHER)
+    ),
 }
 
 
@@ -180,12 +190,12 @@ def columns_from(mapping: Mapping[str, Any], key: str) -> Columns:
                 "words that are not taken"
             )
     return Columns(
-        found["problem"][0],
-        found["answer"][0],
-        found.get("images", ()),
-        found.get("choices", ()),
-        found["id"][0] if "id" in found else None,
-        extras,
+        problem=found["problem"][0],
+        answer=found["answer"][0],
+        images=found.get("images", ()),
+        choices=found.get("choices", ()),
+        id=found["id"][0] if "id" in found else None,
+        extras=extras,
         **given,
     )
 
@@ -195,12 +205,8 @@ def columns_of_words(words: Sequence[str]) -> Columns:
     mapping: dict[str, str] = {}
     for word in words:
         name, sign, theirs = word.partition("=")
-        refuse(
-            (
-                not sign or not name,
-                f"--columns: {word!r:.60} is not NAME=COLUMN, such as problem=question",
-            )
-        )
+        if not sign or not name:
+            raise UserError(f"--columns: {word!r:.60} is not NAME=COLUMN, such as problem=question")
         if name in mapping:
             raise UserError(
                 f"--columns: {name} is given twice, {mapping[name]!r:.60} and {theirs!r:.60}; "

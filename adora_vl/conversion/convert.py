@@ -23,7 +23,7 @@ from adora_vl.conversion.records import asked_in, pictures_beside
 from adora_vl.conversion.tables import DrawnTests, Opened, TablePart, open_local
 from adora_vl.data.dataset import Manifest, read_manifest
 from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
 
 _NAME = re.compile(r"[\w.-]{1,80}")
@@ -39,9 +39,8 @@ class Conversion(Cleaning):
     subset: str | None = None  # of the hub, as `splits`
     splits: Mapping[str, str] = field(default_factory=dict)
     split_name: str | None = None  # of a single table, in place of what its name says
-    drop_instruction: bool = (
-        False  # take off what the problems of another trainer say on how to answer
-    )
+    # take off what the problems of another trainer say on how to answer
+    drop_instruction: bool = False
 
 
 def convert(
@@ -69,7 +68,7 @@ def convert(
         )
 
     def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
-        opened = open_own(location, columns, revision, wanted)
+        opened = open_own(location, columns=columns, revision=revision, options=wanted)
         name = wanted.name or _name_of(location)
         own = {"name": name, "splits": dict(wanted.splits), "columns": columns.described()}
         description: dict[str, Any] = {
@@ -106,34 +105,29 @@ def open_own(location: str, columns: Columns, revision: str | None, options: Con
             ("subset", options.subset),
             ("splits", options.splits),
         ):
-            refuse(
-                (
-                    value,
-                    f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} "
-                    "out",
+            if value:
+                raise UserError(
+                    f"{key}: {value!r} is for a hub id, and {location!r} is none; leave --{key} out"
                 )
-            )
         return tables.named_split(open_local(path, columns), options.split_name)
-    refuse(
-        (
-            columns.image_dir,
-            f"image_dir: {columns.image_dir!r} is for paths in a table; leave it out with a hub id",
+    if columns.image_dir:
+        raise UserError(
+            f"image_dir: {columns.image_dir!r} is for paths in a table; leave it out with a hub id"
         )
-    )
-    refuse(
-        (
-            options.split_name,
-            f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits",
+    if options.split_name:
+        raise UserError(
+            f"split_name: {options.split_name!r} is for a file; name a hub's splits with --splits"
         )
-    )
     name, _, at = location.partition("@")
-    refuse(
-        (
-            revision and at,
-            f"revision: {revision!r} and {location!r} name one each; give one of them",
-        )
+    if revision and at:
+        raise UserError(f"revision: {revision!r} and {location!r} name one each; give one of them")
+    return open_hub(
+        name,
+        columns=columns,
+        revision=revision or at or None,
+        subset=options.subset,
+        splits=options.splits,
     )
-    return open_hub(name, columns, revision or at or None, options.subset, options.splits)
 
 
 def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> Path:
@@ -153,10 +147,11 @@ def ensure_converted(location: str, mapping: Mapping[str, Any], cache: Path) -> 
     with FileLock(cache / f".own-{key}.lock"):
         try:
             manifest = read_manifest(folder)
-            if manifest is None or not _unchanged(manifest, seen, location, columns):
-                held = _held(
-                    source_files(location, columns)
-                )  # before it is read: what changes now is seen next time
+            if manifest is None or not _unchanged(
+                manifest, seen=seen, location=location, columns=columns
+            ):
+                # before it is read: what changes now is seen next time
+                held = _held(source_files(location, columns))
                 convert(location, folder, columns, overwrite=True)
                 replace_file(seen, json.dumps(held))
         except UserError as error:

@@ -151,7 +151,7 @@ def leave_out(
             fault = ("contradiction", wrong, f"correct one of them, or remove {own.origin}")
             quarantine.add(split, RowError(own.row_id, *fault, originals=originals, record=record))
 
-    count = write_split(kept(), again, split, features)
+    count = write_split(kept(), folder=again, split=split, features=features)
     for before in (folder / "data").glob(f"{split}-*.parquet"):
         before.unlink()
     for path in (again / "data").iterdir():

@@ -27,9 +27,8 @@ from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
 from adora_vl.utils.errors import UserError, in_one_line
 
 Records = Iterator[tuple[str, dict[str, Any] | BadRecord]]
-Table = tuple[
-    list[str], str, Callable[[], Records]
-]  # its columns, how it is read, what begins to read it
+# its columns, how it is read, what begins to read it
+Table = tuple[list[str], str, Callable[[], Records]]
 # of a data set that `save_to_disk` wrote
 EXCEL = (".xlsx", ".xlsm")
 SAVED = "state.json"
@@ -185,9 +184,10 @@ def _csv(path: Path, columns: Columns) -> Table:
     encoding = _encoding(path)
     with path.open(encoding=encoding, newline="") as file:
         first = file.readline()
+        # of Excel
         marked = (
             first[4:5] if first.lower().startswith("sep=") and first[4:5] in _DELIMITERS else ""
-        )  # of Excel
+        )
         start = (file.readline() if marked else first) + "".join(islice(file, _FIRST))
     usual = "\t" if path.suffix.lower() == ".tsv" else ","
     headers = {
@@ -254,7 +254,10 @@ def _csv_rows(path: Path, encoding: str, delimiter: str, marked: bool, columns: 
                 yield (
                     place,
                     BadRecord(
-                        "not_a_row", wrong, remedy, delimiter.join(row).encode("utf-8", "replace")
+                        kind="not_a_row",
+                        wrong=wrong,
+                        remedy=remedy,
+                        original=delimiter.join(row).encode("utf-8", "replace"),
                     ),
                 )
                 continue

@@ -50,7 +50,7 @@ def open_hub(
         Exception
     ) as error:  # the hub's library raises its own, the network's and the file system's
         raise _unreachable(name, revision, missing or in_one_line(error)) from error
-    return Opened("hub", parts, commit, totals)
+    return Opened(kind="hub", parts=parts, revision=commit, totals=totals)
 
 
 def download_parquet(name: str, columns: Columns, revision: str | None) -> Opened:

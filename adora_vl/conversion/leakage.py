@@ -20,9 +20,8 @@ from PIL import Image
 
 from adora_vl.data.images import diagram_hash
 
-_NO_SIGNS = re.compile(
-    r"[^\w\\+\-*/^=<>]+"
-)  # what two spellings of one question may differ in; 2+3 is not 2-3
+# what two spellings of one question may differ in; 2+3 is not 2-3
+_NO_SIGNS = re.compile(r"[^\w\\+\-*/^=<>]+")
 _GRID = 16
 _INK = 245  # grey levels below it are drawing, above it paper
 _STEP = 8  # grey levels between neighbouring patches that are more than noise of a recompression
@@ -58,13 +57,13 @@ def fingerprint(
     hashes = [diagram_hash(image) for image in images]
     pixels = "".join(hashes)
     return Fingerprint(
-        hashlib.sha256(f"{question}\0{pixels}".encode()).digest()[:16],
-        hashlib.sha256(f"{question}\0{answer}".encode()).digest()[:16],
-        tuple(difference_hash(image) for image in images) if near else (),
-        hashlib.sha256(
+        exact=hashlib.sha256(f"{question}\0{pixels}".encode()).digest()[:16],
+        question_and_gold=hashlib.sha256(f"{question}\0{answer}".encode()).digest()[:16],
+        near=tuple(difference_hash(image) for image in images) if near else (),
+        asked=hashlib.sha256(
             "\0".join((" ".join(problem.split()), pixels, *(choices or ()))).encode()
         ).digest()[:16],
-        tuple(bytes.fromhex(digest)[:16] for digest in hashes),
+        pictures=tuple(bytes.fromhex(digest)[:16] for digest in hashes),
     )
 
 
@@ -74,7 +73,7 @@ def question_key(problem: str) -> str:
 
 
 def difference_hash(image: Image.Image) -> int:
-    """256 bits: is a patch of the drawing darker than its left neighbour by more than noise?"""
+    """256 bits: whether a patch is darker than its left neighbour by more than noise."""
     grey = image.convert("L")
     drawing = grey.point(lambda level: 255 if level < _INK else 0).getbbox()
     patches = grey.crop(drawing).resize((_GRID + 1, _GRID), Image.Resampling.BOX)

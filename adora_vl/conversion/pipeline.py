@@ -30,15 +30,16 @@ from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, stored_bytes
 from adora_vl.data.output import complete_or_absent, refuse_foreign, remove_report
 from adora_vl.rewards.forms import read
 from adora_vl.utils.cli import shown
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Features
 
+# read before train, so that a leak is known when its training row comes
 HELD_OUT = (
     "test",
     "validation",
-)  # read before train, so that a leak is known when its training row comes
+)
 _SHOWN_LEAKS = 1000  # in the manifest; a dropped row is in the quarantine anyway
 
 
@@ -58,7 +59,12 @@ class Cleaned:
         """The error that sends this row to the quarantine."""
         record = {name: self.row[name] for name in ("problem", "answer", "answer_raw", "choices")}
         return RowError(
-            self.row["id"], kind, wrong, remedy, originals=self.originals, record=record
+            row_id=self.row["id"],
+            kind=kind,
+            wrong=wrong,
+            remedy=remedy,
+            originals=self.originals,
+            record=record,
         )
 
 
@@ -78,11 +84,11 @@ def clean_one(
     pairs = zip(raw.images, row["images"], strict=True)
     images = [{"bytes": stored_bytes(encoded, image), "path": None} for encoded, image in pairs]
     return Cleaned(
-        {**row, "images": images},
-        print_,
-        raw.originals,
-        raw.origin,
-        {**raw.notes, **_notes_on(row)},
+        row={**row, "images": images},
+        print_=print_,
+        originals=raw.originals,
+        origin=raw.origin,
+        notes={**raw.notes, **_notes_on(row)},
     )
 
 
@@ -102,9 +108,8 @@ def _notes_on(row: Row) -> dict[str, str]:
     notes = {"percent": row["id"]} if unasked else {}
     if row["choices"] is not None:
         return notes
-    beside = re.search(r"[0-9]", answer) and re.search(
-        "[A-Za-z#]", answer
-    )  # as in `3 apples` or `#### 5`
+    # as in `3 apples` or `#### 5`
+    beside = re.search(r"[0-9]", answer) and re.search("[A-Za-z#]", answer)
     found = {
         "words": beside and read(answer).kind in ("text", "unreadable"),
         "no_answer": _NO_ANSWER.fullmatch(given.strip()),
@@ -117,9 +122,8 @@ def _notes_on(row: Row) -> dict[str, str]:
 
 
 _LETTER = re.compile("[A-F]")
-_OPTIONS = re.compile(
-    r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL
-)  # in the problem
+# in the problem
+_OPTIONS = re.compile(r"(?:^|[\s(\[*])A\s*[.):、\]].*(?:^|[\s(\[*])B\s*[.):、\]]", re.DOTALL)
 
 
 class Deduplicator:
@@ -133,11 +137,12 @@ class Deduplicator:
         self.seen = seen
         self._keep_leaks = keep_leaks
         self._index = LeakIndex()
+        # as the manifest has them
         self.leaks: dict[str, Any] = {
             "found": 0,
             "dropped": 0,
             "rows": [],
-        }  # as the manifest has them
+        }
         self.notes: dict[
             str, dict[str, Any]
         ] = {}  # by the names of `NOTES`: how many rows, and the first one
@@ -236,9 +241,8 @@ def _end_with_parent() -> None:
     """End this worker when its parent ends; else it would wait for its next row for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a worker has a parent"
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent says what becomes of it
+    # Ctrl-C reaches the whole group; the parent says what becomes of it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def watch() -> None:
         parent.join()
@@ -268,9 +272,8 @@ class SplitReads:
 class Cleaning:
     """How rows are cleaned, and which are kept. The options are written into the manifest."""
 
-    min_pixels: int | None = (
-        None  # images outside these limits are resized by the rule of the model
-    )
+    # images outside these limits are resized by the rule of the model
+    min_pixels: int | None = None
     max_pixels: int | None = None
     family: str = DEFAULT_FAMILY  # the model_type whose image tokens decide which sizes there are
     limit: int | None = None  # rows per split
@@ -342,18 +345,18 @@ def prepare(
                     results, desc=split, total=splits[split].total, unit="row", disable=None
                 ) as bar:
                     counts[split] = write_split(
-                        deduplicator.kept(split, bar), folder, split, features
+                        deduplicator.kept(split, bar), folder=folder, split=split, features=features
                     )
                 if contradicting := seen.contradicting(split):
                     counts[split] = leave_out(
-                        folder, split, features or schema(), contradicting, quarantine
+                        folder,
+                        split=split,
+                        features=features or schema(),
+                        contradicting=contradicting,
+                        quarantine=quarantine,
                     )
-        refuse(
-            (
-                not deduplicator.read,
-                f"input: {description['input']!r} has no rows; give data that has some",
-            )
-        )
+        if not deduplicator.read:
+            raise UserError(f"input: {description['input']!r} has no rows; give data that has some")
         try:
             quarantine.check(
                 deduplicator.read, sum(counts.values()), options.allow_quarantined, report

@@ -101,6 +101,5 @@ def _before_the_text(problem: str) -> str:
     text = problem.strip()
     while text.startswith(PLACEHOLDER):
         text = text.removeprefix(PLACEHOLDER).lstrip()
-    return (
-        text if text and PLACEHOLDER not in text else problem.strip()
-    )  # the question may stand in the picture alone
+    # the question may stand in the picture alone
+    return text if text and PLACEHOLDER not in text else problem.strip()

@@ -86,12 +86,13 @@ class RawProblem:
     goal: str = ""
     shapes: tuple[str, ...] = ()
     solution: str = ""
+    family: str = ""
+    kind: str = ""
     value_answer: bool = False
     text_only: bool = False  # it needs no image
     extras: Mapping[str, str | None] = field(default_factory=dict)  # more columns, as texts
-    notes: Mapping[str, str] = field(
-        default_factory=dict
-    )  # what is counted of such rows, by the names of `NOTES`
+    # what is counted of such rows, by the names of `NOTES`
+    notes: Mapping[str, str] = field(default_factory=dict)
     other_files: tuple[bytes, ...] = ()  # that the source has of the row, for the quarantine
 
     @property
@@ -106,13 +107,17 @@ class RawProblem:
             "choices": self.choices and list(self.choices),
         }
         return RowError(
-            self.id, kind, wrong, f"{remedy} {self.origin}", originals=self.originals, record=record
+            row_id=self.id,
+            kind=kind,
+            wrong=wrong,
+            remedy=f"{remedy} {self.origin}",
+            originals=self.originals,
+            record=record,
         )
 
 
-Reads = Iterator[
-    Callable[[], RawProblem]
-]  # calls that can be pickled, so that other processes can make them
+# calls that can be pickled, so that other processes can make them
+Reads = Iterator[Callable[[], RawProblem]]
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         "shapes": list(raw.shapes),
         "solution": raw.solution,
     }
+    meta |= {"family": raw.family, "kind": raw.kind}
     row: Row = {
         "id": raw.id,
         "images": images,
@@ -162,7 +168,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
 def _clean_image(raw: RawProblem, number: int, limits: PixelLimits) -> Any:
     encoded = raw.images[number]
     try:
-        return clean_image(encoded, limits.low, limits.high, limits.unit)
+        return clean_image(encoded, low=limits.low, high=limits.high, unit=limits.unit)
     except UnreadableImageError as error:
         wrong = f"image {number} ({len(encoded)} bytes) is not usable ({error})"
         raise raw.refuse(error.kind, wrong, "replace it in") from error
@@ -199,9 +205,8 @@ def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
     Raises `RowError` where nobody could meet it: it is right against nothing, or a number among
     signs that are not read, so that only the same signs would be right.
     """
-    if (
-        read(gold).reason == "not_read"
-    ):  # empty braces say nothing, and stand inside an answer such as `45${}^\circ$`
+    # empty braces say nothing, and stand inside an answer such as `45${}^\circ$`
+    if read(gold).reason == "not_read":
         made = re.sub(r"\{\s*\}", " ", gold).strip()
         gold = made if read(made).kind in ("number", "expression", "percentage") else gold
     reason = verify_gold(gold)

@@ -46,9 +46,8 @@ class Quarantine:
         if error.more:
             line["also"] = [{"reason": one.kind, "detail": one.sentence} for one in error.more]
         with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
-            stream.write(
-                json.dumps(line, sort_keys=True) + "\n"
-            )  # ASCII: half a surrogate pair is kept as well
+            # ASCII: half a surrogate pair is kept as well
+            stream.write(json.dumps(line, sort_keys=True) + "\n")
         self._rows += 1
         self.broken += error.kind != LEAK
         for one in {fault.kind: fault for fault in (*error.more, error)}.values():

@@ -76,11 +76,15 @@ def read_record(
     if isinstance(record, BadRecord):
         originals = (record.original,) if record.original else ()
         raise RowError(
-            row_id, record.kind, record.wrong, f"{record.remedy} {origin}", originals=originals
+            row_id=row_id,
+            kind=record.kind,
+            wrong=record.wrong,
+            remedy=f"{record.remedy} {origin}",
+            originals=originals,
         )
     columns = context.columns
     refuse = partial(_refusal, record, columns, origin)
-    row_id = _row_id(record, context, row_id, partial(refuse, row_id))
+    row_id = _row_id(record, context=context, by_number=row_id, refuse=partial(refuse, row_id))
     refuse = partial(refuse, row_id)
     with several_faults() as read:
         found: tuple[str, dict[str, str]] | None = read(_problem, record, context, refuse)
@@ -177,7 +181,7 @@ def _refusal(
         name: value if isinstance(value, plain) else f"{value!r:.200}"
         for name, value in held.items()
     }
-    return RowError(row_id, kind, wrong, f"{todo} {origin}", record=texts)
+    return RowError(row_id=row_id, kind=kind, wrong=wrong, remedy=f"{todo} {origin}", record=texts)
 
 
 def _row_id(record: Record, context: Context, by_number: str, refuse: Refuse) -> str:
@@ -194,9 +198,8 @@ def _row_id(record: Record, context: Context, by_number: str, refuse: Refuse) ->
             f"make it a text of up to {_LONGEST_ID} letters in",
         )
     before = f"{context.name}/{context.split}/"
-    return (
-        text if text.startswith(before) else before + text
-    )  # a prepared folder has ids of this form
+    # a prepared folder has ids of this form
+    return text if text.startswith(before) else before + text
 
 
 def _problem(record: Record, context: Context, refuse: Refuse) -> tuple[str, dict[str, str]]:

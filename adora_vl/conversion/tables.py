@@ -174,13 +174,13 @@ def reads(
     number = given = 0
     for part in opened.parts[source]:
         context = Context(
-            name,
-            split,
-            part.location,
-            columns,
-            part.files,
-            part.texts_only,
-            drop_instruction,
+            name=name,
+            split=split,
+            location=part.location,
+            columns=columns,
+            files=part.files,
+            texts_only=part.texts_only,
+            drop_instruction=drop_instruction,
             said=part.said,
         )
         for position, (place, record) in enumerate(part.begin()):
@@ -248,7 +248,14 @@ def _part(file: Path, given: Path, root: Path, columns: Columns) -> TablePart:
             )
         files = FileRoot(folder.resolve(), folder.resolve(), by_tail=True)
     said, begin = open_table(file, columns)
-    return TablePart(name, begin, files, format_of(file) in TEXT_TABLES, file, said)
+    return TablePart(
+        location=name,
+        begin=begin,
+        files=files,
+        texts_only=format_of(file) in TEXT_TABLES,
+        file=file,
+        said=said,
+    )
 
 
 def _split_named(stem: str) -> str | None:
@@ -297,12 +304,13 @@ def _tables(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
+# but what describes some
 _NO_TABLES = (
     "dataset_info.json",
     "dataset_infos.json",
     "dataset_dict.json",
     SAVED,
-)  # but what describes some
+)
 
 
 def _in(folder: Path) -> list[Path]:

@@ -4,11 +4,9 @@ ahead.
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,36 +14,8 @@ from PIL import Image
 from torch.utils.data import Dataset
 from trl.trainer.utils import RepeatSampler
 
-from adora_vl.data.images import UnreadableImageError, as_shown
+from adora_vl.data.images import KeptImage, UnreadableImageError, as_shown, kept
 from adora_vl.data.loading import UnreadableImage
-
-
-class KeptImage(Image.Image):
-    """A decoded image that nothing here draws on."""
-
-    @cached_property
-    def digest(self) -> str:
-        """`content_digest`, computed once for the processor of the trainer, that of the engine, and
-        the engine.
-        """
-        return content_digest(self)
-
-
-def content_digest(image: Image.Image) -> str:
-    """Of mode, size and pixels."""
-    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
-    digest.update(image.tobytes())
-    if image.mode == "P":
-        digest.update(bytes(image.getpalette() or []))
-    return digest.hexdigest()
-
-
-def kept(image: Any) -> Any:
-    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
-    if isinstance(image, Image.Image):
-        image.load()
-        image.__class__ = KeptImage
-    return image
 
 
 def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -82,9 +52,8 @@ def _shown(image: Image.Image) -> Any:
         return UnreadableImage(str(error))
 
 
-ROW_NUMBER = (
-    "adora_row"  # the column with the number of a row in the data set, where rows are numbered
-)
+# the column with the number of a row in the data set, where rows are numbered
+ROW_NUMBER = "adora_row"
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
@@ -169,9 +138,8 @@ class DistinctRows(Dataset[dict[str, Any]]):
         return {**row, ROW_NUMBER: index} if self._numbered else row
 
 
-Process = Callable[
-    [dict[str, Any]], int
-]  # puts the images of a row into the cache, and returns their bytes there
+# puts the images of a row into the cache, and returns their bytes there
+Process = Callable[[dict[str, Any]], int]
 
 
 class NoPrefetch:
@@ -211,9 +179,8 @@ class ImagePrefetch(NoPrefetch):
         self.finish()
         latest = self._rows.latest
         coming = dict.fromkeys([*latest, *self._order.following(latest, self._order.epoch)])
-        self._rows.forget_ahead(
-            but=coming
-        )  # what was asked for ahead has read the next ones already
+        # what was asked for ahead has read the next ones already
+        self._rows.forget_ahead(but=coming)
         self._ending.clear()
         self._thread = threading.Thread(target=self._work, args=(list(coming),), name="prefetch")
         self._thread.start()

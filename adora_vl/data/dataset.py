@@ -20,7 +20,7 @@ from PIL import Image
 
 from adora_vl.data.images import png_bytes
 from adora_vl.utils.content import content_hash, file_sha256
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import read_object, refuse_dangling
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
@@ -58,13 +58,14 @@ _BATCH_ROWS = 64  # in memory at a time
 # of a row group at most: the writer remembers something of each until its end
 _GROUP_ROWS = 4096
 _GROUP_BYTES = 2**24
+# what the bytes of the output depend on
 _PACKAGES = (
     "datasets",
     "numpy",
     "pillow",
     "pyarrow",
     "transformers",
-)  # what the bytes of the output depend on
+)
 
 
 @cache
@@ -293,9 +294,8 @@ def load_split(folder: str | Path, split: str) -> Dataset:
         cause = error.__cause__ or error
         reason = in_one_line(cause)
         cache = f"the cache of `datasets`, {str(config.HF_DATASETS_CACHE)!r}"
-        if (
-            getattr(cause, "errno", None) is None
-        ):  # Arrow's, about the content of a file: not the disk's
+        # Arrow's, about the content of a file: not the disk's
+        if getattr(cause, "errno", None) is None:
             raise UserError(
                 f"dataset: {str(folder)!r} cannot be read ({reason}); prepare it again"
             ) from error
@@ -318,7 +318,8 @@ def _parquet(path: Path) -> Iterator[Any]:
 def _files_of(folder: Path, split: str) -> list[Path]:
     files = split_files(folder)
     expected = f"(expected data/{split}-*.parquet); it has {', '.join(files) or 'none'}"
-    refuse((split not in files, f"dataset: {str(folder)!r} has no split {split!r} {expected}"))
+    if split not in files:
+        raise UserError(f"dataset: {str(folder)!r} has no split {split!r} {expected}")
     return files[split]
 
 
@@ -329,11 +330,13 @@ def _require_columns(schema: pa.Schema, folder: Path, split: str) -> None:
     lacks = (
         f"dataset: {where} lacks the column {missing!r}; it has {', '.join(schema.names)}; {remedy}"
     )
-    refuse((missing is not None, lacks))
+    if missing is not None:
+        raise UserError(lacks)
     images = schema.field("images").type
     listed = pa.types.is_list(images) or pa.types.is_large_list(images)
     other = (
         f"dataset: the column 'images' of {where} is {str(images)!r:.80}, not a list of images; "
         f"{remedy}"
     )
-    refuse((not listed, other))
+    if not listed:
+        raise UserError(other)

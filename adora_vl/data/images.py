@@ -7,7 +7,7 @@ import sys
 import warnings
 import zlib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,19 @@ from adora_vl.utils.errors import UserError
 
 VISIONS = seeing_families()
 DEFAULT_FAMILY = "qwen2_5_vl"
-UNIT = min(
-    vision.unit for vision in VISIONS.values()
-)  # pixels: the side of the smallest image token there is
-MAX_PIXELS = (
-    2**31
-)  # the largest pixel limit that is accepted; no image that can be decoded has as many
-WIDEST = (
-    200  # above this ratio of the sides the model's processor raises, in the middle of a training
-)
+# pixels: the side of the smallest image token there is
+UNIT = min(vision.unit for vision in VISIONS.values())
+# the largest pixel limit that is accepted; no image that can be decoded has as many
+MAX_PIXELS = 2**31
+# above this ratio of the sides the model's processor raises, in the middle of a training
+WIDEST = 200
 
 
 MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredth of it
 _JPEGS = ("JPEG", "MPO")  # the second has more pictures behind the first, as those of phones have
 _LYING = (5, 6, 7, 8)  # EXIF's orientations that exchange width and height
 MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
+# Pillow would start Ghostscript for a stranger's EPS
 FORMATS = (
     "PNG",
     "JPEG",
@@ -41,7 +39,7 @@ FORMATS = (
     "BMP",
     "WEBP",
     "TIFF",
-)  # Pillow would start Ghostscript for a stranger's EPS
+)
 
 
 def open_picture(source: Any) -> Image.Image:
@@ -100,7 +98,9 @@ def size_within(
         return width, height
     low = min_pixels or unit**2
     high = max_pixels or sys.maxsize
-    new_width, new_height = model_size(width, height, unit, low, high)
+    new_width, new_height = model_size(
+        width, height=height, unit=unit, min_pixels=low, max_pixels=high
+    )
     if not low <= new_width * new_height <= high:
         raise ValueError(f"no size of its shape is within {low} to {high} pixels")
     return new_width, new_height
@@ -146,6 +146,7 @@ def png_bytes(image: Image.Image, **how: int) -> bytes:
     return stream.getvalue()
 
 
+# no text, no place
 _PLAIN_CHUNKS = (
     b"IHDR",
     b"IDAT",
@@ -156,11 +157,12 @@ _PLAIN_CHUNKS = (
     b"cHRM",
     b"sBIT",
     b"bKGD",
-)  # no text, no place
+)
+# JFIF's and Adobe's; a camera's data, profiles and comments have others
 _PLAIN_SEGMENTS = (
     0xE0,
     0xEE,
-)  # JFIF's and Adobe's; a camera's data, profiles and comments have others
+)
 _TURNS = range(2, 9)  # EXIF's orientations but the upright one
 
 
@@ -185,9 +187,8 @@ def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
                 exif = tags.tobytes() if turn in _TURNS else b""
                 segment = b"\xff\xe1" + (len(exif) + 2).to_bytes(2, "big") + exif if exif else b""
                 return b"\xff\xd8" + segment + b"".join(_plain_segments(encoded)) + b"\xff\xd9"
-    return png_bytes(
-        _rgb(image), compress_level=1, compress_type=zlib.Z_RLE
-    )  # in a fifth of the time
+    # in a fifth of the time
+    return png_bytes(_rgb(image), compress_level=1, compress_type=zlib.Z_RLE)
 
 
 def _plain_segments(encoded: bytes) -> Iterator[bytes]:
@@ -225,9 +226,8 @@ def diagram_hash(image: Image.Image) -> str:
     """SHA-256 of the RGB pixels and the size, in hexadecimal."""
     digest = hashlib.sha256(f"{image.size}".encode())
     image = _rgb(image)
-    for top in range(
-        0, image.height, _STRIP
-    ):  # the memory of a copy of the whole is new each time, which costs more
+    # the memory of a copy of the whole is new each time, which costs more
+    for top in range(0, image.height, _STRIP):
         digest.update(image.crop((0, top, image.width, min(image.height, top + _STRIP))).tobytes())
     return digest.hexdigest()
 
@@ -255,9 +255,8 @@ def image_size(encoded: bytes) -> tuple[int, int]:
     Raises what Pillow raises.
     """
     with open_picture(io.BytesIO(encoded)) as image:
-        if (
-            image.format == "PNG" and "exif" not in image.info
-        ):  # Pillow would decode it to look behind the pixels
+        # Pillow would decode it to look behind the pixels
+        if image.format == "PNG" and "exif" not in image.info:
             return image.size
         lies = image.getexif().get(ExifTags.Base.Orientation, 1) in _LYING
         return (image.height, image.width) if lies else image.size
@@ -281,9 +280,8 @@ _NO_PICTURES = (
     (b"%pdf", "pdf", "a page in PDF; export it as PNG"),
 )
 _SIGNS = (b"\x89PNG\r\n", b"\xff\xd8\xff", b"GIF8", b"RIFF", b"BM", b"II*\0", b"MM\0*")
-_HEIF = re.compile(
-    rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL
-)  # the pictures of iPhones
+# the pictures of iPhones
+_HEIF = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)
 
 
 def named_content(start: bytes) -> tuple[str, str] | None:
@@ -322,9 +320,8 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
     to decode, or with several frames.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        # Pillow's own pixel limit is higher, and only a warning; so are broken tags
+        warnings.simplefilter("ignore")
         try:
             _register_heif(encoded)
             with open_picture(io.BytesIO(encoded)) as image:
@@ -335,9 +332,8 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
                 )
                 if frames > 1:
                     raise UnreadableImageError("image_animated", f"it has {frames} frames")
-                if (
-                    image.format == "PNG"
-                ):  # the only one that shows a lost end: each chunk has a checksum
+                # the only one that shows a lost end: each chunk has a checksum
+                if image.format == "PNG":
                     image.verify()
             with open_picture(io.BytesIO(encoded)) as image:
                 _load(image)
@@ -379,6 +375,34 @@ def as_shown(image: Image.Image) -> Image.Image:
             raise
         except Exception as error:
             raise _unreadable(error) from error
+
+
+class KeptImage(Image.Image):
+    """A decoded image that nothing here draws on."""
+
+    @cached_property
+    def digest(self) -> str:
+        """`content_digest`, computed once for the processor of the trainer, that of the engine, and
+        the engine.
+        """
+        return content_digest(self)
+
+
+def content_digest(image: Image.Image) -> str:
+    """Of mode, size and pixels."""
+    digest = hashlib.blake2b(f"{image.mode} {image.size}".encode(), digest_size=16)
+    digest.update(image.tobytes())
+    if image.mode == "P":
+        digest.update(bytes(image.getpalette() or []))
+    return digest.hexdigest()
+
+
+def kept(image: Any) -> Any:
+    """`image` itself, loaded, as a `KeptImage`; what is no PIL image stays."""
+    if isinstance(image, Image.Image):
+        image.load()
+        image.__class__ = KeptImage
+    return image
 
 
 class _Lent(Image.Image):
@@ -447,9 +471,8 @@ def _refuse_degenerate(image: Image.Image) -> None:
         raise UnreadableImageError(
             "image_degenerate", f"{width} x {height} pixels are too few for a diagram"
         )
-    coarse = image.resize(
-        (32, 32), Image.Resampling.NEAREST
-    )  # mostly enough, in a hundredth of the time
+    # mostly enough, in a hundredth of the time
+    coarse = image.resize((32, 32), Image.Resampling.NEAREST)
     if _of_one_colour(coarse) and _of_one_colour(image):
         colour = image.getpixel((0, 0))
         raise UnreadableImageError(
@@ -511,9 +534,8 @@ def _flattened(image: Image.Image) -> Image.Image:
 
     A transparent diagram is drawn for white paper; Pillow alone would put its lines on black.
     """
-    if image.mode in ("I", "F") or image.mode.startswith(
-        "I;16"
-    ):  # Pillow clips them at 255 instead of scaling them
+    # Pillow clips them at 255 instead of scaling them
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         image = _scaled(image)
     if not image.has_transparency_data:
         return _rgb(image)

@@ -22,7 +22,7 @@ from datasets import (
 )
 
 from adora_vl.data.dataset import load_split
-from adora_vl.data.images import UnreadableImageError, as_shown, decoded_image
+from adora_vl.data.images import UnreadableImageError, as_shown, decoded_image, kept
 from adora_vl.data.prompts import Template, conversations, template
 from adora_vl.data.rows import (
     has_choices,
@@ -31,7 +31,7 @@ from adora_vl.data.rows import (
     require_sound_rows,
     rows_without_pixels,
 )
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ def _decoded(stored: dict[str, Any]) -> Any:
         if encoded is None and Path(stored["path"] or "").is_file():
             encoded = Path(stored["path"]).read_bytes()
         if encoded is None:  # an address, which `datasets` fetches
-            return as_shown(Image().decode_example(stored))
-        return decoded_image(encoded, first_frame=True)
+            return kept(as_shown(Image().decode_example(stored)))
+        return kept(decoded_image(encoded, first_frame=True))
     except UnreadableImageError as error:
         return UnreadableImage(str(error))
     except (
@@ -128,9 +128,8 @@ def load_rows(
         parts.append(dataset)
     _require_different_ids(parts, folders)
     try:
-        dataset = (
-            parts[0] if len(parts) == 1 else concatenate_datasets(parts)
-        )  # a column that one lacks is null there
+        # a column that one lacks is null there
+        dataset = parts[0] if len(parts) == 1 else concatenate_datasets(parts)
     except (ValueError, TypeError) as error:
         differ = f"the data sets have columns of different types ({error})"
         raise UserError(f"dataset_name: {differ}; prepare them in one way") from error
@@ -171,7 +170,8 @@ def problem_texts(dataset: Dataset, made: Template | None, where: str) -> list[s
     for row, count in zip(dataset.data.table.select(columns).to_pylist(), images, strict=True):
         text = made(row)
         fault = problem_with_prompt(text, count)
-        refuse((fault, f"adora_prompt: row {row['id']} of {where}: {fault}"))
+        if fault:
+            raise UserError(f"adora_prompt: row {row['id']} of {where}: {fault}")
         texts.append(text)
     return texts
 
@@ -211,15 +211,12 @@ def _require_different_ids(parts: Sequence[Dataset], folders: Sequence[str]) -> 
         twice = next((row for row, count in Counter(ids).items() if count > 1), None)
         double = next((row for row in ids if row in seen), None)
         names = f"{Path(seen.get(double, '')).name} and {Path(folder).name}"
-        refuse(
-            (
-                twice is not None,
-                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id",
-            ),
-            (
-                double is not None,
-                f"dataset_name: {names} both have a row {double!r}; convert one with another "
-                "--name",
-            ),
-        )
+        if twice is not None:
+            raise UserError(
+                f"dataset_name: {folder!r} has the row {twice!r} twice; give each row its own id"
+            )
+        if double is not None:
+            raise UserError(
+                f"dataset_name: {names} both have a row {double!r}; convert one with another --name"
+            )
         seen.update(dict.fromkeys(ids, folder))

@@ -46,9 +46,8 @@ def complete_or_absent(
             for place in (path, *path.parents)
             if place.parent == output.parent and is_partial(place)
         ]
-        hidden = any(
-            place.name.startswith(f".{output.name}.") for place in places
-        )  # in the hidden folder beside it
+        # in the hidden folder beside it
+        hidden = any(place.name.startswith(f".{output.name}.") for place in places)
         if error.errno is None or not (hidden or path in (output, *output.parents)):
             raise  # something else than what is written here
         raise unwritable("output", output, error) from error

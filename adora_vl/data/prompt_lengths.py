@@ -33,9 +33,8 @@ _SHOW_AFTER_S = 2.0  # a progress bar
 
 # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
 TEXT_TOKENS = 300
-CHARACTERS_A_TOKEN = (
-    2.5  # assumed where the tokenizer is not at hand; English mathematics has 3 to 4
-)
+# assumed where the tokenizer is not at hand; English mathematics has 3 to 4
+CHARACTERS_A_TOKEN = 2.5
 _TEMPLATE_TOKENS = 30  # roles and markers of Qwen's chat template around two messages
 
 # A problem, or the prompt of a row of Python's, and its number of images -> tokens, each image one
@@ -275,7 +274,9 @@ class OverlongPrompts:
 
     def _kept(self, rows: Rows, total: int, of: str = "") -> tuple[Measured, Sequence[int]]:
         """Lines about the prompts that are not used are printed."""
-        found = measured(rows, self._text_tokens, self.pixels, total, show=self._speaks)
+        found = measured(
+            rows, text_tokens=self._text_tokens, limits=self.pixels, total=total, show=self._speaks
+        )
         if self.limit is None:
             return found, range(total)
         check = LengthCheck(self.limit, found, of)
@@ -307,7 +308,14 @@ def context_limit(config: Any, model_config: Any, served: int | None = None) -> 
         return None
     completion = config.max_completion_length
     named = f"{name}: {tokens}"
-    return ContextLimit(tokens, completion, named, raised, most, cuts=config.use_vllm)
+    return ContextLimit(
+        tokens=tokens,
+        completion=completion,
+        name=named,
+        raised=raised,
+        most=most,
+        cuts=config.use_vllm,
+    )
 
 
 def uncountable(model_config: Any) -> str:

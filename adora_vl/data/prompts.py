@@ -18,12 +18,15 @@ _SHOWN_PROMPT = 20_000
 PLACEHOLDER = "<image>"  # in a problem: the place of its next image
 # Qwen2.5-VL's tokenizer reads each of these in a prompt as the token itself, not as text: an image
 # without pixels ends the forward, an <|im_end|> ends the user's turn.
-CONTROL_TOKENS = (
+PICTURE_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
     "<|vision_start|>",
     "<|vision_end|>",
     "<|vision_pad|>",
+)
+CONTROL_TOKENS = (
+    *PICTURE_TOKENS,
     "<|im_start|>",
     "<|im_end|>",
     "<|endoftext|>",
@@ -232,6 +235,52 @@ def asks_for_answer_tags(*prompts: str | None) -> bool:
     stand there alone.
     """
     return any("<answer>" in (prompt or "") for prompt in prompts)
+
+
+def control_tokens(processor: Any) -> tuple[str, ...]:
+    """The texts that this processor, or tokenizer, reads as tokens of its own: `CONTROL_TOKENS` and
+    the special ones of its vocabulary. `processor`: None where it is not known.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = [token.content for token in added if token.special]
+    return tuple(dict.fromkeys([*CONTROL_TOKENS, *special]))
+
+
+def control_token_in(value: Any, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
+    """The first of `tokens` in a text, or in any text of lists and mappings; None without one."""
+    if isinstance(value, str):
+        return next((token for token in tokens if token in value), None)
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = value.values()
+    elif isinstance(value, list | tuple):
+        inside = value
+    found = (control_token_in(one, tokens) for one in inside)
+    return next((token for token in found if token is not None), None)
+
+
+def problem_with_messages(prompt: Any, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:
+    """What makes a finished prompt unusable, with what templates, tools and environments have put
+    into it; None where nothing does.
+
+    `prompt`: messages, or a text of TRL's, which its user has written with the marks of turns
+    already, so only those of pictures are refused in it.
+    """
+    token = control_token_in(prompt, PICTURE_TOKENS if isinstance(prompt, str) else tokens)
+    if token is not None:
+        return f"its prompt has the model's own token {token}; remove it from the text"
+    if not isinstance(prompt, list):
+        return None
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    mappings = [part for part in parts if isinstance(part, Mapping)]
+    if any(part.get("image") is not None for part in mappings):
+        return (
+            "its prompt has a picture inside a message; put it into the column 'images', and "
+            '{"type": "image"} in its place'
+        )
+    return None
 
 
 def with_tools(system_prompt: str | None, schemas: Sequence[Mapping[str, Any]]) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 
-from adora_vl.data.prompts import CONTROL_TOKENS, PLACEHOLDER
+from adora_vl.data.prompts import PLACEHOLDER, control_token_in
 from adora_vl.utils.cli import amount, shown
 from adora_vl.utils.errors import UserError
 
@@ -59,8 +59,8 @@ def _fault_in(text: str, images: int | None = None) -> str | None:
 
     `images`: how many it may have places for.
     """
-    token = next((token for token in CONTROL_TOKENS if token in text), None)
-    if token:
+    token = control_token_in(text)
+    if token is not None:
         return f"has the model's own token {token}; remove it from the text"
     found = text.count(PLACEHOLDER)
     if images is not None and found and found != images:

@@ -17,7 +17,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from transformers.image_utils import make_flat_list_of_images
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from adora_vl.data.dataloader import KeptImage, content_digest
+from adora_vl.data.images import KeptImage, content_digest
 
 Preprocess = Callable[..., BatchFeature]
 PASSING = "adora_passing"  # in the `info` of an image that will not be seen again
@@ -116,9 +116,8 @@ class ImageCache:
             settings = effective_settings(image_processor, overrides)
             entries = [self.get(image_processor, image, settings) for image in flat(images)]
             patches = [entry.patches_RD for entry in entries]
-            pixels = (
-                torch.cat(patches) if len(patches) > 1 else patches[0]
-            )  # one image is handed on without a copy
+            # one image is handed on without a copy
+            pixels = torch.cat(patches) if len(patches) > 1 else patches[0]
             if settings["do_rescale"] or settings["do_normalize"]:
                 pixels = normalized(image_processor, pixels, settings)
             grids = torch.stack([entry.grid_3 for entry in entries])

@@ -73,12 +73,10 @@ class DistinctImages:
         self._processor = processor
         self._device = device
         self._config = config
-        takes_references = [
-            self.vision.install(model) for model in models
-        ]  # a list, so that every model is tried
-        self.shown = all(takes_references) and (
-            draws or may_have_images(dataset)
-        )  # whether rows may have images
+        # a list, so that every model is tried
+        takes_references = [self.vision.install(model) for model in models]
+        # whether rows may have images
+        self.shown = all(takes_references) and (draws or may_have_images(dataset))
         self.image_processor: Any = getattr(processor, "image_processor", None)
         able = all(takes_references) and can_cache(self.image_processor)
         self._cache = ImageCache(config.adora_image_cache_mb * 2**20) if able else None
@@ -90,11 +88,6 @@ class DistinctImages:
         None if sharing is impossible or switched off.
         """
         return self._cache if self._config.own("cache_images") else None
-
-    @property
-    def knows_patches(self) -> bool:
-        """Whether the processor cuts images into patches in the way that is known here."""
-        return can_cache(self.image_processor)
 
     def process(self, row: Mapping[str, Any]) -> int:
         """Put the images of a row into the cache, for a generation to come.
@@ -120,7 +113,9 @@ class DistinctImages:
             return NoPrefetch()
         if self._config.dataloader_num_workers or not only_decodes(dataset):
             return NoPrefetch()
-        return ImagePrefetch(rows, order, self.process, self.cache.limit_bytes)
+        return ImagePrefetch(
+            rows=rows, order=order, process=self.process, limit_bytes=self.cache.limit_bytes
+        )
 
     def completed(self, batch: Batch) -> Batch:
         """The batch, with empty image columns if other rows have images but its own have none."""
@@ -144,7 +139,9 @@ class DistinctImages:
             bank = self.banks.new(mode)
         if self.cache is None or not any(row.get("images") for row in rows):
             return self.read(rows)
-        return self.read(rows, referring(self.image_processor, self.cache, bank, self._device))
+        return self.read(
+            rows, referring(self.image_processor, cache=self.cache, bank=bank, device=self._device)
+        )
 
     def shown_later(
         self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
@@ -158,7 +155,7 @@ class DistinctImages:
             return prompts
         sharing: AbstractContextManager[None] = nullcontext()
         if cache is not None and bank is not None:
-            sharing = referring(self.image_processor, cache, bank, self._device)
+            sharing = referring(self.image_processor, cache=cache, bank=bank, device=self._device)
         with sharing:
             return with_pictures(
                 prompts, pictures, partial(self.image_processor, return_tensors="pt")

@@ -5,7 +5,7 @@ Its log-probabilities are compared with those of separate rows once per run.
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,9 @@ from adora_vl.dedup.vision import vision_model
 from adora_vl.models.families import shares_prompts
 from adora_vl.types import Batch, HostRows
 
-Result = tuple[
-    Tensor, Tensor | None, Tensor | None
-]  # log-probabilities (B, C), entropies, auxiliary loss
-Seen = Callable[[Tensor], None]
+# log-probabilities (B, C), entropies, auxiliary loss
+Result = tuple[Tensor, Tensor | None, Tensor | None]
+Seen = Callable[[Tensor, Tensor | None], None]  # log-probabilities without gradients, entropies
 Pass = Callable[..., Result]  # TRL's `_get_per_token_logps_and_entropies`, of a model
 # What TRL hands on to a pass besides tokens, as in its `_compute_loss`, and which of them are not
 # the policy's
@@ -101,9 +100,8 @@ class PackedForward:
             for start in range(0, len(input_ids), step)
         ]
         pixels = inputs.get("pixel_values")
-        known = (
-            pixels is None or not pixels.is_floating_point()
-        )  # else nothing tells whether two images are the same
+        # else nothing tells whether two images are the same
+        known = pixels is None or not pixels.is_floating_point()
         groups = [_grouped(chunk, host) if known else [[row] for row in chunk] for chunk in chunks]
         pays = all(_pays(part, host) for part in groups)
 
@@ -146,11 +144,11 @@ class PackedForward:
         if not gather(torch.tensor([int(pays)], device=mask_BC.device)).any():
             return  # nowhere to be used yet
         self._checked = True
-        with torch.no_grad():
+        with torch.no_grad(), evaluating(model):  # else each pass would have a dropout of its own
             gap = (packed()[0] - separate()[0]).abs() * mask_BC
         mean = gap.sum() / mask_BC.sum().clamp(min=1)
         worst = float(gather(mean.reshape(1)).max())
-        bound = bound_of(_computing_dtype(self._accelerator, model))
+        bound = bound_of(computing_dtype(self._accelerator, model))
         if not worst <= bound:
             self.refused = (
                 f"packed and separate log-probabilities differ by {worst:.2g} nats, more than "
@@ -177,7 +175,11 @@ class PackedForward:
         grids = torch.cat([grid for _, grid in images]) if images else None
         types = host.token_types[first] if host.token_types is not None else None
         positions = prompt_positions(
-            plain, host.prompt_ids[first], host.prompt_mask[first], types, grids
+            plain,
+            prompt_ids=host.prompt_ids[first],
+            prompt_mask=host.prompt_mask[first],
+            token_types=types,
+            grids=grids,
         )
         install(plain)
         own = [[row - rows[0] for row in group] for group in groups]
@@ -185,12 +187,12 @@ class PackedForward:
         behind = answer_positions(plain, host, rows)
         packed = pack(
             input_ids[part],
-            attention_mask[part],
-            completion,
-            own,
-            positions,
-            host.taken(rows),
-            behind,
+            attention_mask=attention_mask[part],
+            completion=completion,
+            groups=own,
+            positions=positions,
+            host=host.taken(rows),
+            behind=behind,
         )
         if behind is not None:
             images = _in_order(host, groups)
@@ -222,7 +224,8 @@ def _in_order(host: HostRows, groups: list[list[int]]) -> list[tuple[Tensor, Ten
     return [pair for pair in found if pair is not None]
 
 
-def _computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
+def computing_dtype(accelerator: Accelerator, model: Any) -> torch.dtype:
+    """The dtype that passes of the model compute in: that of autocast, or of the weights."""
     device = accelerator.device.type
     with accelerator.autocast():
         if torch.is_autocast_enabled(device):
@@ -294,7 +297,11 @@ def answer_positions(model: Any, host: HostRows, rows: list[int]) -> Tensor | No
     mask = torch.cat([prompts, filled.to(prompts.dtype)], dim=1)
     grids = torch.cat([held[1] for row in rows if (held := host.images[row]) is not None])
     positions = prompt_positions(
-        model, torch.zeros_like(types, dtype=torch.long), mask, types, grids
+        model,
+        prompt_ids=torch.zeros_like(types, dtype=torch.long),
+        prompt_mask=mask,
+        token_types=types,
+        grids=grids,
     )
     return positions[..., prompts.size(1) :]
 
@@ -384,7 +391,7 @@ class PolicyPass:
 
     @contextmanager
     def watched(self, seen: Seen, micro: Batch) -> Iterator[None]:
-        """Inside, `seen` gets the detached log-probabilities of the first pass, once.
+        """Inside, `seen` gets the first pass once: the detached log-probabilities, and the entropies.
 
         `micro`: the rows of all.
         """
@@ -413,7 +420,42 @@ class PolicyPass:
         The result is log-probabilities (B, C), entropies or None, and the auxiliary loss or None.
         Of tokens that the policy has not sampled (`tool_mask`) they are 0, so that no two passes
         differ where the loss looks at nothing.
+
+        A pass without gradients scores tokens for a comparison, with an engine, an older policy or
+        a reference. None of them has dropout, so the pass has none either; TRL's has.
         """
+        learns = torch.is_grad_enabled()
+        with nullcontext() if learns else evaluating(model):
+            result = self._computed(
+                separate_rows,
+                model,
+                input_ids,
+                attention_mask,
+                logits_to_keep,
+                batch_size,
+                compute_entropy,
+                compute_aux_loss,
+                inputs,
+            )
+        if self._seen is not None:
+            seen = self._seen
+            self._seen = None
+            seen(result[0].detach(), result[1])
+        return result
+
+    def _computed(
+        self,
+        separate_rows: Callable[..., Result],
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None,
+        compute_entropy: bool,
+        compute_aux_loss: bool,
+        inputs: dict[str, Any],
+    ) -> Result:
+        """The result of the pass, packed where that is less work."""
         own = inputs.get("tool_mask", self._micro.get("tool_mask"))
         inputs = inputs if own is None else {**inputs, "tool_mask": own}
         inputs = with_image_columns(inputs, input_ids) if self._images else inputs
@@ -432,8 +474,4 @@ class PolicyPass:
         if own is not None:
             logps, entropies, auxiliary = result
             result = torch.where(own.bool(), logps, 0.0), entropies, auxiliary
-        if self._seen is not None:
-            seen = self._seen
-            self._seen = None
-            seen(result[0].detach())
         return result

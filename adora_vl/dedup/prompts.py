@@ -23,12 +23,10 @@ class PromptBatch:
 
     messages: list[Any]  # (B,), with their images inside if any row has one; or texts
     ids: list[list[int]]  # (B,), with image tokens expanded
-    images: (
-        list[list[Any] | None] | None
-    )  # (B,), None for a row without any, and where no row has one
-    fields: dict[
-        str, Any
-    ]  # beside the ids: values for each token as lists, and of images the pixels and grids
+    # (B,), None for a row without any, and where no row has one
+    images: list[list[Any] | None] | None
+    # beside the ids: values for each token as lists, and of images the pixels and grids
+    fields: dict[str, Any]
 
     @property
     def num_images(self) -> list[int]:
@@ -70,7 +68,12 @@ def read_prompts(
     messages = messages_of(rows)
     shown = [images_of(row) for row in rows]
     if isinstance(messages[0], str):
-        return PromptBatch(messages, list(processor(text=messages)["input_ids"]), None, {})
+        return PromptBatch(
+            messages=messages,
+            ids=list(processor(text=messages)["input_ids"]),
+            images=None,
+            fields={},
+        )
     first, number = distinct_rows([repr(_described(one)) for one in messages])
     asked = [messages[row] for row in first]
     if hasattr(processor, "tokenizer"):  # templates of processors take no plain texts
@@ -92,12 +95,14 @@ def read_prompts(
     }
     ids = fields.pop("input_ids")
     if not of_images:
-        return PromptBatch(messages, ids, None, fields)
+        return PromptBatch(messages=messages, ids=ids, images=None, fields=fields)
     pixels = torch.as_tensor(of_images["pixel_values"])
     pairs = _by_row(of_images["image_grid_thw"], pixels, [len(shown[row]) for row in first])
     fields["pixel_values"] = torch.cat([pairs[one][1] for one in number])
     fields["image_grid_thw"] = torch.cat([pairs[one][0] for one in number])
-    return PromptBatch(messages, ids, [row or None for row in shown], fields)
+    return PromptBatch(
+        messages=messages, ids=ids, images=[row or None for row in shown], fields=fields
+    )
 
 
 def with_pictures(
@@ -122,7 +127,7 @@ def with_pictures(
     fields["image_grid_thw"] = torch.cat([grids for grids, _ in pairs])
     fields["pixel_values"] = torch.cat([pixels for _, pixels in pairs])
     shown = [[*(has or ()), *row] or None for has, row in zip(images, pictures, strict=True)]
-    return PromptBatch(prompts.messages, prompts.ids, shown, fields)
+    return PromptBatch(messages=prompts.messages, ids=prompts.ids, images=shown, fields=fields)
 
 
 def _by_row(grids: Any, pixels: Tensor, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:

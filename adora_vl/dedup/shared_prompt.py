@@ -165,13 +165,14 @@ def pack(
     lengths = host.lengths
     starts = host.prompt_mask[[group[0] for group in groups]].int().argmax(dim=1).tolist()
     source_BC = torch.zeros(len(input_ids), completion, dtype=torch.long)
+    # `from_ids`, `labels`: places in `input_ids`
     from_ids, place, labels, predicting, spans = (
         [],
         [],
         [],
         [],
         [],
-    )  # `from_ids`, `labels`: places in `input_ids`
+    )
     at = scored = 0
     for number, (group, start) in enumerate(zip(groups, starts, strict=True)):
         own = positions[..., number, start:prompt]
@@ -209,10 +210,10 @@ def pack(
     if host.own is not None:
         mask_BC = mask_BC * host.own[:, :completion].to(mask_BC.device, non_blocking=True)
     return Packed(
-        flat[ids][None],
-        places[..., None, :],
-        flat[labelled][None] if scored else input_ids.new_full((1, 1), -100),
-        source,
-        mask_BC,
-        SharedPrompts(tuple(spans), scores),
+        ids_NS=flat[ids][None],
+        positions=places[..., None, :],
+        labels=flat[labelled][None] if scored else input_ids.new_full((1, 1), -100),
+        source_BC=source,
+        mask_BC=mask_BC,
+        shared=SharedPrompts(tuple(spans), scores),
     )

@@ -134,7 +134,9 @@ def _attention(
     # in float32. The kernel would cast them, but which kernel there is, is decided here.
     query, key = (tensor.to(value.dtype) for tensor in (query, key))
     attend = partial(_eager if own == "eager" else _sdpa, partial(function, module), **given)
-    return _by_parts(attend, query, key, value, shared_prompts).transpose(1, 2).contiguous(), None
+    return _by_parts(attend, query=query, key=key, value=value, shared=shared_prompts).transpose(
+        1, 2
+    ).contiguous(), None
 
 
 def _function(own: str, module: Any) -> Callable[..., tuple[Tensor, Tensor | None]]:

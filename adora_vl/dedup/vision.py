@@ -135,9 +135,8 @@ def look(
 
     `grids`: (images, 3), on the host.
     """
-    kwargs.pop(
-        ARGUMENT, None
-    )  # of the text's attention: Qwen3-VL hands its arguments on to the tower's
+    # of the text's attention: Qwen3-VL hands its arguments on to the tower's
+    kwargs.pop(ARGUMENT, None)
     if not can_batch(tower):
         return original(pixels, grids.to(device, non_blocking=True), **kwargs)
     return original(pixels, grids, **{**kwargs, **host_bounds(tower, grids, device)})
@@ -163,9 +162,8 @@ def host_bounds(tower: Any, grids: Tensor, device: Any) -> dict[str, Any]:
     return {f"image_{name}": value for name, value in {**bounds, **longest, **places}.items()}
 
 
-Features = dict[
-    str, list[Tensor]
-]  # of one image: by field, a tensor (image tokens, width) for each layer it enters at
+# of one image: by field, a tensor (image tokens, width) for each layer it enters at
+Features = dict[str, list[Tensor]]
 
 
 def vision_model(model: nn.Module) -> Any | None:
@@ -216,9 +214,8 @@ class SharedVision:
             if pixel_values.is_floating_point() or image_grid_thw is None:
                 if image_grid_thw is not None:
                     self.seen += len(image_grid_thw)
-                    image_grid_thw = image_grid_thw.to(
-                        pixel_values.device
-                    )  # a packed pass has it on the host
+                    # a packed pass has it on the host
+                    image_grid_thw = image_grid_thw.to(pixel_values.device)
                 return original(pixel_values, image_grid_thw, **kwargs)
             starts = first_patches(pixel_values, image_grid_thw)  # references may be on the host
             return self._features(inner, partial(see, inner.visual.device), starts)
@@ -252,7 +249,7 @@ class SharedVision:
             return self._pass(bank, starts, see)
         distinct = list(dict.fromkeys(starts))
         if _is_frozen(inner):
-            return self._frozen(bank, starts, inner, see)
+            return self._frozen(bank, starts=starts, inner=inner, see=see)
         output = self._pass(bank, distinct, see)
         own = _by_image(output, inner)
         place = {start: position for position, start in enumerate(distinct)}
@@ -302,7 +299,7 @@ class SharedVision:
         if bank is not None and not bank.features_due:
             return _joined(BaseModelOutputWithPooling(), images)
         if bank is not None and bank.starts:  # of other rows of this rank
-            self._frozen(bank, bank.starts[:1], inner, partial(see, device))
+            self._frozen(bank, starts=bank.starts[:1], inner=inner, see=partial(see, device))
             return _joined(BaseModelOutputWithPooling(), images)
         for _ in range(1 if bank is None else _most_of_ranks(1, device)):
             output = _empty_picture(inner, partial(see, device), device)

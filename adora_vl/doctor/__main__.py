@@ -1,4 +1,4 @@
-"""Will this training command work on this machine?
+"""Says whether a training command will work on this machine.
 
 One line for each check, with the remedy where it failed.
 
@@ -50,9 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def command() -> None:
         options, rest = parser.parse_known_args(words)
         if options.json is not None:
-            check_json(
-                "--json", options.json, "a table of the doctor", is_table
-            )  # before minutes of checks
+            # before minutes of checks
+            check_json("--json", path=options.json, what="a table of the doctor", is_ours=is_table)
         checks.extend(diagnose(read(rest)))  # before torch, whose import takes seconds
         if speaks:
             print(table(checks), flush=True)
@@ -73,9 +72,8 @@ def diagnose(given: Given) -> list[Check]:
     prepare_engine_environment()
     checks = environment_checks(given)
     if not is_healthy(checks):
-        return (
-            checks  # what would import or train with the wrong libraries says nothing about the run
-        )
+        # what would import or train with the wrong libraries says nothing about the run
+        return checks
     from adora_vl.prepare import prepare
 
     run = prepare(given, to_train=False)
@@ -137,7 +135,10 @@ def paper_checks(run: Checked) -> list[Check]:
     if is_healthy(checks) and not run.rewards.own:  # those were tried, and may mean something else
         checks.append(
             check_rewards(
-                rows, run.rewards.functions, config.reward_weights, config.adora_correct_above
+                rows,
+                functions=run.rewards.functions,
+                weights=config.reward_weights,
+                correct_above=config.adora_correct_above,
             )
         )
     folder = Path(config.output_dir)
@@ -150,7 +151,7 @@ def paper_checks(run: Checked) -> list[Check]:
         if kept
         else shape.total * shape.weight_bytes
     )
-    return [*checks, check_room(folder, needed, one, kept)]
+    return [*checks, check_room(folder, needed=needed, checkpoint=one, kept=kept)]
 
 
 def engine_checks(run: Checked) -> list[Check]:
@@ -179,9 +180,8 @@ def engine_checks(run: Checked) -> list[Check]:
             )
             return [failed("model and engine start", line, remedy)]
         examination = ExamineBeforeStepOne(trainer, ROWS)
-        trainer.callback_handler.callbacks.insert(
-            0, examination
-        )  # before what would check or evaluate by itself
+        # before what would check or evaluate by itself
+        trainer.callback_handler.callbacks.insert(0, examination)
         try:
             GRPOTrainer.train(trainer)  # without a run's folder
         except Examined:

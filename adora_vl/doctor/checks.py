@@ -22,9 +22,8 @@ from adora_vl.utils.versions import VLLM_DISTRIBUTIONS, installed
 WRONG = "918273.645"  # no problem's answer
 Row = Mapping[str, Any]
 
-OLDEST_DRIVER = {
-    "13": 580
-}  # by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility
+# by CUDA's major version: https://docs.nvidia.com/deploy/cuda-compatibility
+OLDEST_DRIVER = {"13": 580}
 Find = Callable[[str], str | None]  # where a program is, or the version of a distribution
 FOUR_BIT = "4 bits compute"
 OURS = "adora-vl"
@@ -267,7 +266,7 @@ def check_version(
 
 def check_libraries() -> list[Check]:
     """What every run is built on."""
-    return [check_version(name, ranges(), installed, needed=True) for name in SHOWN]
+    return [check_version(name, wanted=ranges(), find=installed, needed=True) for name in SHOWN]
 
 
 def check_parts(
@@ -286,7 +285,10 @@ def check_parts(
     )
     needs = {engine: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
     needs |= {"bitsandbytes": True, "vllm-bnb-plugin": use_vllm} if four_bit else {}
-    return [check_version(name, wanted, find, needed=needed) for name, needed in needs.items()]
+    return [
+        check_version(name, wanted=wanted, find=find, needed=needed)
+        for name, needed in needs.items()
+    ]
 
 
 def check_four_bit() -> Check:

@@ -82,9 +82,8 @@ def choose_parameter(model: Any, *, vision: bool) -> tuple[str, Any] | None:
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
-    return tuple(
-        getattr(parameter, "ds_shape", parameter.shape)
-    )  # ZeRO-3 leaves a parameter empty between its uses
+    # ZeRO-3 leaves a parameter empty between its uses
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @contextmanager
@@ -246,7 +245,9 @@ class Examination(EngineProbe):
     def _least_likely(self, banned: Sequence[int]) -> int:
         """The allowed token of the lowest logit after the first prompt."""
         trainer = self.trainer
-        first = trainer.pool.judge.collated(agreement.head(self.prompts, 1), [[]], None, [True])
+        first = trainer.pool.judge.collated(
+            agreement.head(self.prompts, 1), completions=[[]], logps=None, counted=[True]
+        )
         fields = {name: first[name] for name in self.prompts.fields if name in first}
         fields |= {"input_ids": first["prompt_ids"], "attention_mask": first["prompt_mask"]}
         with torch.no_grad(), trainer.accelerator.autocast():

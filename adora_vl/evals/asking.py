@@ -121,9 +121,8 @@ def ask(
     problems = asked.problems[: options.limit]
     left_out = asked.left_out
     fingerprint: Fields = {"benchmark": benchmark.name, "model": settings.model}
-    hashed = (
-        None if settings.endpoint else model_hash(settings.model, settings.revision)
-    )  # a server shows no weights
+    # a server shows no weights
+    hashed = None if settings.endpoint else model_hash(settings.model, settings.revision)
     if hashed is not None and processes.rank == 0:
         print(*(f"{line}\n" for line in notes_on(settings.model)), sep="", end="", file=sys.stderr)
     fingerprint |= {"model_hash": hashed, "data_hash": asked.data_hash}
@@ -132,16 +131,16 @@ def ask(
     for name in benchmark.fingerprint:
         is_unused = name in asked.unused_options
         fingerprint[name] = None if is_unused else getattr(options.data, name)
-    # Not fields of all runs, since earlier versions have begun some without them.
+    # Fields that only some runs have.
     fingerprint |= {"view": options.view} if options.view != "image" else {}
     fingerprint |= settings.described
     fingerprint |= {"left_out": left_out} if left_out else {}
     fingerprint |= {"benchmark_file": benchmark.file} if benchmark.file else {}
     summary = infer(
         problems,
-        options.output,
-        settings,
-        fingerprint,
+        output=options.output,
+        settings=settings,
+        fingerprint=fingerprint,
         system_prompt=settings.told(options.system_prompt),
         build=build or build_engine,
         samples=options.samples,

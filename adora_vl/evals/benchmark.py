@@ -13,7 +13,7 @@ from types import ModuleType
 
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.records import Benchmark, LoadedProblems
-from adora_vl.utils.errors import UserError, did_you_mean, refuse
+from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own
 
 NAMES = (
@@ -30,7 +30,7 @@ NAMES = (
     "problems",
 )
 # A checkout and an installed wheel both have the folder beside the package.
-_FOLDER = Path(__file__).resolve().parents[2] / "eval"
+BENCHMARK_FILES = Path(__file__).resolve().parents[2] / "eval"
 _PACKAGE = "adora_vl_benchmarks"  # the name in `sys.modules`; no file has it
 # By the beginning of the source in the manifest of a prepared data set; any other is `problems`.
 _OF_SOURCES = {"knights": "knights", "geometry3k": "geometry3k"}
@@ -62,14 +62,14 @@ def shipped(name: str) -> Benchmark:
     Python could find an `eval.py` or a folder `eval/` of the user's first, and would run it.
     Raises `UserError` where the file is missing.
     """
-    if not (_FOLDER / f"{name}.py").is_file():
+    if not (BENCHMARK_FILES / f"{name}.py").is_file():
         raise UserError(
-            f"benchmark: there is no {name}.py in {str(_FOLDER)!r}; install adora-vl again"
+            f"benchmark: there is no {name}.py in {str(BENCHMARK_FILES)!r}; install adora-vl again"
         )
     if _PACKAGE not in sys.modules:
         package = ModuleType(_PACKAGE)
         # With a path it is a package, so that a benchmark can import a file beside it.
-        package.__path__ = [str(_FOLDER)]
+        package.__path__ = [str(BENCHMARK_FILES)]
         sys.modules[_PACKAGE] = package
     benchmark: Benchmark = import_module(f"{_PACKAGE}.{name}").BENCHMARK
     return benchmark
@@ -88,12 +88,8 @@ def loaded(benchmark: Benchmark, options: DataOptions) -> LoadedProblems:
     everything = LoadedProblems(*benchmark.load(options))  # of a user's own it may be a plain tuple
     seen: set[str] = set()
     for problem in everything.problems:
-        refuse(
-            (
-                problem.pid in seen,
-                f"data: the id {problem.pid!r} occurs twice; ids have to be unique",
-            )
-        )
+        if problem.pid in seen:
+            raise UserError(f"data: the id {problem.pid!r} occurs twice; ids have to be unique")
         if fault := unaskable(problem.prompt, has_image=problem.n_images > 0):
             raise UserError(f"data: the problem {problem.pid!r} {fault}")
         seen.add(problem.pid)

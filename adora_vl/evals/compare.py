@@ -27,15 +27,16 @@ from adora_vl.evals.scoring.score import (
 from adora_vl.evals.scoring.statistics import bootstrap, bootstrap_ratio, mcnemar
 from adora_vl.evals.scoring.table import name_of_data, percent
 from adora_vl.utils.cli import amount
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 
 _NEEDED = ("benchmark", "accuracy", "total", "wilson_95", "groups", "items", "rules")
+# fields of a fingerprint in which compared runs may differ
 _FREE = (
     "model",
     "model_hash",
     "revision",
     "seed",
-)  # fields of a fingerprint in which compared runs may differ
+)
 _SHOWN = 60  # characters of a value
 
 
@@ -289,7 +290,7 @@ def _share(part: Sequence[float], whole: Sequence[float]) -> str:
 def _gain(before: Sequence[float], after: Sequence[float]) -> Difference:
     """The difference of paired values, with its bootstrap interval."""
     low, high = bootstrap([second - first for first, second in zip(before, after, strict=True)])
-    return Difference(fmean(before), fmean(after), low, high)
+    return Difference(first=fmean(before), second=fmean(after), low=low, high=high)
 
 
 def _verdict(right: Mapping[str, Sequence[float]]) -> str:
@@ -443,7 +444,8 @@ def _by_group(runs: Sequence[ScoreFile], key: str, width: int) -> list[str]:
     Raises `UserError` if no run has that group.
     """
     known = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
-    refuse((key not in known, f"by: no run has the group {key!r}; they have {', '.join(known)}"))
+    if key not in known:
+        raise UserError(f"by: no run has the group {key!r}; they have {', '.join(known)}")
     groups = [(run.name, run.score["groups"].get(key, {})) for run in runs]
     lines = []
     for value in dict.fromkeys(value for _, group in groups for value in group):

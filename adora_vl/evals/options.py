@@ -47,6 +47,15 @@ def option_names(kind: type) -> list[str]:
     return [field.name for field in fields(kind) if argument_of(field) is not None]
 
 
+def required_names(kind: type) -> list[str]:
+    """The names of the fields of a dataclass that have no default."""
+    return [
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING
+    ]
+
+
 def add_options(parser: ArgumentParser, kind: type) -> None:
     """Add the options of a dataclass to a parser."""
     for option_field in fields(kind):

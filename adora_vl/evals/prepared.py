@@ -56,10 +56,11 @@ def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
     return next((name for name, pattern in _FORMS if pattern.search(text)), "other")
 
 
+# of `meta`; what the warm start of the tiny model learns from
 _TRAINING_TEXTS = (
     "solution",
     "slip",
-)  # of `meta`; what the warm start of the tiny model learns from
+)
 
 
 def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
@@ -116,7 +117,11 @@ def problems(dataset: Dataset, made: Template | None = None) -> list[Problem]:
     for index, (row, count) in enumerate(zip(texts, counts, strict=True)):
         text = row["problem"] if made is None else made(row)
         problem = pictured(
-            _fields(row), text, count or 0, partial(_stored, encoded, index), decoded_image
+            _fields(row),
+            prompt=text,
+            images=count or 0,
+            stored=partial(_stored, encoded, index),
+            decoded=decoded_image,
         )
         asked.append(replace(problem, facts=row.get("facts") or None))
     return asked

@@ -57,7 +57,9 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
     found = graded_as_in_training(
         row["response"], row["answer"], choices=row.get("choices"), **rules
     )
-    return RowGrade(found.verdict, found.extracted, found.reason, _groups(row))
+    return RowGrade(
+        verdict=found.verdict, extracted=found.extracted, reason=found.reason, groups=_groups(row)
+    )
 
 
 def _rules(options: GraderOptions) -> dict[str, Any]:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NotRequired, TypedDict
 
-from adora_vl.evals.options import DataOptions, ScoreOptions
+from adora_vl.evals.options import DataOptions, ScoreOptions, required_names
 
 if TYPE_CHECKING:
     from PIL import Image
 
 Prediction = dict[str, Any]  # a row of `predictions.jsonl`
-Score = dict[
-    str, Any
-]  # the content of a score file: `docs/evaluation.md` describes it, `adora_vl.evals.scoring.score` makes it
+# the content of a score file: `docs/evaluation.md` describes it, `adora_vl.evals.scoring.score`
+# makes it
+Score = dict[str, Any]
 CORRECT = "correct"
 WRONG = "wrong"
 FAILED = "failed"  # not asked, or the extraction failed; counts as not correct
@@ -35,12 +35,10 @@ class Problem:
     prompt: str
     n_images: int
     images: Callable[[], list[Image.Image]]
-    sizes: Callable[[], list[tuple[int, int]]] | None = (
-        None  # width and height of each, without decoding
-    )
-    facts: str | None = (
-        None  # what the picture says, in words, where they suffice to solve the problem without it
-    )
+    # width and height of each, without decoding
+    sizes: Callable[[], list[tuple[int, int]]] | None = None
+    # what the picture says, in words, where they suffice to solve the problem without it
+    facts: str | None = None
 
     @property
     def pid(self) -> str:
@@ -61,9 +59,8 @@ class RowGrade(NamedTuple):
     extracted: str | None  # the answer that was compared
     reason: str  # how it was found, or why it got its verdict
     groups: dict[str, list[str]] = {}  # noqa: RUF012  # never changed; by kind, those in which the answer is counted
-    extraction: Extraction | None = (
-        None  # the answer as it was read out of the response, if that is a step of its own
-    )
+    # the answer as it was read out of the response, if that is a step of its own
+    extraction: Extraction | None = None
 
 
 @dataclass(frozen=True)
@@ -175,6 +172,16 @@ class Benchmark:
     """Figures of others to compare with."""
     file: str | None = None
     """The hash of the user's own file in which the benchmark stands; `named` fills it in."""
+
+    def __post_init__(self) -> None:
+        """Raise `TypeError` for an option without a default, since a training gives none."""
+        given = {self.data_options: {"data", "split"}, self.score_options: set[str]()}
+        for kind, names in given.items():
+            for name in required_names(kind):
+                if name not in names:
+                    raise TypeError(
+                        f"{kind.__name__}.{name} has no default; a training asks with the defaults"
+                    )
 
 
 class Scored(NamedTuple):

@@ -1,8 +1,8 @@
 """Angles alone: the relations of a figure as linear equations of directions.
 
-Textbooks make up lengths that do not fit the angles beside them, and leave lengths out where angles suffice. Each line
-has an unknown direction; the picture says by how many half turns two directions differ. Where these equations fix the
-goal, it is right whatever the lengths are.
+Textbooks make up lengths that do not fit the angles beside them, and leave lengths out where angles
+suffice. Each line has an unknown direction; the picture says by how many half turns two directions
+differ. Where these equations fix the goal, it is right whatever the lengths are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.shapes import dot
 
-_FIXED, _FULFILLED = 1e-7, 1e-6  # largest errors of a goal that is fixed, and of equations that are fulfilled
+# largest errors of a goal that is fixed, and of equations that are fulfilled
+_FIXED = 1e-7
+_FULFILLED = 1e-6
 _NO_PLACE = 1e-9
 
 
@@ -65,12 +67,17 @@ class Chase:
         self.equations: list[_Sum] = []
         self._rows = [set(row) for row in reading.drawing.rows]
         self._lines = _lines_of(reading.drawing.rows)
-        self._ways: dict[str, complex] = {}  # of each line, the way from one point to another in the picture
+        self._ways: dict[
+            str, complex
+        ] = {}  # of each line, the way from one point to another in the picture
         equal_lengths: dict[Quantity, list[Distance]] = {}
         for relation in reading.relations:
             self._add(relation)
             if isinstance(relation, Equal):
-                for side, length in ((relation.left, relation.right), (relation.right, relation.left)):
+                for side, length in (
+                    (relation.left, relation.right),
+                    (relation.right, relation.left),
+                ):
                     if isinstance(side, Distance):
                         equal_lengths.setdefault(length, []).append(side)
         for length, sides in equal_lengths.items():
@@ -111,7 +118,9 @@ class Chase:
     # Directions and angles
 
     def _direction(self, start: str, end: str) -> _Sum:
-        """The direction from one point to another: that of their line in the sense that the picture shows."""
+        """The direction from one point to another: that of their line in the sense that the picture
+        shows.
+        """
         if start not in self.places or end not in self.places:
             raise _NotLinearError
         way = self.places[end] - self.places[start]
@@ -120,7 +129,9 @@ class Chase:
         pair = frozenset((start, end))
         line = self._lines.setdefault(pair, " ".join(sorted(pair)))
         reference = self._ways.setdefault(line, way)
-        return _Sum(constant=0.0 if dot(reference, way) >= 0 else 180.0, factors={f"line {line}": 1.0})
+        return _Sum(
+            constant=0.0 if dot(reference, way) >= 0 else 180.0, factors={f"line {line}": 1.0}
+        )
 
     def _seen(self, directions: _Sum) -> float:
         """What a sum of directions comes to in the picture."""
@@ -130,10 +141,17 @@ class Chase:
         )
 
     def _between(self, first: str, corner: str, last: str) -> tuple[_Sum, float]:
-        """The turn from one ray of a corner to the other, and what it is in the picture, from -180 to 180."""
+        """The turn from one ray of a corner to the other, and what it is in the picture, from -180
+        to 180.
+        """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
-        seen = (math.degrees(phase(self.places[last] - self.places[corner])
-                             - phase(self.places[first] - self.places[corner])) + 180) % 360 - 180  # fmt: skip
+        seen = (
+            math.degrees(
+                phase(self.places[last] - self.places[corner])
+                - phase(self.places[first] - self.places[corner])
+            )
+            + 180
+        ) % 360 - 180
         return turn, seen
 
     def _turned_to(self, turn: _Sum, seen: float) -> _Sum:
@@ -183,7 +201,9 @@ class Chase:
                 left = self._linear(relation.left)
                 self.equations.append(left.plus(self._linear(relation.right), -1.0))
             elif isinstance(relation, Parallel | Perpendicular):
-                difference = self._direction(relation.c, relation.d).plus(self._direction(relation.a, relation.b), -1.0)
+                difference = self._direction(relation.c, relation.d).plus(
+                    self._direction(relation.a, relation.b), -1.0
+                )
                 apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
                 apart += 180.0 * round((self._seen(difference) - apart) / 180)
                 self.equations.append(difference.plus(_Sum(constant=-apart)))
@@ -204,7 +224,9 @@ class Chase:
 
 
 def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
-    """For each pair of points on one line the name of that line; lines with two common points are one."""
+    """For each pair of points on one line the name of that line; lines with two common points are
+    one.
+    """
     lines: dict[frozenset[str], str] = {}
     renamed: dict[str, str] = {}
 

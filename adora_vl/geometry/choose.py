@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -22,10 +22,13 @@ _NEAR = 0.02  # and this counts as no distance at all
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the figures of a problem say: a status, and where there is one the answer with its figure.
+    """What the figures of a problem say: a status, and where there is one the answer with its
+    figure.
 
-    `others` are the answers of other figures that fulfil the facts as well. `doubled`: the answer is known to about
-    four digits alone, since the equations have a double root there.
+    `others` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
+    is known to about four digits alone, since the equations have a double root there. `disordered`:
+    lines on which the only figures have the points in another order, which is a conflict with what
+    lies on them.
     """
 
     status: Status
@@ -33,17 +36,33 @@ class Outcome:
     solution: Solution | None = None
     others: tuple[float, ...] = ()
     doubled: bool = False
+    disordered: tuple[str, ...] = ()
 
 
-def outcome(problem: Problem, budget: Budget, *, starts: int | None = None, rounded: bool = False) -> Outcome:
+def outcome(
+    problem: Problem, budget: Budget, *, starts: int | None = None, rounded: bool = False
+) -> Outcome:
     """Solve a problem. `rounded`: facts may be off by as much as a book rounds them."""
+    found = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
+    if found.solution is None or found.status in ("conflict", "collapsed"):
+        return found
+    disordered = tuple(dict.fromkeys(problem.disordered(found.solution.v)))
+    if not disordered:
+        return found
+    value = found.value if found.status == "answered" else None
+    return replace(found, status="conflict", value=value, disordered=disordered)
+
+
+def _outcome(problem: Problem, budget: Budget, *, starts: int | None, rounded: bool) -> Outcome:
     loose = _ROUNDED if rounded else TIGHT
     solutions = problem.solutions(budget, starts, loose)
     if not solutions:
         return Outcome(status="conflict")
     if rounded:
         least_residual = min(solution.residual for solution in solutions)
-        solutions = [solution for solution in solutions if solution.residual < 1.3 * least_residual + 1e-9]
+        solutions = [
+            solution for solution in solutions if solution.residual < 1.3 * least_residual + 1e-9
+        ]
     sound = [solution for solution in solutions if not is_collapsed(solution)]
     if not sound:
         best = min(solutions, key=_unlikeness)
@@ -53,7 +72,7 @@ def outcome(problem: Problem, budget: Budget, *, starts: int | None = None, roun
         return _without_places(problem, pool, budget)
     best = min(pool, key=_unlikeness)
     if is_free(best):
-        return _at_free(problem, best, pool, budget)
+        return _at_free(problem, best=best, alike=pool, budget=budget)
     share = _SAME_ROUNDED if rounded else _SAME
     rivals = [solution for solution in pool if _is_rival(solution, best, share)]
     agreeing = sum(1 for solution in sound if is_same(solution.value, best.value, share))
@@ -73,7 +92,11 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
 
     Of a positive and a negative answer the positive one is meant, and what is free says nothing.
     """
-    if is_same(solution.value, best.value, share) or is_free(solution) or best.value > 0 > solution.value:
+    if (
+        is_same(solution.value, best.value, share)
+        or is_free(solution)
+        or best.value > 0 > solution.value
+    ):
         return False
     return _unlikeness(solution)[0] < _NEARER * _unlikeness(best)[0] + _NEAR
 
@@ -81,26 +104,42 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
 def _without_places(problem: Problem, alike: Sequence[Solution], budget: Budget) -> Outcome:
     """Where there is no picture to choose by, all figures have to agree."""
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
-    others = sorted({round(solution.value, 6) for solution in alike if not is_same(solution.value, best.value, 1e-4)})
+    others = sorted(
+        {
+            round(solution.value, 6)
+            for solution in alike
+            if not is_same(solution.value, best.value, 1e-4)
+        }
+    )
     fixed = [solution for solution in alike if not is_free(solution)]
     if len(fixed) < len(alike):
         if not others and problem.stays(best, budget):
             return Outcome(status="answered", value=best.value, solution=best, doubled=True)
         return Outcome(status="open", value=best.value, solution=best, others=tuple(others[:3]))
     if others:
-        return Outcome(status="ambiguous", value=best.value, solution=best, others=tuple(others[:3]))
+        return Outcome(
+            status="ambiguous", value=best.value, solution=best, others=tuple(others[:3])
+        )
     if len(alike) < 2:
         return Outcome(status="ambiguous", value=best.value, solution=best)
     return Outcome(status="answered", value=best.value, solution=best)
 
 
-def _at_free(problem: Problem, best: Solution, alike: Sequence[Solution], budget: Budget) -> Outcome:
-    """Where the goal seems free: open, but at a double root, where pushing the figure does not move the goal."""
+def _at_free(
+    problem: Problem, best: Solution, alike: Sequence[Solution], budget: Budget
+) -> Outcome:
+    """Where the goal seems free: open, but at a double root, where pushing the figure does not move
+    the goal.
+    """
     same = [solution for solution in alike if is_same(solution.value, best.value, _SAME_DOUBLE)]
     if len(same) == len(alike) and problem.stays(best, budget):
         value = float(np.median([solution.value for solution in same]))
         return Outcome(status="answered", value=value, solution=best, doubled=True)
     others = sorted(
-        {round(solution.value, 6) for solution in alike if not is_same(solution.value, best.value, _SAME_DOUBLE)}
+        {
+            round(solution.value, 6)
+            for solution in alike
+            if not is_same(solution.value, best.value, _SAME_DOUBLE)
+        }
     )
     return Outcome(status="open", value=best.value, solution=best, others=tuple(others[:3]))

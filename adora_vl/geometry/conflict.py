@@ -31,10 +31,11 @@ class Repair:
 
 @dataclass(frozen=True)
 class Conflict:
-    """What contradicts: the numbers of facts each of which alone, left out, lets a figure fit; else those involved.
+    """What contradicts: the numbers of facts each of which alone, left out, lets a figure fit; else
+    those involved.
 
-    `repairs` are the figures without a fault that then fit. `repair` is one of them where all of one kind have the
-    same answer.
+    `repairs` are the figures without a fault that then fit. `repair` is one of them where all of
+    one kind have the same answer.
     """
 
     facts: tuple[int, ...]
@@ -43,12 +44,16 @@ class Conflict:
 
 
 def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
-    """Leave out facts until figures fit: all lengths beside angles or the other way round, then one fact at a time."""
+    """Leave out facts until figures fit: all lengths beside angles or the other way round, then one
+    fact at a time.
+    """
     terms = reading.drawing.terms
     used = {source for source in reading.sources if source is not None}
     values = [number for number in sorted(used) if is_value(terms[number])]
     given = [number for number in values if number < len(reading.drawing.facts)]
-    others = [number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)]
+    others = [
+        number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)
+    ]
     asked = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
     involved = _involved(Problem(reading), budget)
     groups: list[list[tuple[int, ...]]] = [_other_kind(reading, values)]
@@ -60,7 +65,11 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
     chosen: Repair | None = None
     is_settled = False
     for group in groups:
-        fitting = [repair for left_out in group if (repair := _repaired(form, left_out, budget)) is not None]
+        fitting = [
+            repair
+            for left_out in group
+            if (repair := _repaired(form, left_out, budget)) is not None
+        ]
         repairs += fitting
         answered = [repair for repair in fitting if repair.outcome.status == "answered"]
         if answered and not is_settled:
@@ -80,7 +89,9 @@ def is_value(term: Term) -> bool:
 
 
 def _other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]]:
-    """All lengths where the goal is an angle, all angles where it is a length; nothing where only one kind is there."""
+    """All lengths where the goal is an angle, all angles where it is a length; nothing where only
+    one kind is there.
+    """
     terms = reading.drawing.terms
     lengths = tuple(number for number in values if unit_of(terms[number]) == "length")
     angles = tuple(number for number in values if unit_of(terms[number]) == "degrees")
@@ -95,7 +106,9 @@ def _kind_of_goal(reading: Reading) -> str:
     if goal is None or goal.arguments or not re.fullmatch("[a-z]", goal.head):
         return reading.unit
     for term in reading.drawing.terms:
-        if is_value(term) and re.search(rf"(?<![a-z\\]){goal.head}(?![a-z])", term.arguments[1].head):
+        if is_value(term) and re.search(
+            rf"(?<![a-z\\]){goal.head}(?![a-z])", term.arguments[1].head
+        ):
             return unit_of(term.arguments[0])
     return reading.unit
 
@@ -115,7 +128,9 @@ def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | N
 
 
 def _involved(problem: Problem, budget: Budget) -> list[int]:
-    """The facts that a figure misses which misses all of them together as little as it can; the worst missed first."""
+    """The facts that a figure misses which misses all of them together as little as it can; the
+    worst missed first.
+    """
     best: np.ndarray | None = None
     for number in (0, 1):
         v, _ = problem.improved(problem.start(number), budget, steps=60)
@@ -124,8 +139,10 @@ def _involved(problem: Problem, budget: Budget) -> list[int]:
             best = residuals
     if best is None or not len(best):
         return []
-    sources = {id(relation): source for relation, source in
-               zip(problem.reading.relations, problem.reading.sources, strict=True)}  # fmt: skip
+    sources = {
+        id(relation): source
+        for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True)
+    }
     misses: dict[int, float] = {}
     for residual, relation in zip(np.abs(best), problem.system.residual_relations, strict=True):
         source = sources.get(id(relation))

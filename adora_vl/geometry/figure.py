@@ -22,8 +22,9 @@ _FULFILLED = 1e-6  # largest residual of a stored figure
 class Figure:
     """A figure that fulfils the facts of a form.
 
-    `at`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles (`angle 1`).
-    `assumed`: what only the picture shows, in words. `left_out`: the facts that conflict with the others.
+    `at`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles
+    (`angle 1`). `assumed`: what only the picture shows, in words. `left_out`: the facts that
+    conflict with the others.
     """
 
     at: Mapping[str, Point]
@@ -37,13 +38,16 @@ class Figure:
 class Verdict:
     """What a form says.
 
-    `status`: `answered` where the facts determine the goal; `open` where they do not; `ambiguous` where several
-    figures fit and the picture does not choose one; `conflict` where no figure fits; `collapsed` where it does so
-    only with points that fall together; `unread` where the form or its question cannot be read.
-    `value` is also there for other statuses where something is known: with `how` `looks` it needs what is `assumed` by
-    the picture, with `without a fact` what is `left_out`, with `rounded` facts that a book has rounded.
-    `answer`: the value in LaTeX; None where it has no short form. `unread`: the facts that could not be read, each with its place and the
-    reason. `why`: one line for a person.
+    `status`: `answered` where the facts determine the goal; `open` where they do not; `ambiguous`
+    where several figures fit and the picture does not choose one; `conflict` where no figure fits;
+    `collapsed` where it does so only with points that fall together; `unread` where the form or
+    its question cannot be read.
+
+    `value` is also there for other statuses where something is known: with `how` `looks` it needs
+    what is `assumed` by the picture, with `without a fact` that `left_out` does not hold, with
+    `rounded` that a book has rounded its facts. `answer`: the value in LaTeX; None where it has no
+    short form. `unread`: facts that could not be read, each with its place and the reason. `why`:
+    one line for a person.
     """
 
     status: Status
@@ -58,9 +62,15 @@ class Verdict:
 
 
 def figure_of(
-    problem: Problem, solution: Solution, form: Form, assumed: tuple[str, ...] = (), left_out: tuple[str, ...] = ()
+    problem: Problem,
+    solution: Solution,
+    form: Form,
+    assumed: tuple[str, ...] = (),
+    left_out: tuple[str, ...] = (),
 ) -> Figure:
-    """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits of its size."""
+    """The figure of a solution, turned as the picture lies, its places rounded to `_DIGITS` digits
+    of its size.
+    """
     v = solution.v
     names = problem.system.points
     places = {name: problem.place(v, name) for name in names}
@@ -83,7 +93,9 @@ def _turn_to_picture(problem: Problem, places: Mapping[str, complex]) -> complex
         return 1 + 0j
     middle = sum(places[name] for name in names) / len(names)
     middle_seen = sum(problem.places[name] for name in names) / len(names)
-    together = sum((places[name] - middle).conjugate() * (problem.places[name] - middle_seen) for name in names)
+    together = sum(
+        (places[name] - middle).conjugate() * (problem.places[name] - middle_seen) for name in names
+    )
     return together / abs(together) if abs(together) > 1e-12 else 1 + 0j
 
 
@@ -100,7 +112,10 @@ def written(figure: Figure) -> str:
 
 
 def figure_from(text: str) -> Figure:
-    """Read what `written` gave. Raises `ValueError` where it is none, or where its places do not fulfil its facts."""
+    """Read what `written` gave.
+
+    Raises `ValueError` where it is none, or where its places do not fulfil its facts.
+    """
     try:
         record = json.loads(text)
         figure = Figure(
@@ -114,12 +129,16 @@ def figure_from(text: str) -> Figure:
         raise ValueError(f"a figure lacks something ({type(error).__name__}: {error})") from error
     largest = residual_of(figure)
     if largest > _FULFILLED:
-        raise ValueError(f"a figure does not fulfil its facts: they are off by {largest:.2g} of its size")
+        raise ValueError(
+            f"a figure does not fulfil its facts: they are off by {largest:.2g} of its size"
+        )
     return figure
 
 
 def residual_of(figure: Figure) -> float:
-    """By how much the places of a figure miss its facts, at worst, in shares of its size or in radians."""
+    """By how much the places of a figure miss its facts, at worst, in shares of its size or in
+    radians.
+    """
     reading = read(figure.form, without_words=figure.left_out)
     problem = Problem(reading)
     v = problem.start(0)

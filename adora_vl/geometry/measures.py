@@ -1,7 +1,9 @@
-"""What a term measures: `LengthOf(Line(A, B))`, `AreaOf(Parallelogram($))`, `SinOf(Angle(A))` as quantities.
+"""What a term measures: `LengthOf(Line(A, B))`, `AreaOf(Parallelogram($))`, `SinOf(Angle(A))` as
+quantities.
 
-`Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`; nothing is guessed, but for
-regions that are only coloured: these go by what lies inside what, and `assumed` says so.
+`Measures` reads terms of one drawing. A term that cannot be read raises `UnreadError`; nothing is
+guessed, but for regions that are only coloured: these go by what lies inside what, and `assumed`
+says so.
 """
 
 from __future__ import annotations
@@ -55,13 +57,27 @@ _UNITS: dict[str, Unit] = {
     "RatioOf": "plain",
     "ScaleFactorOf": "plain",
 }
-_LENGTH = ("LengthOf", "PerimeterOf", "CircumferenceOf", "RadiusOf", "DiameterOf", "HeightOf", "AltitudeOf")
+_LENGTH = (
+    "LengthOf",
+    "PerimeterOf",
+    "CircumferenceOf",
+    "RadiusOf",
+    "DiameterOf",
+    "HeightOf",
+    "AltitudeOf",
+)
 
 
 def unit_of(term: Term) -> Unit:
-    """What a term is measured in, by the first of its heads that says so; a bare letter is like a length."""
+    """What a term is measured in, by the first of its heads that says so; a bare letter is like a
+    length.
+    """
     for part in term.walk():
-        if part.head in _LENGTH and part.arguments and part.arguments[0].head not in ("MeasureOf", "Angle"):
+        if (
+            part.head in _LENGTH
+            and part.arguments
+            and part.arguments[0].head not in ("MeasureOf", "Angle")
+        ):
             return "length"
         if part.head in _UNITS:
             return _UNITS[part.head]
@@ -78,7 +94,8 @@ def is_region(term: Term) -> bool:
 class Measures:
     """Reads terms as quantities of a drawing.
 
-    `assumed` collects, in words, what the facts do not say and the picture shows, of terms read so far.
+    `assumed` collects, in words, what the facts do not say and the picture shows, of terms read so
+    far.
     """
 
     def __init__(self, drawing: Drawing) -> None:
@@ -160,10 +177,15 @@ class Measures:
         return self.of_circle(term.head, self.drawing.circle(unwrapped(term.arguments[0])))
 
     def side(self, term: Term) -> Quantity:
-        """The side of a shape: any of an equilateral one, else the one whose length is an unknown letter."""
+        """The side of a shape: any of an equilateral one, else the one whose length is an unknown
+        letter.
+        """
         inner = term.arguments[0]
         names = self.drawing.shape(inner)
-        if unwrapped(inner).head in ("Square", "Rhombus") or inner.head in ("Regular", "Equilateral"):
+        if unwrapped(inner).head in ("Square", "Rhombus") or inner.head in (
+            "Regular",
+            "Equilateral",
+        ):
             return self.distance(names[0], names[1])
         sides = [(names[i - 1], names[i]) for i in range(len(names))]
         asked = [side for side in sides if self._has_letter(side)]
@@ -188,7 +210,9 @@ class Measures:
         return self.distance(legs_ends[0], legs_ends[1])
 
     def height(self, term: Term) -> Quantity:
-        """The height of a shape: a drawn perpendicular, else a segment that a fact calls so, else of the base."""
+        """The height of a shape: a drawn perpendicular, else a segment that a fact calls so, else
+        of the base.
+        """
         drawn = self._drawn_height()
         if drawn is not None:
             return self.distance(*drawn)
@@ -202,7 +226,9 @@ class Measures:
         raise UnreadError(f"the form does not say which height {term} is")
 
     def _drawn_height(self) -> tuple[str, str] | None:
-        """A segment that stands perpendicular on the inside of a line, while no line goes on behind its top."""
+        """A segment that stands perpendicular on the inside of a line, while no line goes on behind
+        its top.
+        """
         for fact in self.drawing.facts:
             if fact.head != "Perpendicular" or len(fact.arguments) != 2:
                 continue
@@ -225,17 +251,29 @@ class Measures:
         for term in self.drawing.terms:
             if term.head == "Equals" and len(term.arguments) == 2:
                 for line, height in (term.arguments, term.arguments[::-1]):
-                    if height.head in ("AltitudeOf", "HeightOf") and line.head == "Line" and len(line.names) == 2:
+                    if (
+                        height.head in ("AltitudeOf", "HeightOf")
+                        and line.head == "Line"
+                        and len(line.names) == 2
+                    ):
                         return self.drawing.segment(line)
         for fact in self.drawing.facts:
-            if fact.head == "Perpendicular" and all(len(line.names) == 2 for line in fact.arguments):
+            if fact.head == "Perpendicular" and all(
+                len(line.names) == 2 for line in fact.arguments
+            ):
                 for line in fact.arguments:
                     tops = [name for name in line.names if name in names]
                     if len(tops) == 1 and len(set(line.names)) == 2:
                         return self.drawing.segment(line)
         for fact in self.drawing.facts:
-            is_h = fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[1].head == "h"
-            if is_h and fact.arguments[0].arguments and len(fact.arguments[0].arguments[0].names) == 2:
+            is_h = (
+                fact.head == "Equals" and len(fact.arguments) == 2 and fact.arguments[1].head == "h"
+            )
+            if (
+                is_h
+                and fact.arguments[0].arguments
+                and len(fact.arguments[0].arguments[0].names) == 2
+            ):
                 return self.drawing.segment(fact.arguments[0].arguments[0])
         return None
 
@@ -246,7 +284,9 @@ class Measures:
         drawing = self.drawing
         if len(first) == 1 and len(second) == 1 and {first[0], second[0]} <= set(drawing.points):
             for centre in drawing.points:
-                if centre not in (first[0], second[0]) and drawing.are_on_one_row((centre, first[0], second[0])):
+                if centre not in (first[0], second[0]) and drawing.are_on_one_row(
+                    (centre, first[0], second[0])
+                ):
                     return over(self.distance(centre, second[0]), self.distance(centre, first[0]))
         if len(first) < 3 or len(first) != len(second):
             first, second = drawing.similar_pair()
@@ -258,7 +298,9 @@ class Measures:
     # Angles and arcs
 
     def turn(self, first: str, corner: str, last: str) -> int:
-        """On which side of `first` the picture has `last`: 1 against the clock, -1 with it, 0 where it is too flat."""
+        """On which side of `first` the picture has `last`: 1 against the clock, -1 with it, 0 where
+        it is too flat.
+        """
         places = self.drawing.places
         if not {first, corner, last} <= places.keys():
             return 0
@@ -273,7 +315,11 @@ class Measures:
 
     def angle(self, term: Term) -> Quantity:
         names = term.names
-        if len(names) == 1 and re.fullmatch(r"\d+|[a-z]", names[0]) and names[0] not in self.drawing.neighbours:
+        if (
+            len(names) == 1
+            and re.fullmatch(r"\d+|[a-z]", names[0])
+            and names[0] not in self.drawing.neighbours
+        ):
             return Unknown(f"angle {names[0]}")
         if names == ["$"]:
             return self.central_angle()
@@ -282,7 +328,11 @@ class Measures:
     def central_angle(self) -> Quantity:
         """`Angle($)` beside a regular polygon in a circle is the angle at the centre over one side."""
         for term in self.drawing.terms:
-            shape = term.arguments[0] if term.head == "InscribedIn" and len(term.arguments) == 2 else None
+            shape = (
+                term.arguments[0]
+                if term.head == "InscribedIn" and len(term.arguments) == 2
+                else None
+            )
             if shape is not None and (shape.head == "Regular" or shape.head == "Square"):
                 circle = self.drawing.circle(term.arguments[1])
                 names = self.inscribed(shape, circle)
@@ -290,7 +340,9 @@ class Measures:
         raise UnreadError("the form does not say which angle is meant")
 
     def inscribed(self, shape: Term, circle: Circle) -> list[str]:
-        """The corners of a shape in a circle: as named, else as drawn, else the points on the circle in order."""
+        """The corners of a shape in a circle: as named, else as drawn, else the points on the
+        circle in order.
+        """
         on_circle = [name for name in circle.points if name in self.drawing.places]
         if circle.centre not in self.drawing.places or unwrapped(shape).head != "Polygon":
             return self.drawing.shape(shape)
@@ -298,7 +350,9 @@ class Measures:
         corners = [name for name in on_circle if len(self.drawing.neighbours.get(name, ())) >= 2]
         if len(corners) < 3:
             return self.drawing.shape(shape)
-        return sorted(corners, key=lambda name: math.atan2(*_pair(self.drawing.places[name] - centre)))
+        return sorted(
+            corners, key=lambda name: math.atan2(*_pair(self.drawing.places[name] - centre))
+        )
 
     def arc(self, term: Term) -> Quantity:
         names = term.names
@@ -311,7 +365,9 @@ class Measures:
             return minus(Constant(360.0), self.corner(names[0], circle.centre, names[2]))
         if not {*names, circle.centre} <= self.drawing.places.keys():
             raise UnreadError(f"the form does not say which way round {term} goes")
-        first, middle, last = (self.drawing.places[name] - self.drawing.places[circle.centre] for name in names)
+        first, middle, last = (
+            self.drawing.places[name] - self.drawing.places[circle.centre] for name in names
+        )
         to_middle = math.atan2(cross(first, middle), (first.conjugate() * middle).real) % math.tau
         to_last = math.atan2(cross(first, last), (first.conjugate() * last).real) % math.tau
         turn = 1 if to_middle < to_last else -1
@@ -364,10 +420,16 @@ class Measures:
         return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
 
     def marked_angle(self, circle: Circle) -> Quantity:
-        """The one angle at a centre whose size a fact gives; over 180 degrees where the fact says so."""
+        """The one angle at a centre whose size a fact gives; over 180 degrees where the fact says
+        so.
+        """
         marked: dict[tuple[str, ...], float | None] = {}
         for fact in self.drawing.facts:
-            if fact.head != "Equals" or len(fact.arguments) != 2 or fact.arguments[0].head != "MeasureOf":
+            if (
+                fact.head != "Equals"
+                or len(fact.arguments) != 2
+                or fact.arguments[0].head != "MeasureOf"
+            ):
                 continue
             names = fact.arguments[0].arguments[0].names
             if len(names) == 3 and names[1] == circle.centre:
@@ -379,7 +441,9 @@ class Measures:
         return minus(Constant(360.0), angle) if size is not None and size > 180 else angle
 
     def rounded(self, term: Term, shape: Term) -> Quantity:
-        """A shape of a drawing with a circle: the marked sector, the disc, or a polygon with half discs on it."""
+        """A shape of a drawing with a circle: the marked sector, the disc, or a polygon with half
+        discs on it.
+        """
         drawing = self.drawing
         if shape.names == ["A"]:
             try:
@@ -393,11 +457,15 @@ class Measures:
             halves = [self._half_disc(circle, outline) for circle in drawing.circles]
             if all(half is not None for half in halves):
                 self.assumed.append("the figure is the polygon with half circles on its sides")
-                return plus(Area(corners=tuple(outline)), *(half for half in halves if half is not None))
+                return plus(
+                    Area(corners=tuple(outline)), *(half for half in halves if half is not None)
+                )
         raise UnreadError(f"the form does not say which region {term} is")
 
     def _half_disc(self, circle: Circle, outline: Sequence[str]) -> Quantity | None:
-        """Half of a disc over a side of an outline that is its diameter: added where no corner lies inside it."""
+        """Half of a disc over a side of an outline that is its diameter: added where no corner lies
+        inside it.
+        """
         for i in range(len(outline)):
             side = {outline[i - 1], outline[i]}
             if side <= set(circle.points) and self.drawing.are_on_one_row((*side, circle.centre)):
@@ -406,7 +474,9 @@ class Measures:
         return None
 
     def coloured(self, term: Term, shape: Term) -> Quantity:
-        """The area of a coloured region, by what lies inside what; `assumed` says which region was taken."""
+        """The area of a coloured region, by what lies inside what; `assumed` says which region was
+        taken.
+        """
         drawing = self.drawing
         if shape.head == "Shape" and any(fact.head == "Similar" for fact in drawing.terms):
             return self.similar_without_area(term)
@@ -437,7 +507,9 @@ class Measures:
         outline = self._polygon_for_region()
         discs = drawing.circles
         if len(discs) == 2 and discs[0].centre == discs[1].centre:
-            larger, smaller = sorted(discs, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0))
+            larger, smaller = sorted(
+                discs, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0)
+            )
             self.assumed.append("the region is the ring between the circles")
             return minus(self.of_circle("AreaOf", larger), self.of_circle("AreaOf", smaller))
         if not outline:
@@ -510,7 +582,9 @@ class Measures:
         return over(parts[0], parts[1])
 
     def sum(self, term: Term) -> Quantity:
-        """A sum; in `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all of them."""
+        """A sum; in `SumOf(CircumferenceOf(Circle(A)), Circle(B))` the first measure goes for all
+        of them.
+        """
         first = term.arguments[0]
         parts = []
         for argument in term.arguments:

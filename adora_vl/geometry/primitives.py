@@ -1,7 +1,8 @@
 """One table: what each fact of a diagram says in primitives.
 
-`read` turns a form into relations on a figure, and its question into the quantity that is asked. Solver, angle chase
-and checks read the relations alone, so that each kind of fact is understood in one place, its function below.
+`read` turns a form into relations on a figure, and its question into the quantity that is asked.
+Solver, angle chase and checks read the relations alone, so that each kind of fact is understood in
+one place, its function below.
 """
 
 from __future__ import annotations
@@ -36,19 +37,25 @@ from adora_vl.geometry.words import words_of
 from adora_vl.utils.errors import did_you_mean
 
 # "What appears to be tangent", where the question says that; and where nobody says it.
-SAID_TANGENT, SEEN_TANGENT = 22.0, 9.0  # degrees from a right angle to the radius
-_SEEN_RIGHT, _SEEN_PARALLEL = 2.5, 2.0  # degrees
+# degrees from a right angle to the radius
+SAID_TANGENT = 22.0
+SEEN_TANGENT = 9.0
+# degrees
+_SEEN_RIGHT = 2.5
+_SEEN_PARALLEL = 2.0
 _SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
-_AT_CENTRE, _AT_MIDDLE = 0.07, 0.05  # shares of a polygon's size
+# shares of a polygon's size
+_AT_CENTRE = 0.07
+_AT_MIDDLE = 0.05
 
 
 @dataclass
 class Reading:
     """What a form says.
 
-    `relations` hold in the figure; `sources` has for each the number of the fact that it comes of, in the order of the
-    drawing's terms, or None where the picture shows it. `assumed` says these in words. `unread` has the facts that
-    could not be read, with the reason.
+    `relations` hold in the figure; `sources` has for each the number of the fact that it comes of,
+    in the order of the drawing's terms, or None where the picture shows it. `assumed` says these in
+    words. `unread` has the facts that could not be read, with the reason.
     """
 
     drawing: Drawing
@@ -70,7 +77,11 @@ class Reading:
                 self.drawing.check_points(points_in(relation))
                 relations.append(relation)
         except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
-            reason = str(error) if isinstance(error, UnreadError) else "it is not in a form that is known"
+            reason = (
+                str(error)
+                if isinstance(error, UnreadError)
+                else "it is not in a form that is known"
+            )
             self.unread.append((term, reason))
             return
         self.relations += relations
@@ -82,11 +93,13 @@ class Reading:
         self.assumed.append(words)
 
 
-def read(form: Form, *, without: Iterable[int] = (), without_words: Iterable[str] = (), looks: int = 0) -> Reading:
+def read(
+    form: Form, *, without: Iterable[int] = (), without_words: Iterable[str] = (), looks: int = 0
+) -> Reading:
     """Read a form, without the facts of these numbers, or whose words are these.
 
-    `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on chords, where the
-    picture shows them and no fact says so.
+    `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on
+    chords, where the picture shows them and no fact says so.
     """
     drawing = Drawing(form)
     measures = Measures(drawing)
@@ -95,7 +108,10 @@ def read(form: Form, *, without: Iterable[int] = (), without_words: Iterable[str
         reading.relations.append(Parallel(a=middle, b=first, c=middle, d=last))
         reading.sources.append(None)
     words = set(without_words)
-    skipped = {*without, *(number for number, term in enumerate(drawing.terms) if words_of(term) in words)}
+    skipped = {
+        *without,
+        *(number for number, term in enumerate(drawing.terms) if words_of(term) in words),
+    }
     for number, term in enumerate(drawing.terms):
         if number not in skipped and term.head != "Find":
             reading.add(term, number)
@@ -111,7 +127,14 @@ def read(form: Form, *, without: Iterable[int] = (), without_words: Iterable[str
 
 _HOLDS_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
 _HOLDS_AROUND = ("Regular", "Right", "Isosceles", "Equilateral")
-_SAYS_MORE = ("Similar", "InscribedIn", "CircumscribedTo", "IsDiagonalOf", "IsMidpointOf", "Isosceles")
+_SAYS_MORE = (
+    "Similar",
+    "InscribedIn",
+    "CircumscribedTo",
+    "IsDiagonalOf",
+    "IsMidpointOf",
+    "Isosceles",
+)
 
 
 def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
@@ -126,7 +149,14 @@ def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
 
 
 def _read_goal(reading: Reading) -> None:
-    goal = next((term.arguments[0] for term in reading.drawing.asked if term.head == "Find" and term.arguments), None)
+    goal = next(
+        (
+            term.arguments[0]
+            for term in reading.drawing.asked
+            if term.head == "Find" and term.arguments
+        ),
+        None,
+    )
     if goal is None:
         reading.goal_fault = "the question asks for nothing that can be computed"
         return
@@ -137,7 +167,9 @@ def _read_goal(reading: Reading) -> None:
         reading.drawing.check_points(points_in_quantity(quantity))
         reading.goal = quantity
     except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
-        reading.goal_fault = str(error) if isinstance(error, UnreadError) else f"{goal} is no measure that is known"
+        reading.goal_fault = (
+            str(error) if isinstance(error, UnreadError) else f"{goal} is no measure that is known"
+        )
         return
     reading.assumed += reading.measures.assumed
 
@@ -162,7 +194,12 @@ def _equals(measures: Measures, term: Term) -> Iterator[Relation]:
     if left.head in CORNERS or left.head in ("Shape", "Circle", "Polygon"):
         return  # it says which shape is called so, which the drawing knows
     if left.head == "Line" and right.head in ("AltitudeOf", "HeightOf"):
-        yield from _foot(measures, measures.drawing.segment(left), right.arguments[0].names, is_median=False)
+        yield from _foot(
+            measures,
+            line=measures.drawing.segment(left),
+            names=right.arguments[0].names,
+            is_median=False,
+        )
         return
     if left.head == "Line" and right.head == "HypotenuseOf" and len(right.arguments[0].names) == 3:
         yield from _opposite_right_angle(left.names, right.arguments[0].names)
@@ -217,7 +254,11 @@ def _on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
     target = term.arguments[1]
     radius = target.names[1] if len(target.names) > 1 else None
     centre = target.names[0] if target.names else target.head
-    circles = [circle for circle in measures.drawing.circles if circle.centre == centre and name in circle.points]
+    circles = [
+        circle
+        for circle in measures.drawing.circles
+        if circle.centre == centre and name in circle.points
+    ]
     if not circles:
         circles = [measures.drawing.circle(target)]
     if radius is None or len(circles) == 1:
@@ -228,7 +269,9 @@ def _on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _reaches(measures: Measures, point: str, circle: Circle) -> Relation:
-    return Equal(left=measures.distance(point, circle.centre), right=measures.radius(circle), unit="length")
+    return Equal(
+        left=measures.distance(point, circle.centre), right=measures.radius(circle), unit="length"
+    )
 
 
 def _perpendicular(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -318,17 +361,23 @@ def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation
             raise UnreadError("the form does not say where the perpendicular bisectors meet")
         for i in range(3):
             yield _same(measures, (meeting[0], names[i]), (meeting[0], names[i - 1]))
-            yield from _feet_in_the_middle(drawing, names[i], names[i - 1], names)
+            yield from _feet_in_the_middle(drawing, start=names[i], end=names[i - 1], names=names)
         return
     start, end = drawing.segment(term.arguments[0])
     if len(names) != 2:
-        raise UnreadError("the form does not say of which segment the line is the perpendicular bisector")
+        raise UnreadError(
+            "the form does not say of which segment the line is the perpendicular bisector"
+        )
     yield Perpendicular(a=start, b=end, c=names[0], d=names[1])
     yield _same(measures, (start, names[0]), (start, names[1]))
 
 
-def _feet_in_the_middle(drawing: Drawing, start: str, end: str, names: Sequence[str]) -> Iterator[Relation]:
-    """The point of a side that looks like its midpoint is where the perpendicular bisector stands; one for a side."""
+def _feet_in_the_middle(
+    drawing: Drawing, start: str, end: str, names: Sequence[str]
+) -> Iterator[Relation]:
+    """The point of a side that looks like its midpoint is where the perpendicular bisector stands;
+    one for a side.
+    """
     places = drawing.places
     candidates = []
     for row in drawing.rows:
@@ -350,11 +399,15 @@ def _tangent(measures: Measures, term: Term) -> Iterator[Relation]:
         for relation, _ in _seen_tangents(measures, SAID_TANGENT):
             yield relation
         return
-    yield _touches(measures, measures.drawing.circle(term.arguments[1]), measures.drawing.segment(line))
+    yield _touches(
+        measures, measures.drawing.circle(term.arguments[1]), measures.drawing.segment(line)
+    )
 
 
 def _touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
-    """A line touches a circle: perpendicular to the radius at the point that they share, else at its distance."""
+    """A line touches a circle: perpendicular to the radius at the point that they share, else at
+    its distance.
+    """
     drawing = measures.drawing
     shared = [name for name in line if name in circle.points]
     if not shared:
@@ -441,7 +494,9 @@ def _kite(measures: Measures, term: Term) -> Iterator[Relation]:
     if {a, b, c, d} <= places.keys():
         sides = [abs(places[b] - places[a]), abs(places[c] - places[b])]
         sides += [abs(places[d] - places[c]), abs(places[a] - places[d])]
-        if abs(sides[0] - sides[3]) + abs(sides[1] - sides[2]) >= abs(sides[0] - sides[1]) + abs(sides[2] - sides[3]):
+        if abs(sides[0] - sides[3]) + abs(sides[1] - sides[2]) >= abs(sides[0] - sides[1]) + abs(
+            sides[2] - sides[3]
+        ):
             a, b, c, d = b, c, d, a
     yield _same(measures, (a, b), (a, d))
     yield _same(measures, (c, b), (c, d))
@@ -479,11 +534,17 @@ def _right(measures: Measures, term: Term) -> Iterator[Relation]:
 
 def _regular(measures: Measures, term: Term) -> Iterator[Relation]:
     names = measures.drawing.shape(_inner(term))
-    yield from _all_equal(measures, names, angles=len(names) > 4 or (len(names) == 4 and term.head == "Regular"))
+    yield from _all_equal(
+        measures, names, angles=len(names) > 4 or (len(names) == 4 and term.head == "Regular")
+    )
 
 
-def _all_equal(measures: Measures, names: Sequence[str], *, angles: bool | None = None) -> Iterator[Relation]:
-    """All sides are equal, and all angles; the centre and the middles of sides that are drawn are such."""
+def _all_equal(
+    measures: Measures, names: Sequence[str], *, angles: bool | None = None
+) -> Iterator[Relation]:
+    """All sides are equal, and all angles; the centre and the middles of sides that are drawn are
+    such.
+    """
     count = len(names)
     for i in range(1, count):
         yield _same(measures, (names[i - 1], names[i]), (names[i - 2], names[i - 1]))
@@ -517,7 +578,9 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
     drawing = measures.drawing
     if first.head == "Circle":
         circles = [drawing.circle(first), drawing.circle(second)]
-        yield Equal(left=measures.radius(circles[0]), right=measures.radius(circles[1]), unit="length")
+        yield Equal(
+            left=measures.radius(circles[0]), right=measures.radius(circles[1]), unit="length"
+        )
         return
     if first.head in ("Angle", "Arc") and second.head in ("Angle", "Arc"):
         yield Equal(left=measures.value(first), right=measures.value(second), unit="degrees")
@@ -533,9 +596,13 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
         if is_congruent:
             yield _same(measures, (names[i - 1], names[i]), (partners[i - 1], partners[i]))
         else:
-            here = over(measures.distance(names[i - 1], names[i]), measures.distance(partners[i - 1], partners[i]))
+            here = over(
+                measures.distance(names[i - 1], names[i]),
+                measures.distance(partners[i - 1], partners[i]),
+            )
             before = over(
-                measures.distance(names[i - 2], names[i - 1]), measures.distance(partners[i - 2], partners[i - 1])
+                measures.distance(names[i - 2], names[i - 1]),
+                measures.distance(partners[i - 2], partners[i - 1]),
             )
             logarithms = [Combined(function="log", parts=(ratio,)) for ratio in (here, before)]
             yield Equal(left=logarithms[0], right=logarithms[1], unit="plain")
@@ -547,7 +614,9 @@ def _similar(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _median(measures: Measures, term: Term) -> Iterator[Relation]:
-    """A median or an altitude of a triangle; the median of a trapezoid joins the middles of its legs."""
+    """A median or an altitude of a triangle; the median of a trapezoid joins the middles of its
+    legs.
+    """
     drawing = measures.drawing
     line = drawing.segment(term.arguments[0])
     names = drawing.shape(term.arguments[1]) if len(term.arguments[1].names) > 2 else []
@@ -556,7 +625,7 @@ def _median(measures: Measures, term: Term) -> Iterator[Relation]:
     if len(names) == 4:
         yield from _midsegment_of(measures, line, names)
         return
-    yield from _foot(measures, line, names, is_median=term.head == "IsMedianOf")
+    yield from _foot(measures, line=line, names=names, is_median=term.head == "IsMedianOf")
 
 
 def _midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -569,7 +638,9 @@ def _midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
         yield Mean(point=point, of=measures.drawing.side_with(point, names))
 
 
-def _midsegment_of(measures: Measures, line: tuple[str, str], names: Sequence[str]) -> Iterator[Relation]:
+def _midsegment_of(
+    measures: Measures, line: tuple[str, str], names: Sequence[str]
+) -> Iterator[Relation]:
     a, b, c, d = _four(measures.drawing.with_base_first(names))
     yield Parallel(a=a, b=b, c=d, d=c)
     if set(line) <= measures.drawing.places.keys():
@@ -580,8 +651,12 @@ def _midsegment_of(measures: Measures, line: tuple[str, str], names: Sequence[st
     yield Mean(point=line[1], of=(d, a))
 
 
-def _foot(measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool) -> Iterator[Relation]:
-    """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to it."""
+def _foot(
+    measures: Measures, line: tuple[str, str], names: Sequence[str], *, is_median: bool
+) -> Iterator[Relation]:
+    """A line from a corner of a triangle to the opposite side: to its middle, or perpendicular to
+    it.
+    """
     tops = [name for name in line if name in names]
     feet = [name for name in line if name not in names]
     ends = [name for name in names if name not in line]
@@ -628,7 +703,9 @@ def _incenter(measures: Measures, term: Term) -> Iterator[Relation]:
         return
     names = measures.drawing.shape(term.arguments[1])
     for i in range(3):
-        yield _same_angle(measures, (names[i - 2], names[i - 1], point), (point, names[i - 1], names[i]))
+        yield _same_angle(
+            measures, (names[i - 2], names[i - 1], point), (point, names[i - 1], names[i])
+        )
 
 
 def _orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -639,7 +716,9 @@ def _orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _hypotenuse(measures: Measures, term: Term) -> Iterator[Relation]:
-    yield from _opposite_right_angle(term.arguments[0].names, measures.drawing.shape(term.arguments[1]))
+    yield from _opposite_right_angle(
+        term.arguments[0].names, measures.drawing.shape(term.arguments[1])
+    )
 
 
 def _diagonal(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -659,7 +738,9 @@ def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, st
 
 
 def _seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
-    """Lines that meet a circle in one point and look perpendicular to the radius there, up to `limit` degrees."""
+    """Lines that meet a circle in one point and look perpendicular to the radius there, up to
+    `limit` degrees.
+    """
     drawing = measures.drawing
     places = drawing.places
     lines = [*drawing.rows, *([*line] for line in drawing.form.lines if set(line) <= places.keys())]
@@ -670,11 +751,19 @@ def _seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation,
             to_point = places[point] - places[circle.centre]
             taken: set[str] = set()
             for line in lines:
-                meets_once = point in line and circle.centre not in line and len(set(line) & set(circle.points)) == 1
+                meets_once = (
+                    point in line
+                    and circle.centre not in line
+                    and len(set(line) & set(circle.points)) == 1
+                )
                 if not meets_once:
                     continue
                 far = max(line, key=lambda name: abs(places[name] - places[point]))
-                lean = abs(math.degrees(math.asin(min(1.0, abs(cosine(to_point, places[far] - places[point]))))))
+                lean = abs(
+                    math.degrees(
+                        math.asin(min(1.0, abs(cosine(to_point, places[far] - places[point]))))
+                    )
+                )
                 if far != point and lean < limit and far not in taken:
                     taken.add(far)
                     relation = Perpendicular(a=circle.centre, b=point, c=point, d=far)
@@ -686,11 +775,16 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
     places = drawing.places
     for circle in drawing.circles:
         for start, end in drawing.form.lines:
-            if not {start, end} <= set(circle.points) or not {start, end, circle.centre} <= places.keys():
+            if (
+                not {start, end} <= set(circle.points)
+                or not {start, end, circle.centre} <= places.keys()
+            ):
                 continue
             way = places[end] - places[start]
             beside = abs((way.conjugate() * (places[circle.centre] - places[start])).imag)
-            if beside < _SEEN_ON_CHORD * abs(way) ** 2 and not drawing.are_on_one_row((start, end, circle.centre)):
+            if beside < _SEEN_ON_CHORD * abs(way) ** 2 and not drawing.are_on_one_row(
+                (start, end, circle.centre)
+            ):
                 relation = Parallel(a=circle.centre, b=start, c=circle.centre, d=end)
                 yield relation, f"{circle.centre} lies on {start}{end}"
 
@@ -758,6 +852,27 @@ FACTS: dict[str, _Rule] = {
     "IsDiagonalOf": _diagonal,
 }
 # Heads that name something and say nothing of it.
-_SAYS_NOTHING = ("Circle", "Line", "Triangle", "Quadrilateral", "Pentagon", "Hexagon", "Heptagon", "Octagon", "Angle")
-_SAYS_NOTHING += ("Shape", "Polygon", "Arc", "Point", "Find", "UseTheorem", "Shaded", "Minor", "Major", "PerimeterOf")
+_SAYS_NOTHING = (
+    "Circle",
+    "Line",
+    "Triangle",
+    "Quadrilateral",
+    "Pentagon",
+    "Hexagon",
+    "Heptagon",
+    "Octagon",
+    "Angle",
+)
+_SAYS_NOTHING += (
+    "Shape",
+    "Polygon",
+    "Arc",
+    "Point",
+    "Find",
+    "UseTheorem",
+    "Shaded",
+    "Minor",
+    "Major",
+    "PerimeterOf",
+)
 _SAYS_NOTHING += ("LengthOf", "AreaOf", "MeasureOf")

@@ -1,7 +1,8 @@
 """What the picture of a form shows: lines with their points in order, regions, polygons, circles.
 
-Facts often name a shape only by its kind, as `Parallelogram($)` does, or an angle by its corner alone. This module
-finds which corners are meant. Places are complex numbers with y upwards, in pixels of the picture.
+Facts often name a shape only by its kind, as `Parallelogram($)` does, or an angle by its corner
+alone. This module finds which corners are meant. Places are complex numbers with y upwards, in
+pixels of the picture.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ COLOURS = ("Shaded", "Blue", "Green", "Red")
 WRAPPERS = (*COLOURS, "Regular", "Right", "Isosceles", "Equilateral")
 _POINT = re.compile(r"[A-Z]'?|point_\d+")
 _SAME_RAY = 12.0  # degrees; two drawn rays closer than this are one
-_STRAIGHT = 0.025  # share of a segment's length that a point may lie beside it and still seem to be on it
+# share of a segment's length that a point may lie beside it and still seem to be on it
+_STRAIGHT = 0.025
 _MOST_FACES = 40  # corners of a region; a walk that is longer has lost its way
 _UNLIKE = 0.15  # step in which a polygon's likeness to its kind is counted
 
@@ -73,7 +75,9 @@ def cosine(u: complex, w: complex) -> float:
 
 
 def cross_each_other(a: complex, b: complex, c: complex, d: complex, least: float = 0.0) -> bool:
-    """Whether segment ab crosses segment cd inside both; `least` is the area that counts as no crossing."""
+    """Whether segment ab crosses segment cd inside both; `least` is the area that counts as no
+    crossing.
+    """
     first = cross(b - a, c - a) * cross(b - a, d - a)
     second = cross(d - c, a - c) * cross(d - c, b - c)
     return first < -least and second < -least
@@ -112,10 +116,10 @@ class Drawing:
             self.neighbours[end].add(start)
         self.on_segment: dict[tuple[str, str], set[str]] = defaultdict(set)
         for term in self.terms:
-            if term.head == "PointLiesOnLine" and len(term.arguments) == 2 and len(term.arguments[1].names) == 2:
-                first, last = term.arguments[1].names
-                if first != last:
-                    self.on_segment[first, last].add(term.arguments[0].head)
+            if term.head == "PointLiesOnLine" and len(term.arguments) == 2:
+                names = [term.arguments[0].head, *term.arguments[1].names]
+                if len(set(names)) == len(names) == 3 and all(map(self._may_be_point, names)):
+                    self.on_segment[names[1], names[2]].add(names[0])
         self.circles = self._circles()
         self._imagine_places()
         self.straight = self._seen_straight()
@@ -127,6 +131,11 @@ class Drawing:
 
     # Points and circles
 
+    def _may_be_point(self, name: str) -> bool:
+        """Whether a name is a capital letter, or one that the picture has."""
+        is_drawn = name in self.form.points or name in self.neighbours
+        return is_drawn or _POINT.fullmatch(name) is not None
+
     @cached_property
     def points(self) -> list[str]:
         """All points of the form, in an order that depends on their names alone."""
@@ -134,16 +143,24 @@ class Drawing:
         for circle in self.circles:
             names.update((circle.centre, *circle.points))
         for term in self.terms:
-            names.update(part.head for part in term.walk() if not part.arguments and _POINT.fullmatch(part.head))
+            names.update(
+                part.head
+                for part in term.walk()
+                if not part.arguments and _POINT.fullmatch(part.head)
+            )
         return sorted(names - self.aliases.keys())
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """A circle that the question names and the picture does not have is the only one that it has."""
+        """A circle that the question names and the picture does not have is the only one that it
+        has.
+        """
         drawn = {circle.centre for circle in self.circles}
         if len(drawn) != 1:
             return {}
-        known = {*self.form.points, *self.neighbours}.union(*(circle.points for circle in self.circles))
+        known = {*self.form.points, *self.neighbours}.union(
+            *(circle.points for circle in self.circles)
+        )
         called = {
             part.names[0]
             for term in self.asked
@@ -228,21 +245,32 @@ class Drawing:
         """The radius in the picture; None where no point of the circle has a place."""
         if circle.centre not in self.places:
             return None
-        reaches = [abs(self.places[name] - self.places[circle.centre]) for name in circle.points if name in self.places]
+        reaches = [
+            abs(self.places[name] - self.places[circle.centre])
+            for name in circle.points
+            if name in self.places
+        ]
         return sum(reaches) / len(reaches) if reaches else None
 
     def circle_of_arc(self, names: Sequence[str]) -> Circle:
-        """The circle that an arc lies on. Raises `UnreadError` where none or several have its ends."""
+        """The circle that an arc lies on.
+
+        Raises `UnreadError` where none or several have its ends.
+        """
         ends = {names[0], names[-1]}
         having = [circle for circle in self.circles if ends <= set(circle.points)]
         if len(having) > 1:
             having = [circle for circle in having if circle.centre not in names]
         if len(having) != 1:
-            raise UnreadError(f"the form does not say on which circle the arc {''.join(names)} lies")
+            raise UnreadError(
+                f"the form does not say on which circle the arc {''.join(names)} lies"
+            )
         return having[0]
 
     def goes_over(self, names: Sequence[str], centre: str) -> bool:
-        """Whether an arc of three letters, by the point between, is the longer way round in the picture."""
+        """Whether an arc of three letters, by the point between, is the longer way round in the
+        picture.
+        """
         first, middle, last = (phase(self.places[name] - self.places[centre]) for name in names)
         whole = (last - first) % math.tau
         through = (middle - first) % math.tau < whole
@@ -251,7 +279,9 @@ class Drawing:
     # Places that the annotation lacks
 
     def _imagine_places(self) -> None:
-        """Give a point without a place one that its facts suggest: a similar figure's copy, or a foot on a line."""
+        """Give a point without a place one that its facts suggest: a similar figure's copy, or a
+        foot on a line.
+        """
         self._copy_similar()
         for _ in range(2):
             for (first, last), points in sorted(self.on_segment.items()):
@@ -265,11 +295,15 @@ class Drawing:
                         self.imagined.add(name)
 
     def _share_of_foot(self, name: str, first: str, last: str) -> float:
-        """How far along a segment the foot of a perpendicular from a known point lies; the middle without one."""
+        """How far along a segment the foot of a perpendicular from a known point lies; the middle
+        without one.
+        """
         start = self.places[first]
         way = self.places[last] - start
         for term in self.facts:
-            if term.head != "Perpendicular" or not all(len(line.names) == 2 for line in term.arguments):
+            if term.head != "Perpendicular" or not all(
+                len(line.names) == 2 for line in term.arguments
+            ):
                 continue
             for line in term.arguments:
                 if name not in line.names or line.names[0] == line.names[1]:
@@ -308,7 +342,9 @@ class Drawing:
                     yield tuple(part.names)
 
     def _seen_straight(self) -> list[tuple[str, str, str]]:
-        """Where AB, BC and AC are drawn and B lies between in the picture, ABC is one line: (B, A, C)."""
+        """Where AB, BC and AC are drawn and B lies between in the picture, ABC is one line: (B, A,
+        C).
+        """
         seen = []
         for first, last in self.form.lines:
             for middle in sorted(self.neighbours[first] & self.neighbours[last]):
@@ -317,7 +353,9 @@ class Drawing:
                 before = self.places[middle] - self.places[first]
                 behind = self.places[last] - self.places[middle]
                 whole = abs(self.places[last] - self.places[first])
-                known = self.on_segment.get((first, last), set()) | self.on_segment.get((last, first), set())
+                known = self.on_segment.get((first, last), set()) | self.on_segment.get(
+                    (last, first), set()
+                )
                 is_between = dot(before, behind) > 0
                 is_beside = abs(cross(before, behind)) >= _STRAIGHT * whole**2
                 if is_between and not is_beside and middle not in known:
@@ -347,7 +385,8 @@ class Drawing:
 
     @cached_property
     def lines(self) -> list[list[str]]:
-        """All lines: `rows`, and those with a point that has no place, in the order that the facts give.
+        """All lines: `rows`, and those with a point that has no place, in the order that the facts
+        give.
 
         That is: the ends outside, the points that lie on the line between them.
         """
@@ -366,7 +405,10 @@ class Drawing:
         return any(wanted <= set(row) for row in self.lines)
 
     def segment(self, term: Term) -> tuple[str, str]:
-        """The two points of a line; of `Line(m)`, of the segment whose length is m. Raises `UnreadError`."""
+        """The two points of a line; of `Line(m)`, of the segment whose length is m.
+
+        Raises `UnreadError`.
+        """
         names = term.names
         if term.head != "Line" or not names:
             raise UnreadError(f"{term} is no line")
@@ -379,17 +421,24 @@ class Drawing:
         raise UnreadError(f"the form does not say which line {names[0]} is")
 
     def parallel_looking(self, count: int) -> list[tuple[str, str]]:
-        """The rows that look most parallel, for lines whose names the picture does not have. Raises `UnreadError`."""
+        """The rows that look most parallel, for lines whose names the picture does not have.
+
+        Raises `UnreadError`.
+        """
         best: tuple[float, tuple[list[str], ...]] | None = None
         for rows in combinations(self.rows, count):
             if any(set(first) & set(second) for first, second in combinations(rows, 2)):
                 continue
             has_transversal = any(
-                all(set(row) & set(third) for row in rows) for third in self.rows if third not in rows
+                all(set(row) & set(third) for row in rows)
+                for third in self.rows
+                if third not in rows
             )
             if not has_transversal:
                 continue
-            apart = max(self.degrees_apart(first, second) for first, second in combinations(rows, 2))
+            apart = max(
+                self.degrees_apart(first, second) for first, second in combinations(rows, 2)
+            )
             rank = apart - 0.3 * sum(len(row) for row in rows)
             if best is None or rank < best[0]:
                 best = (rank, rows)
@@ -406,7 +455,10 @@ class Drawing:
     # Angles
 
     def angle(self, term: Term) -> tuple[str, str, str]:
-        """The three points of an angle. Raises `UnreadError` where the corner alone does not say which one is meant."""
+        """The three points of an angle.
+
+        Raises `UnreadError` where the corner alone does not say which one is meant.
+        """
         names = term.names
         if len(names) == 3 and len(set(names)) == 3:
             return self.point(names[0]), self.point(names[1]), self.point(names[2])
@@ -456,7 +508,10 @@ class Drawing:
         return rays
 
     def around(self, corner: str, inside: str) -> tuple[str, str, str]:
-        """The nearest rays on both sides of the ray from a corner to `inside`. Raises `UnreadError`."""
+        """The nearest rays on both sides of the ray from a corner to `inside`.
+
+        Raises `UnreadError`.
+        """
         if corner not in self.places or inside not in self.places:
             near = [name for name in self._near(corner) if name != inside]
             if len(near) != 2:
@@ -468,7 +523,9 @@ class Drawing:
             if corner in row:
                 for name in row:
                     if name != corner:
-                        turns[(phase(self.places[name] - self.places[corner]) - start) % math.tau] = name
+                        turns[
+                            (phase(self.places[name] - self.places[corner]) - start) % math.tau
+                        ] = name
         beside = sorted(turn for turn in turns if 0.06 < turn < math.tau - 0.06)
         if len(beside) < 2:
             raise UnreadError(f"the form does not say which angle at {corner} is meant")
@@ -491,7 +548,9 @@ class Drawing:
 
     @cached_property
     def faces(self) -> list[list[str]]:
-        """The inner regions that the drawn lines enclose, each as the points around it against the clock."""
+        """The inner regions that the drawn lines enclose, each as the points around it against the
+        clock.
+        """
         seen: set[tuple[str, str]] = set()
         faces = []
         for start in sorted(self._borders):
@@ -509,7 +568,8 @@ class Drawing:
             back = self._direction(end, start)
             onward = [name for name in sorted(self._borders[end]) if name != start] or [start]
             following = max(onward, key=lambda name: (self._direction(end, name) - back) % math.tau)
-            start, end = end, following
+            start = end
+            end = following
         return face
 
     def signed_area(self, names: Sequence[str]) -> float:
@@ -527,7 +587,9 @@ class Drawing:
 
     @cached_property
     def polygons(self) -> list[list[str]]:
-        """The corners of all regions, of all pairs of regions that share a side, and of the outline."""
+        """The corners of all regions, of all pairs of regions that share a side, and of the
+        outline.
+        """
         polygons = [self.corners(face) for face in self.faces]
         for first, second in combinations(self.faces[:60], 2):
             joined = _joined(first, second)
@@ -539,7 +601,9 @@ class Drawing:
         return polygons
 
     def outline(self, within: Iterable[str] | None = None) -> list[str]:
-        """The corners of the outer boundary, without dead ends; empty where there is none that is simple."""
+        """The corners of the outer boundary, without dead ends; empty where there is none that is
+        simple.
+        """
         borders = {name: set(near) for name, near in self._borders.items()}
         if within is not None:
             borders = {name: near for name, near in borders.items() if name in set(within)}
@@ -552,7 +616,9 @@ class Drawing:
                     borders.get(neighbour, set()).discard(name)
         if len(borders) < 3:
             return []
-        first = min(borders, key=lambda name: (self.places[name].imag, self.places[name].real, name))
+        first = min(
+            borders, key=lambda name: (self.places[name].imag, self.places[name].real, name)
+        )
         boundary = [first]
         current = first
         back = -math.pi / 2
@@ -588,10 +654,13 @@ class Drawing:
         return sorted(components, key=self._leftmost)
 
     def _leftmost(self, component: set[str]) -> float:
-        return min((self.places[name].real for name in component if name in self.places), default=0.0)
+        return min(
+            (self.places[name].real for name in component if name in self.places), default=0.0
+        )
 
     def shape(self, term: Term) -> list[str]:
-        """The corners of a shape in the order of the drawing; of one without names, of what is drawn.
+        """The corners of a shape in the order of the drawing; of one without names, of what is
+        drawn.
 
         Raises `UnreadError` where the picture does not show which shape is meant.
         """
@@ -607,13 +676,17 @@ class Drawing:
             return self.in_drawing_order(self.named[shape.head])
         count = CORNERS.get(shape.head)
         if count is None:
-            if shape.head in ("Shape", "Polygon", "Figure") and (not self.circles or shape.head == "Polygon"):
+            if shape.head in ("Shape", "Polygon", "Figure") and (
+                not self.circles or shape.head == "Polygon"
+            ):
                 return self._needed(self.outline() or self._cycle(None), term)
             raise UnreadError(f"the form does not say which shape {term} is")
         best = self._likest(shape.head, count)
         if best is not None:
             return best
-        same_size = next((list(named) for named in self.named.values() if len(named) == count), None)
+        same_size = next(
+            (list(named) for named in self.named.values() if len(named) == count), None
+        )
         if same_size is None and count == 3:
             triangles = [
                 names
@@ -624,7 +697,9 @@ class Drawing:
         return self._needed(same_size or self._cycle(count), term)
 
     def _cycle(self, count: int | None) -> list[str] | None:
-        """The only way round over drawn lines through all points that lie inside no line; None where it is not."""
+        """The only way round over drawn lines through all points that lie inside no line; None
+        where it is not.
+        """
         inside = set().union(*self.on_segment.values()) if self.on_segment else set()
         corners = sorted(name for name in self.neighbours if name not in inside)
         if len(corners) < 3 or len(corners) > 8 or (count is not None and len(corners) != count):
@@ -645,7 +720,8 @@ class Drawing:
         return [
             corner
             for corner in corners
-            if corner != name and (corner in self.neighbours[name] or self.are_on_one_row((name, corner)))
+            if corner != name
+            and (corner in self.neighbours[name] or self.are_on_one_row((name, corner)))
         ]
 
     def _needed(self, names: list[str] | None, term: Term) -> list[str]:
@@ -654,13 +730,15 @@ class Drawing:
         return names
 
     def in_drawing_order(self, names: Sequence[str]) -> list[str]:
-        """Corners in the order round the shape, where they are named crosswise, as ABCD for A, B, D, C."""
+        """Corners in the order round the shape, where they are named crosswise, as ABCD for A, B,
+        D, C.
+        """
         names = list(names)
         if len(names) < 4 or not set(names) <= self.places.keys():
             return names
         places = [self.places[name] for name in names]
         crossed = any(
-            cross_each_other(places[i - 1], places[i], places[j - 1], places[j])
+            cross_each_other(places[i - 1], b=places[i], c=places[j - 1], d=places[j])
             for i in range(len(names))
             for j in range(i)
         )
@@ -670,7 +748,9 @@ class Drawing:
         return sorted(names, key=lambda name: phase(self.places[name] - middle))
 
     def _likest(self, head: str, count: int) -> list[str] | None:
-        """The drawn polygon with so many corners that looks most like its kind; of equals, the largest."""
+        """The drawn polygon with so many corners that looks most like its kind; of equals, the
+        largest.
+        """
         ranked = [
             (round(self._unlikeness(head, names) / _UNLIKE), -abs(self.signed_area(names)), names)
             for names in self.polygons
@@ -703,7 +783,9 @@ class Drawing:
     # Parts of shapes
 
     def right_corner(self, names: Sequence[str]) -> str:
-        """The corner of a triangle with the right angle: the marked one, else the one that looks most like it."""
+        """The corner of a triangle with the right angle: the marked one, else the one that looks
+        most like it.
+        """
         for term in self.facts:
             if term.head == "Perpendicular" and len(term.arguments) == 2:
                 shared = set(term.arguments[0].names) & set(term.arguments[1].names)
@@ -714,24 +796,37 @@ class Drawing:
 
         def leaning(i: int) -> float:
             here = self.places[names[i]]
-            return abs(cosine(self.places[names[i - 1]] - here, self.places[names[(i + 1) % 3]] - here))
+            return abs(
+                cosine(self.places[names[i - 1]] - here, self.places[names[(i + 1) % 3]] - here)
+            )
 
         return names[min(range(3), key=leaning)]
 
     def side_with(self, point: str, names: Sequence[str]) -> tuple[str, str]:
-        """The side of a polygon that a point lies on; without a line through it, the side whose middle is nearest."""
+        """The side of a polygon that a point lies on; without a line through it, the side whose
+        middle is nearest.
+        """
         sides = [(names[i - 1], names[i]) for i in range(len(names))]
         for side in sides:
             if self.are_on_one_row((point, *side)):
                 return side
         if not {point, *names} <= self.places.keys():
             raise UnreadError(f"the form does not say on which side {point} lies")
-        return min(sides, key=lambda side: abs(self.places[point] - (self.places[side[0]] + self.places[side[1]]) / 2))
+        return min(
+            sides,
+            key=lambda side: abs(
+                self.places[point] - (self.places[side[0]] + self.places[side[1]]) / 2
+            ),
+        )
 
     def with_base_first(self, names: Sequence[str]) -> list[str]:
         """The corners of a trapezoid, turned so that the first side is parallel to the third."""
         sides = [frozenset((names[i], names[(i + 1) % 4])) for i in range(4)]
-        said = [{frozenset(line.names) for line in term.arguments} for term in self.facts if term.head == "Parallel"]
+        said = [
+            {frozenset(line.names) for line in term.arguments}
+            for term in self.facts
+            if term.head == "Parallel"
+        ]
         for i in (0, 1):
             if {sides[i], sides[i + 2]} in said:
                 return [*names[i:], *names[:i]]
@@ -780,7 +875,9 @@ class Drawing:
             first, second = (self.outline(part) for part in parts)
             if first and len(first) == len(second):
                 return first, self._matched(first, second)[1]
-        shapes = list({tuple(sorted(names)): names for names in self.polygons if len(names) > 2}.values())
+        shapes = list(
+            {tuple(sorted(names)): names for names in self.polygons if len(names) > 2}.values()
+        )
         drawn = {name for name in self.neighbours if name in self.places}
         best: tuple[float, list[str], list[str]] | None = None
         for first, second in combinations(shapes[:80], 2):
@@ -793,7 +890,9 @@ class Drawing:
         return best[1], best[2]
 
     def _marked_pair(self) -> tuple[list[str], list[str]] | None:
-        """Two polygons whose corners facts make equal one by one, where the picture has not the places of both."""
+        """Two polygons whose corners facts make equal one by one, where the picture has not the
+        places of both.
+        """
         partners: dict[str, str] = {}
         for fact in self.facts:
             if fact.head == "Equals" and len(fact.arguments) == 2:
@@ -804,7 +903,11 @@ class Drawing:
             return None
         path = [min(partners)]
         while True:
-            onward = [name for name in sorted(self.neighbours[path[-1]]) if name in partners and name not in path]
+            onward = [
+                name
+                for name in sorted(self.neighbours[path[-1]])
+                if name in partners and name not in path
+            ]
             if not onward:
                 break
             path.append(onward[0])
@@ -834,7 +937,9 @@ class Drawing:
         places = [self.places[name] for name in names]
         angles = []
         for i, place in enumerate(places):
-            turn = phase((places[i - 1] - place) * (places[(i + 1) % len(places)] - place).conjugate())
+            turn = phase(
+                (places[i - 1] - place) * (places[(i + 1) % len(places)] - place).conjugate()
+            )
             angles.append(abs(math.degrees(turn)))
         return angles, [max(abs(places[i] - places[i - 1]), 1e-9) for i in range(len(places))]
 

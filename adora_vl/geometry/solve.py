@@ -1,7 +1,8 @@
-"""Figures that fulfil relations: Levenberg and Marquardt's method from several starts, and which figure is meant.
+"""Figures that fulfil relations: Levenberg and Marquardt's method from several starts, and which
+figure is meant.
 
-No clock decides anything. Work is counted in evaluations of the equations, and random starts have fixed seeds, so a
-slow machine gives what a quick one gives.
+No clock decides anything. Work is counted in evaluations of the equations, and random starts have
+fixed seeds, so a slow machine gives what a quick one gives.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import numpy as np
 
@@ -19,8 +20,10 @@ from adora_vl.geometry.shapes import cross, cross_each_other, dot, sine
 from adora_vl.geometry.system import System, Vector
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
-STARTS, STARTS_WITHOUT_PLACES = 8, 12
-_MOST_STARTS = 40  # of a form without places, until so many figures are found that are as its facts say
+STARTS = 8
+STARTS_WITHOUT_PLACES = 12
+# of a form without places, until so many figures are found that are as its facts say
+_MOST_STARTS = 40
 _WANTED = 4
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
 # The noise of the starts, in shares of the figure's size.
@@ -28,10 +31,13 @@ _NOISE = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
 # How much larger than the picture the figure begins; without a given length nobody knows.
 _STRETCHES = (1.0, 1.0, 1.5, 1.0, 1.0, 1.0)
 _WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
-# First the points are held near the picture, ever less, so that small contradictions do not carry them away.
+# First the points are held near the picture, ever less, so that small contradictions do not carry
+# them away.
 _PULLS = (1e-1, 1e-3)
 _PULLED_STEPS = 8
-_LETTER_STEPS, _STEPS, _TRIALS = 25, 80, 7
+_LETTER_STEPS = 25
+_STEPS = 80
+_TRIALS = 7
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _COLLAPSED = 10  # faults of a figure in which points fall together
@@ -55,38 +61,55 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """A figure that fulfils the relations: its unknowns, the answer in it, and how well it is the one that is meant.
+    """A figure that fulfils the relations: its unknowns, the answer in it, and how well it is the
+    one that is meant.
 
-    `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it move.
-    `faults`: how much it differs in kind from the picture. `far`: how far its points lie from the picture's.
+    `residual`: the largest. `free`: the share of the goal's gradient along which the facts let it
+    move. `flattest`: how steep the equations are where they are flattest; small at a double root,
+    which no computer finds to many digits. `faults`: how much the figure differs in kind from the
+    picture. `far`: how far its points lie from the picture's.
     """
 
     v: Vector
     value: float
     residual: float
     free: float
+    flattest: float
     faults: int
     far: float
     start: int
 
 
 class Problem:
-    """The relations of a reading, as a system with starts from the picture, and the kind of figure that is meant."""
+    """The relations of a reading, as a system with starts from the picture, and the kind of figure
+    that is meant.
+    """
 
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.drawing = reading.drawing
         self.is_scaled = False  # whether a given length says how large the figure is
         self.size, self.pixels = self._size()
-        self.system = System(self.drawing.points, reading.relations, reading.goal, self.size)
-        self.places = {name: self.drawing.places[name] for name in self.drawing.points if name in self.drawing.places}
+        self.system = System(
+            points=self.drawing.points,
+            relations=reading.relations,
+            goal=reading.goal,
+            size=self.size,
+        )
+        self.places = {
+            name: self.drawing.places[name]
+            for name in self.drawing.points
+            if name in self.drawing.places
+        }
         names = sorted(self.places)
         values = [self.places[name] for name in names]
         self.middle = sum(values) / len(values) if values else 0j
         self._compile_kind()
 
     def _size(self) -> tuple[float, float]:
-        """The length of the figure's larger side, by the lengths that are given, and that side in pixels."""
+        """The length of the figure's larger side, by the lengths that are given, and that side in
+        pixels.
+        """
         places = self.drawing.places
         values = list(places.values())
         span = 1.0
@@ -103,7 +126,8 @@ class Problem:
             if length is None or length <= 0:
                 continue
             lengths.append(length)
-            start, end = relation.left.start, relation.left.end
+            start = relation.left.start
+            end = relation.left.end
             if start in places and end in places and abs(places[start] - places[end]) > 1e-6 * span:
                 scales.append(length / abs(places[start] - places[end]))
         self.is_scaled = bool(lengths)
@@ -149,7 +173,9 @@ class Problem:
                 v[i] = 0.3 * self.size
             if circle is not None and circle.points:
                 centre = self.place(v, circle.centre)
-                v[i] = self.size * float(np.mean([abs(self.place(v, point) - centre) for point in circle.points]))
+                v[i] = self.size * float(
+                    np.mean([abs(self.place(v, point) - centre) for point in circle.points])
+                )
         return v
 
     def _from_picture(self, point: str) -> complex:
@@ -164,9 +190,12 @@ class Problem:
     def improved(
         self, v: Vector, budget: Budget, *, steps: int, first: int = 0, pull: float = 0.0
     ) -> tuple[Vector, float]:
-        """Go downhill from `v` in the unknowns from `first` on. The unknowns, and the largest residual there.
+        """Go downhill from `v` in the unknowns from `first` on.
 
-        `pull` holds the points near where they began: the squares of their ways count so much beside the residuals.
+        The unknowns, and the largest residual there.
+
+        `pull` holds the points near where they began: the squares of their ways count so much
+        beside the residuals.
         """
         system = self.system
         damping = 1e-3
@@ -198,9 +227,13 @@ class Problem:
                 trial = v.copy()
                 trial[first:] -= change
                 after_residuals, after_jacobian = system.residuals(trial)
-                after = float(after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2)
+                after = float(
+                    after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2
+                )
                 if math.isfinite(after) and after < before:
-                    v, residuals, jacobian = trial, after_residuals, after_jacobian
+                    v = trial
+                    residuals = after_residuals
+                    jacobian = after_jacobian
                     damping = max(damping / 8, 1e-12)
                     moved = True
                     break
@@ -212,12 +245,16 @@ class Problem:
         return v, float(np.abs(residuals).max()) if len(residuals) else 0.0
 
     def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
-        """The figure that one start leads to; None where it does not fulfil the relations up to `loose`."""
+        """The figure that one start leads to; None where it does not fulfil the relations up to
+        `loose`.
+        """
         v = self.start(number)
         if self.system.unknowns:
-            v, _ = self.improved(v, budget, steps=_LETTER_STEPS, first=self.system.first_unknown)
+            v, _ = self.improved(
+                v, budget=budget, steps=_LETTER_STEPS, first=self.system.first_unknown
+            )
         for pull in _PULLS:
-            v, _ = self.improved(v, budget, steps=_PULLED_STEPS, pull=pull)
+            v, _ = self.improved(v, budget=budget, steps=_PULLED_STEPS, pull=pull)
         v, residual = self.improved(v, budget, steps=_STEPS)
         if not math.isfinite(residual) or residual > loose:
             return None
@@ -227,37 +264,50 @@ class Problem:
         value, gradient = self.system.goal_at(v)
         if not math.isfinite(value):
             return None
+        free, _, flattest = self.freedom(v, gradient)
         return Solution(
             v=v,
             value=value,
             residual=residual,
-            free=self.freedom(v, gradient)[0],
+            free=free,
+            flattest=flattest,
             faults=self.faults(v, value),
             far=self.far(v),
             start=start,
         )
 
-    def freedom(self, v: Vector, gradient: Vector) -> tuple[float, Vector]:
-        """How much of the goal's gradient lies along movements that all relations allow, and the strongest of these."""
+    def freedom(self, v: Vector, gradient: Vector) -> tuple[float, Vector, float]:
+        """How much of the goal's gradient lies along movements that all relations allow.
+
+        Also the strongest of these movements, and how steep the equations are where they are
+        flattest without being flat.
+        """
         _, jacobian = self.system.residuals(v)
-        scales = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
-        scales = 1 / np.maximum(scales, 1e-9)
-        scaled = np.nan_to_num(jacobian * scales)
-        steepness = gradient * scales
-        whole = float(np.linalg.norm(steepness))
+        lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
+        scales = 1 / np.maximum(lengths, 1e-9)
+        slope = gradient * scales
+        whole = float(np.linalg.norm(slope))
         if whole < 1e-12:
-            return 0.0, np.zeros_like(v)
-        if not len(scaled):
-            return 1.0, steepness
+            return 0.0, np.zeros_like(v), 1.0
+        if not len(jacobian):
+            return 1.0, slope, 1.0
         try:
-            _, sizes, directions = np.linalg.svd(scaled, full_matrices=True)
+            _, sizes, directions = np.linalg.svd(
+                np.nan_to_num(jacobian * scales), full_matrices=True
+            )
         except np.linalg.LinAlgError:
-            return 1.0, steepness
-        rank = int((sizes > _RANK * max(float(sizes[0]), 1e-9)).sum())
+            return 1.0, slope, 1.0
+        largest = max(float(sizes[0]), 1e-9)
+        rank = int((sizes > _RANK * largest).sum())
+        flattest = float(sizes[rank - 1]) / largest if rank else 1.0
+        # A letter whose own equation is flat, as x^2 - 6x + 9 at 3, is scaled to be as steep as
+        # any.
+        letters = lengths[self.system.first_unknown :] * max(self.size, 1.0)
+        flattest = min([flattest, *(float(length) for length in letters if length > 0)])
         allowed = directions[rank:]
-        shares = allowed @ steepness
+        shares = allowed @ slope
         movement = (shares @ allowed) * scales
-        return float(np.linalg.norm(shares)) / whole, movement
+        return float(np.linalg.norm(shares)) / whole, movement, flattest
 
     # The kind of figure
 
@@ -267,8 +317,13 @@ class Problem:
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
         on_circles = {name for circle in drawing.circles for name in circle.points}
         self.used = sorted({name for line in self.segments for name in line} | on_circles)
-        # Of the points of a line without a place the order is not known where there are two between its ends.
-        self.orders = [row for row in drawing.lines if len(row) == 3 or (len(row) > 3 and set(row) <= places.keys())]
+        # Of the points of a line without a place the order is not known where there are two between
+        # its ends.
+        self.orders = [
+            row
+            for row in drawing.lines
+            if len(row) == 3 or (len(row) > 3 and set(row) <= places.keys())
+        ]
         self.turns: list[tuple[str, str, str, float]] = []
         for corner in sorted(drawing.neighbours):
             for first, last in combinations(sorted(drawing.neighbours[corner]), 2):
@@ -300,7 +355,9 @@ class Problem:
         return pairs
 
     def faults(self, v: Vector, value: float) -> int:
-        """How much a figure differs in kind from the picture: order on lines, turns, crossings; collapsed is 10."""
+        """How much a figure differs in kind from the picture: order on lines, turns, crossings;
+        collapsed is 10.
+        """
         if not self.used:
             return 0
         at = {name: self.place(v, name) for name in self.used}
@@ -313,10 +370,7 @@ class Problem:
                 count += _COLLAPSED
         if len(self.used) > 2 and self._is_flat(list(at.values())):
             count += _COLLAPSED
-        for row in self.orders:
-            along = [dot(self.place(v, name) - self.place(v, row[0]), self.place(v, row[-1]) - self.place(v, row[0]))
-                     for name in row]  # fmt: skip
-            count += sum(1 for i in range(1, len(along)) if along[i - 1] >= along[i])
+        count += len(self.disordered(v))
         for first, corner, last, bend in self.turns:
             if bend * sine(at[first] - at[corner], at[last] - at[corner]) < 0:
                 count += 1
@@ -331,6 +385,16 @@ class Problem:
             count += _COLLAPSED
         return count
 
+    def disordered(self, v: Vector) -> list[str]:
+        """The lines whose points do not lie in the order that the picture or the facts give."""
+        lines = []
+        for row in self.orders:
+            start = self.place(v, row[0])
+            way = self.place(v, row[-1]) - start
+            along = [dot(self.place(v, name) - start, way) for name in row]
+            lines += ["".join(row) for before, behind in pairwise(along) if before >= behind]
+        return lines
+
     @property
     def _has_to_be_positive(self) -> bool:
         """A length, an angle or an area is positive; a letter may be anything."""
@@ -341,12 +405,17 @@ class Problem:
         """Whether all points lie on one line, which the picture's do not."""
         if any(set(self.used) <= set(row) for row in self.drawing.lines):
             return False
-        if self.places and _flatness([self.places[name] for name in self.used if name in self.places]) < 1e-2:
+        if (
+            self.places
+            and _flatness([self.places[name] for name in self.used if name in self.places]) < 1e-2
+        ):
             return False
         return _flatness(places) < 1e-3
 
     def far(self, v: Vector) -> float:
-        """How far the points lie from those of the picture, after the best turn, shift and scale; 0 is none."""
+        """How far the points lie from those of the picture, after the best turn, shift and scale; 0
+        is none.
+        """
         names = [name for name in sorted(self.places) if name not in self.drawing.imagined]
         if len(names) < 2:
             return 0.0
@@ -359,9 +428,15 @@ class Problem:
 
     # Which figure
 
-    def solutions(self, budget: Budget, starts: int | None = None, loose: float = TIGHT) -> list[Solution]:
-        """The figures that the starts lead to, until two without a fault agree; without places, of all starts."""
-        has_places = all(name in self.places for name in self.drawing.neighbours) and bool(self.places)
+    def solutions(
+        self, budget: Budget, starts: int | None = None, loose: float = TIGHT
+    ) -> list[Solution]:
+        """The figures that the starts lead to, until two without a fault agree; without places, of
+        all starts.
+        """
+        has_places = all(name in self.places for name in self.drawing.neighbours) and bool(
+            self.places
+        )
         if starts is None:
             starts = STARTS if has_places else STARTS_WITHOUT_PLACES
         most = starts if self.places else max(starts, _MOST_STARTS)
@@ -381,12 +456,13 @@ class Problem:
         return solutions
 
     def stays(self, solution: Solution, budget: Budget) -> bool:
-        """Whether the goal keeps its value when the figure is pushed along the movements that seem free.
+        """Whether the goal keeps its value when the figure is pushed along the movements that seem
+        free.
 
         At a double root the equations look as if they left the goal open, and do not.
         """
         _, gradient = self.system.goal_at(solution.v)
-        _, movement = self.freedom(solution.v, gradient)
+        _, movement, _ = self.freedom(solution.v, gradient)
         length = float(np.linalg.norm(movement))
         if length == 0:
             return True
@@ -412,7 +488,9 @@ def is_free(solution: Solution) -> bool:
 
 
 def _flatness(places: Sequence[complex]) -> float:
-    """The larger of the distances from the longest line through the first point, over that line's length."""
+    """The larger of the distances from the longest line through the first point, over that line's
+    length.
+    """
     if len(places) < 3:
         return 1.0
     first = places[0]

@@ -1,7 +1,8 @@
 """The equations of a figure: residuals of all relations, with their exact derivatives.
 
-The unknowns stand in one vector: two places for each point, in shares of the figure's size, then letters, radii and
-numbered angles. Lengths count in shares of the size, angles in radians, so that residuals are alike.
+The unknowns stand in one vector: two places for each point, in shares of the figure's size, then
+letters, radii and numbered angles. Lengths count in shares of the size, angles in radians, so that
+residuals are alike.
 """
 
 from __future__ import annotations
@@ -40,12 +41,16 @@ _WRAPPED = 300.0  # degrees; angles that differ by more are compared the other w
 class System:
     """Relations on a figure of so many points, compiled for quick evaluation.
 
-    `size` is the length of one unit of the points' places. `unknowns` are all letters, radii and numbered angles of
-    the relations and of `goal`, in the order of their places behind the points.
+    `size` is the length of one unit of the points' places. `unknowns` are all letters, radii and
+    numbered angles of the relations and of `goal`, in the order of their places behind the points.
     """
 
     def __init__(
-        self, points: Sequence[str], relations: Sequence[Relation], goal: Quantity | None, size: float
+        self,
+        points: Sequence[str],
+        relations: Sequence[Relation],
+        goal: Quantity | None,
+        size: float,
     ) -> None:
         self.points = list(points)
         self.position = {name: number for number, name in enumerate(self.points)}
@@ -82,15 +87,24 @@ class System:
         self._is_sweep = np.array([isinstance(atom, Sweep) for atom in self.turns], dtype=bool)
 
     def _compile_relations(self) -> None:
-        """Sort the relations into directions, means, linear equations and others; rows of residuals in this order."""
+        """Sort the relations into directions, means, linear equations and others; rows of residuals
+        in this order.
+        """
         position = self.position
-        directions = [relation for relation in self.relations if isinstance(relation, Parallel | Perpendicular)]
+        directions = [
+            relation
+            for relation in self.relations
+            if isinstance(relation, Parallel | Perpendicular)
+        ]
         means = [relation for relation in self.relations if isinstance(relation, Mean)]
         equations = [relation for relation in self.relations if isinstance(relation, Equal)]
         self._direction_points = tuple(
-            np.array([position[getattr(relation, name)] for relation in directions], dtype=int) for name in "abcd"
+            np.array([position[getattr(relation, name)] for relation in directions], dtype=int)
+            for name in "abcd"
         )
-        self._is_perpendicular = np.array([isinstance(relation, Perpendicular) for relation in directions], dtype=bool)
+        self._is_perpendicular = np.array(
+            [isinstance(relation, Perpendicular) for relation in directions], dtype=bool
+        )
         self._means = np.zeros((2 * len(means), self.count))
         for number, mean in enumerate(means):
             for axis in (0, 1):
@@ -109,7 +123,9 @@ class System:
                 self._curved.append((difference, weight, equation.unit == "degrees"))
             else:
                 linear.append((row, constant, weight, equation.unit == "degrees"))
-        self._linear_rows = np.array([row for row, *_ in linear]).reshape(len(linear), len(self.row))
+        self._linear_rows = np.array([row for row, *_ in linear]).reshape(
+            len(linear), len(self.row)
+        )
         self._linear_constants = np.array([constant for _, constant, _, _ in linear])
         self._linear_weights = np.array([weight for *_, weight, _ in linear])
         self._linear_wraps = np.array([wraps for *_, wraps in linear], dtype=bool)
@@ -133,7 +149,10 @@ class System:
         return weights[unit]
 
     def _linear(self, quantity: Quantity, factor: float, row: Vector) -> float | None:
-        """Add a quantity times a factor to a row over all atoms. The constant beside it; None where not linear."""
+        """Add a quantity times a factor to a row over all atoms.
+
+        The constant beside it; None where not linear.
+        """
         constant = constant_of(quantity)
         if constant is not None:
             return factor * constant
@@ -152,7 +171,11 @@ class System:
         if quantity.function == "*":
             constants = [constant_of(part) for part in quantity.parts]
             numbers = [number for number in constants if number is not None]
-            variable = [part for part, number in zip(quantity.parts, constants, strict=True) if number is None]
+            variable = [
+                part
+                for part, number in zip(quantity.parts, constants, strict=True)
+                if number is None
+            ]
             if len(variable) == 1:
                 return self._linear(variable[0], factor * math.prod(numbers), row)
         if quantity.function == "/":
@@ -164,7 +187,9 @@ class System:
     # Evaluation
 
     def atoms(self, v: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
-        """The values of all atoms at `v`, and with `slopes` their derivatives: (atoms,), (atoms, unknowns)."""
+        """The values of all atoms at `v`, and with `slopes` their derivatives: (atoms,), (atoms,
+        unknowns).
+        """
         values = np.empty(len(self.row))
         gradient = np.zeros((len(self.row), self.count)) if slopes else None
         places = v[: self.first_unknown].reshape(-1, 2)
@@ -180,7 +205,11 @@ class System:
                 _scatter(gradient[:count], start, -unit)
         turns = len(self.turns)
         if turns:
-            self._turn_values(places, values[count : count + turns], None if gradient is None else gradient[count:])
+            self._turn_values(
+                places,
+                values[count : count + turns],
+                None if gradient is None else gradient[count:],
+            )
         for number, atom in enumerate(self.others, start=count + turns):
             value, slope = self._other(atom, places)
             values[number] = value
@@ -243,7 +272,8 @@ class System:
         return int(((angles < -1e-6) & (self._turn_signs != 0)).sum())
 
     def residuals(self, v: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
-        """The residuals at `v` and their derivatives: (rows,), (rows, unknowns); without `slopes` these are empty.
+        """The residuals at `v` and their derivatives: (rows,), (rows, unknowns); without `slopes`
+        these are empty.
 
         Where an expression has no value, as behind a division by zero, its residual is not finite.
         """
@@ -251,7 +281,7 @@ class System:
         parts: list[Vector] = []
         derivatives: list[Vector] = []
         if len(self._is_perpendicular):
-            self._directions(v, parts, derivatives, slopes=slopes)
+            self._directions(v, parts=parts, derivatives=derivatives, slopes=slopes)
         if len(self._means):
             parts.append(self._means @ v)
             derivatives.append(self._means)
@@ -274,7 +304,9 @@ class System:
         jacobian = np.concatenate(derivatives) if slopes else np.zeros((0, self.count))
         return np.concatenate(parts), jacobian
 
-    def _directions(self, v: Vector, parts: list[Vector], derivatives: list[Vector], *, slopes: bool) -> None:
+    def _directions(
+        self, v: Vector, parts: list[Vector], derivatives: list[Vector], *, slopes: bool
+    ) -> None:
         places = v[: self.first_unknown].reshape(-1, 2)
         a, b, c, d = self._direction_points
         u = places[b] - places[a]
@@ -292,7 +324,9 @@ class System:
             _scatter(rows, c, -slope_w)
             derivatives.append(rows)
 
-    def evaluated(self, quantity: Quantity, values: Vector, gradient: Vector | None) -> tuple[float, Vector]:
+    def evaluated(
+        self, quantity: Quantity, values: Vector, gradient: Vector | None
+    ) -> tuple[float, Vector]:
         """The value of a quantity and its derivatives by all unknowns, from those of the atoms.
 
         The value is NaN where there is none; the derivatives are of no use then.
@@ -333,7 +367,8 @@ def _combined(quantity: Combined, parts: Sequence[tuple[float, Vector]]) -> tupl
     if function == "+":
         return sum(value for value, _ in parts), np.sum([slope for _, slope in parts], axis=0)
     if function == "*":
-        product, slope = 1.0, np.zeros_like(dx)
+        product = 1.0
+        slope = np.zeros_like(dx)
         for value, own_slope in parts:
             slope = slope * value + product * own_slope
             product *= value

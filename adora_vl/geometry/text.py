@@ -5,8 +5,9 @@
     D on AC, BD bisects angle ABC
     find AD
 
-Points are capital letters. Without places the order comes from words: D on AC lies between A and C, and the corners of
-a named shape go round. `A at 120, 56` gives a place, in pixels with y downwards, as a screenshot has it.
+Points are capital letters. Without places the order comes from words: D on AC lies between A and C,
+and the corners of a named shape go round. `A at 120, 56` gives a place, in pixels with y downwards,
+as a screenshot has it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from adora_vl.geometry.expressions import ExpressionError, parsed
 from adora_vl.geometry.forms import Form, Point, Term
@@ -39,10 +41,11 @@ _SPELLINGS = (
     (r"[⊙]|\\odot\b", " circle "),
     (r"[·×]|\\cdot\b|\\times\b", "*"),
     (r"−", "-"),
-    (r"\b(is|are|the|to|of|lies|lie|segments?|lines?|point|equals)\b", lambda match: "=" if match[1] == "equals" else " "),
+    (r"\bequals\b", "="),
+    (r"\b(?:is|are|the|to|of|lies|lie|segments?|lines?|point)\b", " "),
     (r"\b(?:a|an)\s+(?=[a-z]{3})", " "),
     (r"\s+", " "),
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -94,7 +97,10 @@ def term(head: str, *arguments: str | Term) -> Term:
 
 
 def form_of_text(text: str) -> Form:
-    """Read facts and a question. Raises `UserError` with the line and the sentence that cannot be read."""
+    """Read facts and a question.
+
+    Raises `UserError` with the line and the sentence that cannot be read.
+    """
     if len(text) > MAX_TEXT:
         raise UserError(f"facts: the text has {len(text)} characters, over {MAX_TEXT}")
     draft = _Draft()
@@ -115,7 +121,8 @@ def form_of_text(text: str) -> Form:
 
 
 def _sentences(text: str) -> Iterator[tuple[int, str]]:
-    """The sentences with the numbers of their lines: between points, semicolons, commas and ends of lines.
+    """The sentences with the numbers of their lines: between points, semicolons, commas and ends of
+    lines.
 
     A comma inside a list of points or a place ends none; what stands behind `#` is a remark.
     """
@@ -157,7 +164,10 @@ def _what_is_wrong(sentence: str, plain: str) -> str:
     for word in re.findall(r"[a-z]{2,}", plain):
         if word not in _WORDS:
             return f"{word!r} is no word that is known{did_you_mean(word, _WORDS)}"
-    return "this is no fact that is known; facts are such as AB = 5, angle ABC = 40, D on AC, AB parallel CD"
+    return (
+        "this is no fact that is known; facts are such as AB = 5, angle ABC = 40, D on AC, AB "
+        "parallel CD"
+    )
 
 
 def _split(names: str) -> list[str]:
@@ -171,7 +181,9 @@ def _shape(draft: _Draft, kind: str, names: str) -> None:
     corners = _split(names)
     head = kind.capitalize()
     if len(corners) != CORNERS[head] or len(set(corners)) != len(corners):
-        raise _NotReadError(f"a {kind} has {CORNERS[head]} corners, and {names} names {len(set(corners))}")
+        raise _NotReadError(
+            f"a {kind} has {CORNERS[head]} corners, and {names} names {len(set(corners))}"
+        )
     draft.facts.append(draft.polygon(head, corners))
 
 
@@ -181,10 +193,20 @@ def _special(draft: _Draft, adjective: str, kind: str, names: str) -> None:
     wanted = CORNERS.get(head, len(corners))
     if len(corners) != wanted or len(set(corners)) != len(corners):
         raise _NotReadError(f"a {kind} has {wanted} corners, and {names} names {len(set(corners))}")
-    if head == "Triangle" and adjective in ("isosceles", "right") and not set(corners) <= draft.places.keys():
-        example = f"{names[0]}{names[1]} = {names[0]}{names[2]}" if adjective == "isosceles" else f"angle {names} = 90"
+    if (
+        head == "Triangle"
+        and adjective in ("isosceles", "right")
+        and not set(corners) <= draft.places.keys()
+    ):
+        example = (
+            f"{names[0]}{names[1]} = {names[0]}{names[2]}"
+            if adjective == "isosceles"
+            else f"angle {names} = 90"
+        )
         draft.polygon(head, corners)
-        raise _NotReadError(f"it does not say which parts of {names} are meant; write such as {example}")
+        raise _NotReadError(
+            f"it does not say which parts of {names} are meant; write such as {example}"
+        )
     draft.facts.append(term(adjective.capitalize(), draft.polygon(head, corners)))
 
 
@@ -194,7 +216,12 @@ def _shape_behind(draft: _Draft, names: str, kind: str) -> None:
 
 def _special_behind(draft: _Draft, names: str, adjective: str, kind: str | None) -> None:
     by_count = {3: "triangle", 4: "quadrilateral", 5: "pentagon", 6: "hexagon", 8: "octagon"}
-    _special(draft, adjective, kind or by_count.get(len(_split(names)), "polygon"), names)
+    _special(
+        draft,
+        adjective=adjective,
+        kind=kind or by_count.get(len(_split(names)), "polygon"),
+        names=names,
+    )
 
 
 def _two_lines(draft: _Draft, a: str, b: str, relation: str, c: str, d: str) -> None:
@@ -243,7 +270,9 @@ def _tangent(draft: _Draft, start: str, end: str, centre: str | None, at: str | 
     name = circle.names[0]
     touching = at or next((point for point in (start, end) if point in draft.circles[name]), None)
     if touching is None:
-        raise _NotReadError("it does not say where the line touches the circle; add 'at' and the point")
+        raise _NotReadError(
+            "it does not say where the line touches the circle; add 'at' and the point"
+        )
     if touching not in draft.circles[name]:
         draft.facts.append(draft.on_circle(touching, name))
     if touching not in (start, end):
@@ -272,16 +301,29 @@ def _alike(draft: _Draft, kind: str | None, first: str, relation: str, second: s
     partners = _split(second)
     if len(names) != len(partners):
         raise _NotReadError(f"{first} and {second} have not as many corners")
-    by_count = {3: "Triangle", 4: "Quadrilateral", 5: "Pentagon", 6: "Hexagon", 7: "Heptagon", 8: "Octagon"}
+    by_count = {
+        3: "Triangle",
+        4: "Quadrilateral",
+        5: "Pentagon",
+        6: "Hexagon",
+        7: "Heptagon",
+        8: "Octagon",
+    }
     head = by_count.get(len(names), "Polygon")
-    draft.facts.append(term(relation.capitalize(), draft.polygon(head, names), draft.polygon(head, partners)))
+    draft.facts.append(
+        term(relation.capitalize(), draft.polygon(head, names), draft.polygon(head, partners))
+    )
 
 
 def _right_angle(draft: _Draft, names: str) -> None:
     corners = _split(names)
     if len(corners) != 3:
         raise _NotReadError(f"{names} is no angle; write its three points")
-    draft.facts.append(term("Perpendicular", draft.line(corners[1], corners[0]), draft.line(corners[1], corners[2])))
+    draft.facts.append(
+        term(
+            "Perpendicular", draft.line(corners[1], corners[0]), draft.line(corners[1], corners[2])
+        )
+    )
 
 
 def _inscribed(draft: _Draft, names: str, centre: str | None) -> None:
@@ -301,7 +343,9 @@ def _circle_in(draft: _Draft, centre: str, names: str) -> None:
 def _line_of_triangle(draft: _Draft, start: str, end: str, role: str, names: str) -> None:
     corners = _split(names)
     if len(corners) != 3 or len({start, end} & set(corners)) != 1:
-        raise _NotReadError(f"{start}{end} does not go from a corner of {names} to a point of the opposite side")
+        raise _NotReadError(
+            f"{start}{end} does not go from a corner of {names} to a point of the opposite side"
+        )
     foot = end if start in corners else start
     base = [name for name in corners if name not in (start, end)]
     _on_line(draft, foot, base[0], base[1])
@@ -326,9 +370,11 @@ def _find(draft: _Draft, what: str) -> None:
 
 def _equation(draft: _Draft, text: str) -> None:
     sides = [_side(draft, side) for side in text.split("=")]
-    for first, second in zip(sides, sides[1:], strict=False):
+    for first, second in pairwise(sides):
         # A measure stands on the left, as everywhere in logic forms.
-        left, right = (first, second) if first.arguments or not second.arguments else (second, first)
+        left, right = (
+            (first, second) if first.arguments or not second.arguments else (second, first)
+        )
         draft.facts.append(term("Equals", left, right))
 
 
@@ -351,10 +397,14 @@ _ATOM = re.compile(
 def _side(draft: _Draft, text: str) -> Term:
     """One side of an equation: a measure, a value, or sums and products of them."""
     plain = text.strip()
-    if not re.search(_P, plain) and not re.search(r"angle|arc|radius|diameter|circumference|sin|cos|tan", plain):
+    if not re.search(_P, plain) and not re.search(
+        r"angle|arc|radius|diameter|circumference|sin|cos|tan", plain
+    ):
         for word in re.findall(r"(?<!\\)[a-z]{3,}", plain):
             if word not in _WORDS:
-                raise _NotReadError(f"{word!r} is no word that is known{did_you_mean(word, _WORDS)}")
+                raise _NotReadError(
+                    f"{word!r} is no word that is known{did_you_mean(word, _WORDS)}"
+                )
         try:
             parsed(plain)
         except ExpressionError as error:
@@ -368,7 +418,9 @@ def _side(draft: _Draft, text: str) -> Term:
             rest = plain[position:].strip()
             word = re.match(r"[A-Za-z']+", rest)
             if word and word[0].islower() and word[0] not in _WORDS:
-                raise _NotReadError(f"{word[0]!r} is no word that is known{did_you_mean(word[0], _WORDS)}")
+                raise _NotReadError(
+                    f"{word[0]!r} is no word that is known{did_you_mean(word[0], _WORDS)}"
+                )
             raise _NotReadError(f"{rest!r:.40} is no length, angle, area or number")
         pieces.append((match.lastgroup, match[match.lastgroup].strip()))
         position = match.end()
@@ -479,7 +531,14 @@ def _circle_atom(draft: _Draft, text: str) -> Term:
 def _extent_atom(draft: _Draft, text: str) -> Term:
     names = _split(text)
     head = "AreaOf" if text.startswith("area") else "PerimeterOf"
-    by_count = {3: "Triangle", 4: "Quadrilateral", 5: "Pentagon", 6: "Hexagon", 7: "Heptagon", 8: "Octagon"}
+    by_count = {
+        3: "Triangle",
+        4: "Quadrilateral",
+        5: "Pentagon",
+        6: "Hexagon",
+        7: "Heptagon",
+        8: "Octagon",
+    }
     if len(names) not in by_count:
         raise _NotReadError(f"{''.join(names)} has more corners than are known")
     return term(head, draft.polygon(by_count[len(names)], names))
@@ -539,54 +598,22 @@ _GRAMMAR: tuple[tuple[str, _Build], ...] = (
     (rf"circle ({_P}) inscribed in (?:{_SHAPES})? ?{_NAMES}", _circle_in),
     (rf"{_SEGMENT} (altitude|height|median) (?:triangle )?{_NAMES}", _line_of_triangle),
 )
-_WORDS = sorted(
-    {name.lower() for name in CORNERS}
-    | set(
-        [
-            "find",
-            "at",
-            "draw",
-            "regular",
-            "isosceles",
-            "right",
-            "equilateral",
-            "polygon",
-            "parallel",
-            "perpendicular",
-            "on",
-            "circle",
-            "between",
-            "and",
-            "midpoint",
-            "bisects",
-            "angle",
-            "meet",
-            "cross",
-            "intersect",
-            "tangent",
-            "diameter",
-            "chord",
-            "with",
-            "through",
-            "similar",
-            "congruent",
-            "inscribed",
-            "in",
-            "altitude",
-            "height",
-            "median",
-            "arc",
-            "radius",
-            "circumference",
-            "area",
-            "perimeter",
-            "sector",
-            "sin",
-            "cos",
-            "tan",
-            "sqrt",
-            "pi",
-            "frac",
-        ]
-    )
+_WORDS = (
+    *(name.lower() for name in CORNERS),
+    *("find", "at", "draw", "on", "between", "and", "in", "with", "through"),
+    *("regular", "isosceles", "right", "equilateral", "polygon"),
+    *("parallel", "perpendicular", "midpoint", "bisects", "meet", "cross", "intersect"),
+    *(
+        "circle",
+        "tangent",
+        "diameter",
+        "chord",
+        "inscribed",
+        "sector",
+        "arc",
+        "radius",
+        "circumference",
+    ),
+    *("similar", "congruent", "altitude", "height", "median", "angle", "area", "perimeter"),
+    *("sin", "cos", "tan", "sqrt", "pi", "frac"),
 )

@@ -1,4 +1,6 @@
-"""What a form says: its answer, whether the facts determine it, and what is wrong with them where they do not."""
+"""What a form says: its answer, whether the facts determine it, and what is wrong with them where
+they do not.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,25 @@ from adora_vl.geometry.shapes import UnreadError, terms_of
 from adora_vl.geometry.solve import Budget, Problem
 from adora_vl.geometry.words import words_of
 
-MAX_POINTS, MAX_FACTS, MAX_SEGMENTS, MAX_FACT_LENGTH = 60, 120, 200, 400
+MAX_POINTS = 60
+MAX_FACTS = 120
+MAX_SEGMENTS = 200
+MAX_FACT_LENGTH = 400
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
-EVALUATIONS, REPAIR_EVALUATIONS = 6000, 9000
+EVALUATIONS = 6000
+REPAIR_EVALUATIONS = 9000
+_FLAT = 1e-4  # steepness below which the equations have a double root, or nearly so
 _DOUBLE_ROOT = 2e-4  # share by which an answer at a double root may miss its exact form
 
 
 def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
-    """Solve a form. It never raises for what a form says.
+    """Solve a form.
 
-    `looks`: whether what only the picture shows is tried where the facts leave the goal open. `repair`: whether facts
-    are left out one by one where they contradict each other, to name those that do. Neither makes a form `answered`.
+    It never raises for what a form says.
+
+    `looks`: whether what only the picture shows is tried where the facts leave the goal open.
+    `repair`: whether facts are left out one by one where they contradict each other, to name those
+    that do. Neither makes a form `answered`.
     """
     fault = too_large(form)
     if fault:
@@ -41,12 +51,22 @@ def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
 def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
     try:
         reading = read(form)
-    except (UnreadError, IndexError, KeyError, ValueError, ZeroDivisionError, OverflowError, RecursionError) as error:
-        return Verdict(status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})")
+    except (
+        UnreadError,
+        IndexError,
+        KeyError,
+        ValueError,
+        ZeroDivisionError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        return Verdict(
+            status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})"
+        )
     unread = tuple(unread_of(form, reading))
     if reading.goal is None:
         return Verdict(status="unread", why=reading.goal_fault, unread=unread)
-    return replace(_solved(form, reading, looks=looks, repair=repair), unread=unread)
+    return replace(_solved(form, reading=reading, looks=looks, repair=repair), unread=unread)
 
 
 def unread_of(form: Form, reading: Reading) -> Iterator[str]:
@@ -55,8 +75,11 @@ def unread_of(form: Form, reading: Reading) -> Iterator[str]:
         for number, text in enumerate(texts, start=1):
             if text.strip() and not any(True for _ in terms_of([text])):
                 yield f"{name} {number}, {text!r:.60}: its brackets do not close"
-    places = {term: f"fact {number}" for number, text in reversed(list(enumerate(form.facts, start=1)))
-              for term in terms_of([text])}  # fmt: skip
+    places = {
+        term: f"fact {number}"
+        for number, text in reversed(list(enumerate(form.facts, start=1)))
+        for term in terms_of([text])
+    }
     for term, reason in reading.unread:
         yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
 
@@ -73,9 +96,15 @@ def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdi
     if found.status == "answered":
         return _seen(form, problem, found)
     if found.status == "open":
-        return _with_looks(form, problem, found, budget) if looks else _open(form, problem, found)
+        return (
+            _with_looks(form, problem=problem, found=found, budget=budget)
+            if looks
+            else _open(form, problem, found)
+        )
     if found.status == "ambiguous":
         return _ambiguous(form, problem, found)
+    if found.disordered:
+        return _out_of_order(problem, found)
     if not repair:
         return Verdict(status=found.status, why=_no_figure(found, None, reading))
     return _repaired(form, problem, found, budget)
@@ -85,7 +114,10 @@ def too_large(form: Form) -> str:
     """Why a form is not even tried; empty where it is."""
     if len(form.points) > MAX_POINTS:
         return f"it has {len(form.points)} points, over {MAX_POINTS}"
-    if len(form.facts) + len(form.question) > MAX_FACTS and len({*form.facts, *form.question}) > MAX_FACTS:
+    if (
+        len(form.facts) + len(form.question) > MAX_FACTS
+        and len({*form.facts, *form.question}) > MAX_FACTS
+    ):
         return f"it has {len({*form.facts, *form.question})} facts, over {MAX_FACTS}"
     if len(form.lines) > MAX_SEGMENTS:
         return f"it has {len(form.lines)} segments, over {MAX_SEGMENTS}"
@@ -112,8 +144,11 @@ def _plain(value: float) -> float:
 def _answered(form: Form, problem: Problem, found: Outcome) -> Verdict:
     assert found.value is not None and found.solution is not None, "an answer has a figure"
     value = _plain(found.value)
-    answer = answer_of(found.value, problem.reading, share=_DOUBLE_ROOT if found.doubled else None)
-    if found.doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
+    answer = answer_of(found.value, problem.reading)
+    is_doubled = found.doubled or found.solution.flattest < _FLAT
+    if answer is None and is_doubled:
+        answer = answer_of(found.value, problem.reading, share=_DOUBLE_ROOT)
+    if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
         value = float(answer)
     return Verdict(
         status="answered",
@@ -150,14 +185,16 @@ def _seen(form: Form, problem: Problem, found: Outcome) -> Verdict:
         value=_plain(found.value),
         answer=answer_of(found.value, problem.reading),
         how="looks",
-        figure=figure_of(problem, found.solution, form, assumed=assumed),
+        figure=figure_of(problem, solution=found.solution, form=form, assumed=assumed),
         assumed=assumed,
         why=f"not determined by the facts; as the picture looks, {_listed(assumed)}",
     )
 
 
 def _with_looks(form: Form, problem: Problem, found: Outcome, budget: Budget) -> Verdict:
-    """Where the facts leave the goal open: what the picture shows beside them, first tangents, then everything."""
+    """Where the facts leave the goal open: what the picture shows beside them, first tangents, then
+    everything.
+    """
     for level in (1, 2):
         reading = read(form, looks=level)
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
@@ -172,16 +209,40 @@ def _with_looks(form: Form, problem: Problem, found: Outcome, budget: Budget) ->
 def _open(form: Form, problem: Problem, found: Outcome) -> Verdict:
     values = [value for value in (found.value, *found.others) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
-    return Verdict(status="open", why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}")
+    return Verdict(
+        status="open",
+        why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}",
+    )
 
 
 def _ambiguous(form: Form, problem: Problem, found: Outcome) -> Verdict:
     values = [value for value in (found.value, *found.others) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
-        why = f"only one figure was found, and it differs from the picture; there {_goal_words(problem.reading)} is "
+        why = (
+            "only one figure was found, and it differs from the picture; there "
+            f"{_goal_words(problem.reading)} is "
+        )
         return Verdict(status="ambiguous", why=f"{why}{examples}")
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
+
+
+def _out_of_order(problem: Problem, found: Outcome) -> Verdict:
+    """Where figures fit only with the points of a line in another order than facts or picture have
+    them.
+    """
+    lines = tuple(f"{line} in this order" for line in found.disordered)
+    why = f"no figure: the other facts contradict {_listed(lines)} on one line"
+    if found.value is None:
+        return Verdict(status="conflict", why=why)
+    return Verdict(
+        status="conflict",
+        value=_plain(found.value),
+        answer=answer_of(found.value, problem.reading),
+        how="without a fact",
+        left_out=lines,
+        why=f"{why}; in another order {_goal_words(problem.reading)} is {found.value:.6g}",
+    )
 
 
 def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> Verdict:
@@ -192,7 +253,9 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
     terms = reading.drawing.terms
     if clash.repair is not None:
         repair = clash.repair
-        assert repair.outcome.value is not None and repair.outcome.solution is not None, "an answer has a figure"
+        assert repair.outcome.value is not None and repair.outcome.solution is not None, (
+            "an answer has a figure"
+        )
         left_out = tuple(words_of(terms[number]) for number in repair.left_out)
         return Verdict(
             status=status,
@@ -209,13 +272,16 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
             status=status,
             value=_plain(rounded.value),
             how="rounded",
-            why=f"{why}; with the facts rounded {_goal_words(reading)} is about {rounded.value:.4g}",
+            why=f"{why}; with the facts rounded {_goal_words(reading)} is about "
+            f"{rounded.value:.4g}",
         )
     return Verdict(status=status, why=why)
 
 
 def _no_figure(found: Outcome, clash: Conflict | None, reading: Reading) -> str:
-    kind = "no figure" if found.status == "conflict" else "no figure without points that fall together"
+    kind = (
+        "no figure" if found.status == "conflict" else "no figure without points that fall together"
+    )
     if clash is None or not clash.facts:
         return f"{kind} fulfils all facts"
     terms = reading.drawing.terms
@@ -224,10 +290,19 @@ def _no_figure(found: Outcome, clash: Conflict | None, reading: Reading) -> str:
         return f"{kind}: {names[0]} contradicts the other facts"
     values = []
     for number in clash.facts:
-        value = next((repair.outcome.value for repair in clash.repairs
-                      if repair.left_out == (number,) and repair.outcome.status == "answered"), None)  # fmt: skip
+        value = next(
+            (
+                repair.outcome.value
+                for repair in clash.repairs
+                if repair.left_out == (number,) and repair.outcome.status == "answered"
+            ),
+            None,
+        )
         values.append("-" if value is None else f"{value:.6g}")
-    return f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: {', '.join(values)})"
+    return (
+        f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: "
+        f"{', '.join(values)})"
+    )
 
 
 def _goal_words(reading: Reading) -> str:

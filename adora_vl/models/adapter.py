@@ -21,12 +21,13 @@ if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command
     from trl import ModelConfig
 
 _WHOLE = "config.json"  # what has it is a whole model, whatever else it has
+# weights, and its own processor if it has one
 _FETCHED = (
     "adapter_model.safetensors",
     "*.json",
     "*.jinja",
     "*.txt",
-)  # weights, and its own processor if it has one
+)
 # What a key of TRL's is called in an adapter_config.json.
 _KEYS = {
     "lora_r": "r",
@@ -132,7 +133,13 @@ def _read(key: str, name: str, folder: Path, revision: str | None) -> Adapter:
         )
     config.inference_mode = False
     of_base = config.revision or (revision if folder == Path(name) else None)
-    return Adapter(name, folder, config, str(config.base_model_name_or_path), of_base)
+    return Adapter(
+        name=name,
+        folder=folder,
+        config=config,
+        base=str(config.base_model_name_or_path),
+        revision=of_base,
+    )
 
 
 def check_keys(adapter: Adapter, model: ModelConfig, given: Collection[str]) -> None:
@@ -208,9 +215,8 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     model = load_model(base, init)
-    if adapters and getattr(
-        model, "is_loaded_in_4bit", False
-    ):  # whose merge would be rounded to 4 bits again
+    # whose merge would be rounded to 4 bits again
+    if adapters and getattr(model, "is_loaded_in_4bit", False):
         model = model.dequantize()
         # To save it Transformers would look for a way back to 4 bits. The one public way out of
         # that, `save_original_format=False`, writes the names of modules, which are not those of

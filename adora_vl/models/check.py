@@ -19,7 +19,7 @@ from adora_vl.models.families import (
     sees_images,
 )
 from adora_vl.models.shape import describe, is_dtype
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.hidden import masked
 
 _FLASH = {
@@ -50,15 +50,14 @@ def check_family(model: ModelConfig, run: Any, config: PretrainedConfig) -> list
     family = family_of(config)
     if family is not None:
         problem = misplaced_by_vllm(config)
-        refuse(
-            (run.use_vllm and problem, f"model_name_or_path: {name!r} {problem}"),
-            (
-                run.use_vllm and run.use_cpu and has_linear_attention(config),
+        if run.use_vllm and problem:
+            raise UserError(f"model_name_or_path: {name!r} {problem}")
+        if run.use_vllm and run.use_cpu and has_linear_attention(config):
+            raise UserError(
                 "use_vllm: true, but on a CPU vLLM computes the linear attention of "
                 f"{family.name} in bfloat16 alone, and training there is in float32; set it to "
-                "false",
-            ),
-        )
+                "false"
+            )
         return [f"{name}: {family.note}"] if family.note else []
     if not sees_images(config):
         return [
@@ -115,9 +114,8 @@ def check_arguments(config: PretrainedConfig, given: Mapping[str, Any]) -> None:
     """Raises `UserError` for an argument of `from_pretrained` that nobody reads: the model would be
     given it.
     """
-    read = inspect.getsource(
-        PreTrainedModel.from_pretrained
-    )  # it takes most of them out of its **kwargs
+    # it takes most of them out of its **kwargs
+    read = inspect.getsource(PreTrainedModel.from_pretrained)
     known = {
         *inspect.signature(PreTrainedModel.from_pretrained).parameters,
         "use_auth_token",
@@ -150,9 +148,8 @@ def check_parts(
         targets: Any = peft_config.target_modules or getattr(peft_config, "target_parameters", None)
         reason = str(error).strip().splitlines()[0][:200]
         remedy = ""
-        if (
-            isinstance(targets, str) and targets.isidentifier()
-        ):  # which PEFT matches against whole names
+        # which PEFT matches against whole names
+        if isinstance(targets, str) and targets.isidentifier():
             ending = replace(peft_config, target_modules=f".*{targets}")
             with suppress(ValueError, KeyError):
                 describe(config, dtype=model.dtype, frozen=frozen, peft_config=ending)
@@ -172,18 +169,31 @@ def check_trainable(config: Any, model_config: PretrainedConfig, *, adapted: boo
     """
     coefficient = config.router_aux_loss_coef
     has_routers = hasattr(model_config.get_text_config(), "output_router_logits")
-    refuse(
-        (
-            coefficient and not has_routers,
+    if coefficient and not has_routers:
+        raise UserError(
             f"router_aux_loss_coef: {coefficient} weighs the load of experts, and this model has "
-            "none; leave it out",
-        ),
-        (
-            config.sync_ref_model and adapted,
+            "none; leave it out"
+        )
+    if config.sync_ref_model and adapted:
+        raise UserError(
             "sync_ref_model: true moves a reference model, and with an adapter the reference is "
-            "the base model, which stays; leave it out",
-        ),
-    )
+            "the base model, which stays; leave it out"
+        )
+
+
+def dropout_notes(peft_config: Any, config: Any, *, one_step: bool) -> list[str]:
+    """What dropout of an adapter does to a run: at most one line.
+
+    `one_step`: whether a generation is learned from in one optimizer step, where the ratio of new
+    to old policy is 1.
+    """
+    share = getattr(peft_config, "lora_dropout", 0.0)
+    if not share or one_step or config.disable_dropout:
+        return []
+    return [
+        f"lora_dropout: {share:g} with several optimizer steps per generation: the ratio of new to "
+        "old policy has the noise of dropout, and is clipped for it; lora_dropout: 0 has none"
+    ]
 
 
 def lora_of(model: ModelConfig) -> Any:

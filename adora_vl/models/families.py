@@ -76,8 +76,8 @@ FAMILIES: dict[str, Family] = {
         "models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
     ),
     "qwen3_vl": Family(
-        "Qwen3-VL",
-        Vision(
+        name="Qwen3-VL",
+        vision=Vision(
             unit=32,
             min_pixels=256 * 256,
             max_pixels=4096 * 4096,
@@ -85,15 +85,15 @@ FAMILIES: dict[str, Family] = {
             projector=("visual.merger.", "visual.deepstack_merger_list."),
             relative=True,
         ),
-        "models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the "
+        source="models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the "
         "published preprocessor_config.json",
         head_norms=True,
         interleaved=True,
     ),
     "qwen3_5": Family(
-        "Qwen3.5",
-        Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, relative=True),
-        "models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
+        name="Qwen3.5",
+        vision=Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, relative=True),
+        source="models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
         head_norms=True,
         interleaved=True,
         note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group "

@@ -13,7 +13,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig
 from trl import ModelConfig
 
 from adora_vl.models.load import load_model, load_processor, model_hash
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder, replacing_folder
 from adora_vl.utils.versions import installed
 
@@ -44,17 +44,15 @@ def check_four_bit(
     for another quantisation, and for what does not go with 4 bits.
     """
     saved = is_four_bit(config)
-    refuse(
-        (
-            model.load_in_8bit,
-            "load_in_8bit: true is not supported; set load_in_4bit: true, or leave it out",
-        ),
-        (
-            getattr(config, "quantization_config", None) and not saved,
+    if model.load_in_8bit:
+        raise UserError(
+            "load_in_8bit: true is not supported; set load_in_4bit: true, or leave it out"
+        )
+    if getattr(config, "quantization_config", None) and not saved:
+        raise UserError(
             f"model_name_or_path: {model.model_name_or_path!r} is quantised in another way than "
-            "bitsandbytes' 4 bits; name the model that it was made of",
-        ),
-    )
+            "bitsandbytes' 4 bits; name the model that it was made of"
+        )
     if not model.load_in_4bit and not saved:
         return False
     key = "load_in_4bit: true" if model.load_in_4bit else "model_name_or_path: a base in 4 bits"
@@ -67,57 +65,49 @@ def check_four_bit(
         for name in ("use_dora", "modules_to_save", "target_parameters")
     }
     kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
-    refuse(
-        *(
-            (holds, f"{key} does not go with {reason}")
-            for holds, reason in (
-                (
-                    model.dtype != "bfloat16",
-                    f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: "
-                    "bfloat16",
-                ),
-                (run.fp16, "fp16: true; set bf16: true"),
-                (
-                    model.bnb_4bit_quant_storage not in (None, "uint8"),
-                    f"bnb_4bit_quant_storage: {model.bnb_4bit_quant_storage}, which the engine "
-                    "does not read; leave it out",
-                ),
-                (stage is not None, "DeepSpeed; start with configs/accelerate/gpu1.yaml"),
-                (kind != "LORA", f"an adapter of the kind {kind}; use LoRA"),
-                (tuned["use_dora"], "use_dora: true; leave it out"),
-                (
-                    tuned["modules_to_save"],
-                    f"lora_modules_to_save: {tuned['modules_to_save']}; leave it out",
-                ),
-                (tuned["target_parameters"], "lora_target_parameters; name lora_target_modules"),
-                (
-                    getattr(peft_config, "bias", "none") != "none",
-                    f"biases of the adapter ({peft_config.bias})",
-                ),
-                (
-                    run.use_vllm
-                    and run.vllm_mode == "server"
-                    and run.adora_weight_transfer == "nccl",
-                    "adora_weight_transfer: nccl; set it to file",
-                ),
-                (
-                    run.use_vllm and run.vllm_tensor_parallel_size > 1,
-                    "vllm_tensor_parallel_size above 1; set it to 1",
-                ),
-                (
-                    run.use_vllm and run.adora_vllm_dtype not in ("auto", "bfloat16"),
-                    f"adora_vllm_dtype: {run.adora_vllm_dtype}; set it to auto",
-                ),
-            )
-        )
-    )
+    for holds, reason in (
+        (
+            model.dtype != "bfloat16",
+            f"dtype: {model.dtype}, as the engine computes in bfloat16; set dtype: bfloat16",
+        ),
+        (run.fp16, "fp16: true; set bf16: true"),
+        (
+            model.bnb_4bit_quant_storage not in (None, "uint8"),
+            f"bnb_4bit_quant_storage: {model.bnb_4bit_quant_storage}, which the engine "
+            "does not read; leave it out",
+        ),
+        (stage is not None, "DeepSpeed; start with configs/accelerate/gpu1.yaml"),
+        (kind != "LORA", f"an adapter of the kind {kind}; use LoRA"),
+        (tuned["use_dora"], "use_dora: true; leave it out"),
+        (
+            tuned["modules_to_save"],
+            f"lora_modules_to_save: {tuned['modules_to_save']}; leave it out",
+        ),
+        (tuned["target_parameters"], "lora_target_parameters; name lora_target_modules"),
+        (
+            getattr(peft_config, "bias", "none") != "none",
+            f"biases of the adapter ({peft_config.bias})",
+        ),
+        (
+            run.use_vllm and run.vllm_mode == "server" and run.adora_weight_transfer == "nccl",
+            "adora_weight_transfer: nccl; set it to file",
+        ),
+        (
+            run.use_vllm and run.vllm_tensor_parallel_size > 1,
+            "vllm_tensor_parallel_size above 1; set it to 1",
+        ),
+        (
+            run.use_vllm and run.adora_vllm_dtype not in ("auto", "bfloat16"),
+            f"adora_vllm_dtype: {run.adora_vllm_dtype}; set it to auto",
+        ),
+    ):
+        if holds:
+            raise UserError(f"{key} does not go with {reason}")
     for package in _PACKAGES[: 1 + run.use_vllm] if here else ():
-        refuse(
-            (
-                not installed(package),
-                f"{key}, but {package} is not installed; install the extra adora-vl[4bit]",
+        if not installed(package):
+            raise UserError(
+                f"{key}, but {package} is not installed; install the extra adora-vl[4bit]"
             )
-        )
     return True
 
 

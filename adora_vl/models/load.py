@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 
 from adora_vl.models.families import KNOWN, sees_images
 from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import RunError, UserError, in_one_line, refuse
+from adora_vl.utils.errors import RunError, UserError, in_one_line
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
@@ -128,9 +128,11 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     """
     named = f"model_name_or_path: {model!r}"
     folder = Path(model)
-    refuse((folder.is_file(), f"{named} is a file; name the folder of a saved model"))
+    if folder.is_file():
+        raise UserError(f"{named} is a file; name the folder of a saved model")
     bare = folder.is_dir() and not (folder / "config.json").is_file()
-    refuse((bare, f"{named} is a folder without a config.json; name a saved model"))
+    if bare:
+        raise UserError(f"{named} is a folder without a config.json; name a saved model")
     try:
         return read_config("model_name_or_path", model, revision)
     except UserError:
@@ -210,9 +212,8 @@ def restore_weights(model: Any, folder: Path) -> None:
     from accelerate.utils import is_peft_model
 
     if not is_peft_model(model):
-        saved = type(model).from_pretrained(
-            folder, dtype="auto"
-        )  # which turns back names that differ in the files
+        # which turns back names that differ in the files
+        saved = type(model).from_pretrained(folder, dtype="auto")
         model.load_state_dict(saved.state_dict())
         return
     for name in model.peft_config:

@@ -17,9 +17,8 @@ from adora_vl.models.load import auto_class, load_config
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, did_you_mean
 
-SHAPES = Path(__file__).with_name(
-    "shapes"
-)  # the public config.json of the models in our recipes, for planning offline
+# the public config.json of the models in our recipes, for planning offline
+SHAPES = Path(__file__).with_name("shapes")
 
 # Of a pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once
 # took 14 GiB (128 rollouts with an image of 1,280 tokens each, for the 7B model).
@@ -64,9 +63,8 @@ class ModelShape:
     patch: int = 14  # pixels of a patch's side
     merge: int = 2  # patches of an image token's side
     deepstack: int = 0  # layers of the language model behind which vision features enter once more
-    patch_values: int = (
-        1176  # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
-    )
+    # float32 values of a patch in `pixel_values`: 3 channels x 2 frames x 14 x 14
+    patch_values: int = 1176
 
     @property
     def total(self) -> int:
@@ -255,12 +253,12 @@ def _text_tower(config: Any, family: Family | None) -> Tower:
         getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
     return Tower(
-        config.num_hidden_layers,
-        config.hidden_size,
-        config.num_attention_heads,
-        config.num_key_value_heads,
-        head_size,
-        config.intermediate_size,
+        layers=config.num_hidden_layers,
+        width=config.hidden_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_size=head_size,
+        mlp_width=config.intermediate_size,
         head_norms=family is not None and family.head_norms,
     )
 
@@ -272,12 +270,12 @@ def _seen(config: Any, family: Family) -> dict[str, Any]:
     """
     width = getattr(config, "embed_dim", None) or config.hidden_size
     tower = Tower(
-        config.depth,
-        width,
-        config.num_heads,
-        config.num_heads,
-        width // config.num_heads,
-        getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
+        layers=config.depth,
+        width=width,
+        heads=config.num_heads,
+        kv_heads=config.num_heads,
+        head_size=width // config.num_heads,
+        mlp_width=getattr(config, "intermediate_size", None) or int(width * config.mlp_ratio),
         swiglu=family.vision is None or family.vision.swiglu,
     )
     return {

@@ -1,5 +1,6 @@
-"""What one micro-batch holds from its forward to its backward pass, in bytes: layer by layer, and
-in the LM head.
+"""The activations that one micro-batch holds from its forward to its backward pass, in bytes.
+
+They are counted layer by layer, and in the LM head.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ TILE_VOCABULARY = 32768
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Bytes of a number: `compute` in matrix products (autocast), `stream` in the residual stream
-    and the weights.
+    """Bytes of a number.
+
+    `compute` is that of matrix products (autocast), `stream` that of the residual stream and the
+    weights.
     """
 
     compute: int
@@ -24,16 +27,15 @@ class Dtypes:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass sees; every sequence as long as the longest, since they are padded."""
+    """One forward pass: every sequence is as long as the longest, since they are padded."""
 
     sequences: int
     prompt_tokens: int  # with the image tokens
     completion_tokens: int
     image_tokens: int = 0  # per sequence
     unit: int = 1  # sequences of one problem, for which its image is looked at once
-    packed: bool = (
-        False  # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
-    )
+    # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
+    packed: bool = False
 
     @property
     def rows(self) -> int:
@@ -54,23 +56,26 @@ class MicroBatch:
 
 
 def _norms(width: int, dtypes: Dtypes) -> int:
-    """Two RMS norms, in bytes per token: the input in float32, the normalised one, what the next
-    product reads.
+    """Two RMS norms, in bytes per token.
+
+    Each keeps its input in float32, the normalised values, and what the next product reads.
     """
     return 2 * width * (FLOAT + dtypes.stream + dtypes.compute)
 
 
 def _layer_norms(width: int, dtypes: Dtypes) -> int:
-    """Two layer norms, in bytes per token: the input, its mean and deviation, what the next product
-    reads.
+    """Two layer norms, in bytes per token.
+
+    Each keeps its input, mean and deviation, and what the next product reads.
     """
     return 2 * (width * (dtypes.stream + dtypes.compute) + 2 * FLOAT)
 
 
 def _mlp(tower: Tower, dtypes: Dtypes) -> int:
-    """In bytes per token.
+    """An MLP, in bytes per token.
 
-    SwiGLU: gate, its activation, up, and their product; else the GELU's input and its output.
+    SwiGLU keeps the gate, its activation, the up projection and their product; a plain MLP the
+    input and the output of its GELU.
     """
     return (4 if tower.swiglu else 2) * tower.mlp_width * dtypes.compute
 
@@ -83,12 +88,10 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
     """
     queries = tower.heads * tower.head_size
     keys = queries if masked and tower.kv_heads > 1 else tower.kv_heads * tower.head_size
-    attention = (
-        2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT
-    )  # q, out, k, v, logsumexp
-    if (
-        tower.head_norms
-    ):  # their input in float32 and the normalised one; the queries may be fewer than repeated keys
+    # q, out, k, v, logsumexp
+    attention = 2 * (queries + keys) * dtypes.compute + tower.heads * FLOAT
+    # their input in float32 and the normalised one; the queries may be fewer than repeated keys
+    if tower.head_norms:
         attention += (tower.heads + tower.kv_heads) * (
             tower.head_size * (FLOAT + dtypes.stream) + FLOAT
         )
@@ -107,9 +110,10 @@ def text_layer(tower: Tower, batch: MicroBatch, dtypes: Dtypes, *, masked: bool)
 
 
 def mask_bytes(batch: MicroBatch, dtypes: Dtypes, *, accelerator: bool) -> int:
-    """A padding mask beside what the layers save of it: the boolean one, which lasts as long as the
-    pass, and on a GPU the numbers of the present layer once more, in rows of a multiple of 16 as
-    the memory-efficient kernel wants them.
+    """A padding mask in bytes, beside what the layers save of it.
+
+    The boolean mask lasts as long as the pass. On a GPU there are also the numbers of the present
+    layer once more, in rows of a multiple of 16 as the memory-efficient kernel wants them.
     """
     pairs = batch.rows * batch.length**2
     aligned = batch.rows * batch.length * (-(-batch.length // 16) * 16)
@@ -122,8 +126,9 @@ def vision_layer(tower: Tower, patches: int, dtypes: Dtypes) -> int:
     Attention keeps the fused q/k/v (v is a view into it), rotated q and k, the output of each
     window and all of them joined.
     """
+    norms = _norms(tower.width, dtypes) if tower.swiglu else _layer_norms(tower.width, dtypes)
     return patches * (
-        (_norms if tower.swiglu else _layer_norms)(tower.width, dtypes)
+        norms
         + (3 + 2 + 1 + 1) * tower.width * dtypes.compute
         + tower.heads * FLOAT
         + _mlp(tower, dtypes)
@@ -141,8 +146,9 @@ def merger(tower: Tower, patches: int, dtypes: Dtypes, deepstack: int = 0) -> in
 
 @dataclass(frozen=True)
 class Saved:
-    """Bytes that stay from the forward to the backward pass, and the most that one layer adds while
-    it goes back.
+    """Bytes that stay from the forward to the backward pass.
+
+    Beside them stands the most that one layer adds during its backward.
     """
 
     text: int
@@ -172,7 +178,8 @@ def saved(
     # `text_layer` already.
     inputs = max(0, shape.adapted - 2 * text.width - text.mlp_width) if casts else 0
     one_text = (
-        text_layer(text, batch, dtypes, masked=masked) + batch.tokens * inputs * dtypes.compute
+        text_layer(text, batch=batch, dtypes=dtypes, masked=masked)
+        + batch.tokens * inputs * dtypes.compute
     )
     stream = batch.tokens * text.width * dtypes.stream
     final_norm = batch.tokens * text.width * (FLOAT + dtypes.stream)
@@ -204,13 +211,16 @@ def saved(
                 patches * shape.patch_values * (dtypes.compute if dtypes.compute != FLOAT else 0)
             )
         if shape.trainable["projector"]:
-            vision_bytes += merger(eye, patches, dtypes, shape.deepstack)
+            vision_bytes += merger(eye, patches=patches, dtypes=dtypes, deepstack=shape.deepstack)
             if not reached:  # then no block keeps what the norms of the deepstack features read
                 vision_bytes += shape.deepstack * patches * eye.width * dtypes.stream
         elif reached:  # the norm's input and the GELU's
             vision_bytes += patches * eye.width * (FLOAT + dtypes.compute)
     return Saved(
-        text_bytes, vision_bytes, max(one_text, one_block) if checkpointing else 0, gradients
+        text=text_bytes,
+        vision=vision_bytes,
+        recomputed=max(one_text, one_block) if checkpointing else 0,
+        layer_gradients=gradients,
     )
 
 

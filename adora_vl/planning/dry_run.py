@@ -1,5 +1,7 @@
-"""`python -m adora_vl.train --config FILE --dry-run`: what a run will do and whether it fits,
-without weights.
+"""The dry run: `python -m adora_vl.train --config FILE --dry-run`.
+
+It prints what a run would do (batches, prompts, learning rate) and whether it fits into memory and
+on disk, without loading a weight. It makes the same checks as a run, in the same order.
 """
 
 import json
@@ -41,43 +43,46 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on paper. `card` is bytes of one GPU, or of this machine for a run on its CPU."""
+    """A run on paper: what was checked, measured and predicted before a weight is loaded."""
 
     run: Checked
     script: AdoraScriptArguments
     lengths: Measured
-    rows: int | None  # that the run trains on; None where the data are not here
+    rows: int | None
+    """Rows that the run trains on; None where the dataset is not on this machine."""
     setup: Setup
     card: int
+    """Bytes of memory of one GPU, or one process's share of this machine for a run on its CPU."""
     card_name: str
     notes: list[str]
 
     @property
     def limit(self) -> ContextLimit | None:
-        """None where it is not known, or image tokens cannot be counted."""
+        """What bounds prompt and answer together; None where it is unknown or images have no count."""
         return self.run.overlong.limit
 
     @property
     def checks(self) -> list[LengthCheck]:
-        """The prompts of training and evaluations, before any are left out; [] where not known."""
+        """The length checks of training and evaluation prompts, before any prompt is left out."""
         return self.run.overlong.checks if self.rows is not None else []
 
     @property
     def image_room(self) -> int:
-        """The image tokens for which the limit has room beside the longest text and a whole answer;
-        below 1: none.
+        """Image tokens that fit beside the longest text and a whole answer.
+
+        Below 1 there is no room for any image.
         """
         if self.limit is None:
             return MOST_IMAGE_TOKENS
         return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
 
 
-def make_plan(given: Given, options: DryRunOptions) -> Plan:
-    """Everything that a run checks before it loads weights, and its lengths and memory.
+def make_plan(command: Given, options: DryRunOptions) -> Plan:
+    """Make every check that a run makes before it loads weights, and predict lengths and memory.
 
-    Raises `UserError`.
+    Raises `UserError` with the line that a run would stop with.
     """
-    run = prepare_on_paper(given, options)
+    run = prepare_on_paper(command, options)
     script = run.script
     lengths = run.lengths
     sharding = run.where.sharding
@@ -91,7 +96,9 @@ def make_plan(given: Given, options: DryRunOptions) -> Plan:
             "Qwen2.5-VL, and what its vision tower keeps for the backward pass is not in the "
             "prediction"
         )
-    setup = make_setup(run.config, run.model, run.shape, sharding, lengths)
+    setup = make_setup(
+        run.config, model=run.model, shape=run.shape, sharding=sharding, lengths=lengths
+    )
     rows = len(run.dataset) if run.dataset is not None else None
     return Plan(
         run,
@@ -122,7 +129,7 @@ def _mixture(run: Checked) -> list[str]:
 
 
 def _larger_pictures(run: Checked) -> list[str]:
-    """Where the model may zoom: whether there is more to be seen."""
+    """Say how many pictures have more pixels than the model sees, if the model may zoom."""
     if run.dataset is None or "zoom" not in run.tools.functions:
         return []
     sizes = [size for row in sizes_in(run.dataset.data.table) for size in row if size is not None]
@@ -161,9 +168,10 @@ def make_setup(
     sharding: Sharding,
     lengths: Measured,
 ) -> Setup:
-    """What memory depends on.
+    """Collect everything that the memory prediction depends on.
 
-    Prompts are taken to be as long as the longest, completions as the limit allows.
+    Every prompt is taken to be as long as the longest one, and every completion as long as
+    `max_completion_length`: the worst micro-batch that the run can meet.
     """
     prompt, image = lengths.longest
     mixed = bool(config.bf16 or config.fp16)
@@ -184,9 +192,8 @@ def make_setup(
             else None,
         )
     cached = config.own("cache_images")
-    shares = cached and not regroup_obstacle(
-        config
-    )  # else the rollouts of a group lie in any micro-batch
+    # else the rollouts of a group lie in any micro-batch
+    shares = cached and not regroup_obstacle(config)
     sharing = Sharing(
         cached, shares and config.own("share_vision"), shares and config.own("share_prompt")
     )
@@ -194,7 +201,10 @@ def make_setup(
         shape=shape,
         sharding=sharding,
         batch=MicroBatch(
-            sequences, prompt, config.max_completion_length, image if shape.vision else 0
+            sequences=sequences,
+            prompt_tokens=prompt,
+            completion_tokens=config.max_completion_length,
+            image_tokens=image if shape.vision else 0,
         ),
         generation=generation,
         generations=config.num_generations,
@@ -210,9 +220,10 @@ def make_setup(
     )
 
 
-def learning_rates(config: Any, updates: int | None) -> dict[str, float]:
-    """The rate at the first, the middle and the last update; {} for a schedule that depends on the
-    training.
+def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, float]:
+    """The learning rate at the first, the middle and the last update.
+
+    The result is empty for a schedule that depends on the training, such as reduce_lr_on_plateau.
     """
     total = updates or ANY_LENGTH
     schedule = schedule_of(config, total)
@@ -224,7 +235,7 @@ def learning_rates(config: Any, updates: int | None) -> dict[str, float]:
     }
 
 
-def learning_rate_line(config: Any, updates: int | None) -> str:
+def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
     rates = learning_rates(config, updates)
     schedule = spelled(config.lr_scheduler_type)
     if not rates:
@@ -237,7 +248,10 @@ def learning_rate_line(config: Any, updates: int | None) -> str:
 
 
 def prompt_lines(plan: Plan) -> list[str]:
-    """The prompt of a row, with choices if there is one; no line where a data set is not here."""
+    """One whole prompt as the model reads it, of a row with choices if there is one.
+
+    There is no line where the dataset is not on this machine.
+    """
     if not plan.rows:
         return []
     script = plan.script
@@ -252,7 +266,7 @@ def prompt_lines(plan: Plan) -> list[str]:
 
 
 def _rendered(plan: Plan, messages: list[Message]) -> str:
-    """By the model's own chat template; by roles where the processor is not here."""
+    """Render messages with the model's chat template, or by roles where there is no processor."""
     if plan.run.processor is None:
         return as_text(messages)
     try:
@@ -261,12 +275,12 @@ def _rendered(plan: Plan, messages: list[Message]) -> str:
                 messages, add_generation_prompt=True, tokenize=False
             )
         )
-    except ValueError:  # it has no template
+    except ValueError:  # the processor has no chat template
         return as_text(messages)
 
 
 def _keys(plan: Plan) -> Iterator[tuple[Field[Any], Any, bool]]:
-    """Each key with its value, in the order of the dataclasses, and whether that is the default."""
+    """Yield each key's field, its value, and whether that is the default, in declared order."""
     for keys in (plan.script, plan.run.config, plan.run.model):
         for field in fields(keys):
             value = getattr(keys, field.name)
@@ -276,18 +290,22 @@ def _keys(plan: Plan) -> Iterator[tuple[Field[Any], Any, bool]]:
             yield field, plain(getattr(value, "value", value)), value == default
 
 
-def changed_keys(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """What the user set to something else than the default, without secrets."""
-    return dict(
-        masked(
-            {key.name: value for key, value, same in _keys(plan) if key.name in given and not same}
-        )
-    )
+def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
+    """The keys that the user set to something else than the default, with secrets masked.
+
+    `set_keys`: names of all keys in the file and on the command line.
+    """
+    changed = {
+        key.name: value
+        for key, value, is_default in _keys(plan)
+        if key.name in set_keys and not is_default
+    }
+    return dict(masked(changed))
 
 
-def config_lines(plan: Plan, given: Collection[str]) -> list[str]:
-    """`key: value` of what differs from the defaults."""
-    changed = changed_keys(plan, given)
+def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
+    """A line `key: value` for each key that differs from its default."""
+    changed = changed_keys(plan, set_keys)
     width = max(map(len, changed), default=0) + 2
     lines = [f"{key + ':':{width}} {value}" for key, value in changed.items()]
     return section(
@@ -296,7 +314,7 @@ def config_lines(plan: Plan, given: Collection[str]) -> list[str]:
 
 
 def steps_of(plan: Plan) -> tuple[int | None, int | None]:
-    """Optimizer steps of an epoch and of the run; None where the number of rows is not known."""
+    """Optimizer steps of an epoch and of the whole run; None where they are not known."""
     batches = plan.run.plan
     config = plan.run.config
     fixed = config.max_steps if config.max_steps > 0 else None
@@ -324,10 +342,12 @@ def batch_lines(plan: Plan) -> list[str]:
         f"{batches.updates_per_generation:g}.",
     ]
     if processes > 1 or not config.use_cpu:  # a recipe for a CPU starts one
-        others = (replace(batches, processes=count) for count in (1, 2, 4, 8) if count != processes)
+        alternatives = [
+            replace(batches, processes=count) for count in (1, 2, 4, 8) if count != processes
+        ]
         sizes = [
-            f"{one.processes}: {one.generation_batch} rollouts and {one.optimizer_batch}"
-            for one in others
+            f"{layout.processes}: {layout.generation_batch} rollouts and {layout.optimizer_batch}"
+            for layout in alternatives
         ]
         lines.append(
             "With another --num_processes a generation and an optimizer step would have "
@@ -336,11 +356,11 @@ def batch_lines(plan: Plan) -> list[str]:
     epoch, total = steps_of(plan)
     rows = plan.rows
     if epoch is None:
-        known = f"max_steps says {total}." if total else "The length of the run is not known."
-        lines.append(f"The number of rows is not known, nor is the length of an epoch. {known}")
+        length = f"max_steps says {total}." if total else "The length of the run is not known."
+        lines.append(f"The number of rows is not known, nor is the length of an epoch. {length}")
     else:
-        left = (rows or 0) % batches.prompts_per_generation
-        dropped = f"; {left} rows wait for another epoch's order" if left else ""
+        remainder = (rows or 0) % batches.prompts_per_generation
+        dropped = f"; {remainder} rows wait for another epoch's order" if remainder else ""
         make = "makes" if rows == 1 else "make"
         lines.append(
             f"{amount(rows or 0, 'row')} {make} {amount(epoch, 'optimizer step')} an "
@@ -363,7 +383,7 @@ def _spread(name: str, values: Sequence[int]) -> str:
 
 
 def length_lines(plan: Plan) -> list[str]:
-    """The spread of prompt lengths, and what becomes of those that meet a limit."""
+    """The spread of prompt lengths, and what happens to prompts that meet a limit."""
     lengths = plan.lengths
     config = plan.run.config
     lines = [f"{'tokens':14}{'min':>9}{'median':>9}{'95 %':>9}{'max':>9}"]
@@ -386,7 +406,7 @@ def length_lines(plan: Plan) -> list[str]:
 
 
 def limit_lines(plan: Plan) -> list[str]:
-    """Which prompts leave no room for an answer, or too little."""
+    """Say which prompts leave no room for an answer, or too little."""
     limit = plan.limit
     longest = plan.lengths.longest[0]
     if limit is None:
@@ -402,21 +422,21 @@ def limit_lines(plan: Plan) -> list[str]:
 def disk_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     config = plan.run.config
-    one = memory.checkpoint_of(config, setup.shape, setup.sharding)
-    kept = config.save_total_limit
+    checkpoint = memory.checkpoint_of(config, setup.shape, setup.sharding)
+    limit = config.save_total_limit
     _, total = steps_of(plan)
     if config.save_strategy != "steps":
         lines = ["No checkpoints on the way (save_strategy)."]
-    elif kept is None and total is None:
+    elif limit is None and total is None:
         lines = [
-            f"{one / GIB:.3g} GiB per checkpoint, without a limit to their number "
+            f"{checkpoint / GIB:.3g} GiB per checkpoint, without a limit to their number "
             "(save_total_limit)."
         ]
     else:
-        number = kept if kept is not None else math.ceil((total or 0) / int(config.save_steps))
-        folder = memory.run_bytes(one, setup.shape.total * setup.shape.weight_bytes, number)
+        number = limit if limit is not None else math.ceil((total or 0) / int(config.save_steps))
+        folder = memory.run_bytes(checkpoint, setup.shape.total * setup.shape.weight_bytes, number)
         lines = [
-            f"{one / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at "
+            f"{checkpoint / GIB:.3g} GiB per checkpoint, {folder / GIB:.3g} GiB for the run's folder at "
             "most."
         ]
     return section("Disk", lines)
@@ -439,7 +459,8 @@ def machine_lines(plan: Plan) -> list[str]:
     )
 
 
-def report(plan: Plan, given: Collection[str]) -> str:
+def report(plan: Plan, set_keys: Collection[str]) -> str:
+    """The whole dry run as text, section by section."""
     notes = section("Notes", [f"- {note}" for note in plan.notes]) if plan.notes else []
     notes += (
         section("Not known here", [f"- {line}" for line in plan.run.unknown])
@@ -447,7 +468,7 @@ def report(plan: Plan, given: Collection[str]) -> str:
         else []
     )
     sections = (
-        config_lines(plan, given),
+        config_lines(plan, set_keys),
         machine_lines(plan),
         batch_lines(plan),
         length_lines(plan),
@@ -460,23 +481,25 @@ def report(plan: Plan, given: Collection[str]) -> str:
 def dry_run(command: Given, options: DryRunOptions) -> int:
     """Print what the command would do.
 
-    Returns 0 if it would run, 1 if not; raises `UserError` as a run would.
+    Returns the exit code: 0 if the run fits, 1 if not. Raises `UserError` as a run would.
     """
     _check_outputs(options)
     plan = make_plan(command, options)
     if os.environ.get("RANK", "0") != "0":  # only the first process prints
         return 0
-    given = command.words
-    print("\n".join([report(plan, given), *prompt_lines(plan)]), flush=True)
+    set_keys = command.words
+    print("\n".join([report(plan, set_keys), *prompt_lines(plan)]), flush=True)
     if options.write_config is not None:
         _write(
             "--write-config",
             options.write_config,
-            yaml.safe_dump(resolved(plan, given), sort_keys=False),
+            yaml.safe_dump(resolved(plan, set_keys), sort_keys=False),
         )
     if options.json is not None:
         _write(
-            "--json", options.json, json.dumps(figures(plan, given), indent=2, default=str) + "\n"
+            "--json",
+            options.json,
+            json.dumps(figures(plan, set_keys), indent=2, default=str) + "\n",
         )
     return 0 if memory.fits(plan.setup, plan.card) else 1
 
@@ -485,9 +508,9 @@ def _check_outputs(options: DryRunOptions) -> None:
     if options.json is not None:
         check_json(
             "--json",
-            options.json,
-            "the figures of a dry run",
-            lambda figures: "peak_bytes" in figures,
+            path=options.json,
+            what="the figures of a dry run",
+            is_ours=lambda figures: "peak_bytes" in figures,
         )
     config = options.write_config
     if config is not None:
@@ -503,19 +526,20 @@ def _write(option: str, path: Path, text: str) -> None:
         replace_file(path, text)
 
 
-def resolved(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """Every key as `--config` reads it, changed ones first, without those that TRL and Transformers
-    derive.
+def resolved(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
+    """Every key as `--config` reads it, changed ones first.
+
+    Keys that TRL and Transformers derive from others are left out.
     """
-    everything = changed_keys(plan, given)
-    for key, value, same in _keys(plan):
-        if key.init and key.name not in everything and same:
+    everything = changed_keys(plan, set_keys)
+    for key, value, is_default in _keys(plan):
+        if key.init and key.name not in everything and is_default:
             everything[key.name] = value
     # A key that is not set has no line, unless null is what the user set it to.
     return {
         key: value
         for key, value in everything.items()
-        if _is_plain(value) and (value is not None or key in given)
+        if _is_plain(value) and (value is not None or key in set_keys)
     }
 
 
@@ -530,14 +554,14 @@ def _is_plain(value: Any) -> bool:
 _BATCHES = ("global_batch", "optimizer_batch", "generation_batch", "prompts_per_generation")
 
 
-def figures(plan: Plan, given: Collection[str]) -> dict[str, Any]:
-    """The same as the report, for a program."""
+def figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
+    """The figures of the report as JSON for a program; sizes are in bytes."""
     prediction = memory.predict(plan.setup, plan.card)
     schedule = spelled(plan.run.config.lr_scheduler_type)
-    (epoch, total) = steps_of(plan)
+    epoch, total = steps_of(plan)
     batches = plan.run.plan
     return {
-        "changed": changed_keys(plan, given),
+        "changed": changed_keys(plan, set_keys),
         "batches": {
             **{name: getattr(batches, name) for name in _BATCHES},
             "cycle_micro_batches": batches.cycle,

@@ -1,12 +1,13 @@
-"""How much memory and disk space a run will need, computed from shapes alone: pure formulas, each
-with its source.
+"""The memory and disk space that a run will need, computed from shapes alone.
+
+Every function is a pure formula in bytes. Constants that no formula gives are marked as assumed.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.where import Sharding
 from adora_vl.dedup.shared_prompt import sharing_pays
@@ -16,9 +17,8 @@ from adora_vl.planning import activations
 from adora_vl.planning.activations import FLOAT, Dtypes, MicroBatch
 from adora_vl.utils.files import GIB
 
-BUCKET = (
-    500_000_000  # reduce_bucket_size, in parameters: allocated whole, however small the model is
-)
+# reduce_bucket_size, in parameters: allocated whole, however small the model is
+BUCKET = 500_000_000
 LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
 SUB_GROUP = 1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
 _ADAM = 2  # moments of a parameter
@@ -26,7 +26,10 @@ _ADAM = 2  # moments of a parameter
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on one card. `host_optimizer` is in the memory of the host, for this card."""
+    """The states of a training in bytes on one card.
+
+    `host_optimizer` is the exception: it lies in host memory, for this card.
+    """
 
     weights: int
     gradients: int
@@ -38,18 +41,24 @@ class States:
 
 
 def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: bool) -> States:
-    """`mixed`: DeepSpeed computes in bfloat16 or float16, and then keeps float32 master weights.
+    """The bytes of weights, gradients, optimizer and reference model on one card.
 
-    Without it gradients and moments have the dtype of the weights, and LoRA's own are float32
-    (peft's default). The reference model is whole on each card but for ZeRO-3, and LoRA needs none
-    (TRL).
+    Args:
+        shape: Sizes of the model and of what is trained.
+        sharding: Processes, ZeRO stage and offload.
+        reference: Whether a reference model is held (`beta` above 0). It is whole on each card
+            except under ZeRO-3. LoRA needs none, since TRL switches the adapter off instead.
+        mixed: Whether DeepSpeed computes in bfloat16 or float16, and so keeps float32 master
+            weights. Without it gradients and moments have the dtype of the weights, and those of
+            a LoRA adapter are float32 (the default of PEFT).
     """
     if sharding.stage is None:
         return _plain(shape, sharding.processes, reference)
     byte = 2 if mixed else shape.weight_bytes
     ranks = sharding.processes
-    everything = shape.total * byte
+    all_weights = shape.total * byte
     trained = shape.trained
+    # ZeRO stage -> number of ranks over which the states of that stage are divided
     over = {level: ranks if sharding.stage >= level else 1 for level in (1, 2, 3)}
     optimizer = trained * (_ADAM * FLOAT + (FLOAT if mixed else 0)) // over[1]
     # DeepSpeed's optimizer on the host has weights and gradients in float32 of its own, whatever
@@ -59,10 +68,10 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
     bucket = BUCKET * byte if sharding.stage >= 2 else 0
     part = trained // over[1]
     return States(
-        weights=0 if sharding.offload_parameters else everything // over[3],
+        weights=0 if sharding.offload_parameters else all_weights // over[3],
         gradients=bucket + (0 if sharding.offload_optimizer else gradients),
         optimizer=0 if sharding.offload_optimizer else optimizer,
-        reference=everything // over[3] if reference and not shape.adapters else 0,
+        reference=all_weights // over[3] if reference and not shape.adapters else 0,
         gathered=min(shape.total, LIVE_PARAMETERS) * byte
         if sharding.stage == 3 and ranks > 1
         else 0,
@@ -74,6 +83,7 @@ def states(shape: ModelShape, sharding: Sharding, *, reference: bool, mixed: boo
 
 
 def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
+    """The states without DeepSpeed: whole on every card, with DDP where there are several."""
     byte = FLOAT if shape.adapters else shape.weight_bytes
     weights = shape.base_bytes(shape.weight_bytes) + (shape.trained * byte if shape.adapters else 0)
     copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy of the gradients
@@ -85,16 +95,15 @@ def _plain(shape: ModelShape, processes: int, reference: bool) -> States:
     )
 
 
-WORKSPACE = (
-    2 * GIB
-)  # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
+# assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
+WORKSPACE = 2 * GIB
 CPU_WORKSPACE = 2**29  # assumed likewise for vLLM's CPU build
 ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Settings of a colocated engine."""
+    """Settings of a colocated vLLM engine that its memory depends on."""
 
     utilization: float  # share of the GPU's memory
     dtype_bytes: int
@@ -102,14 +111,13 @@ class Engine:
     max_sequences: int
     tensor_parallel: int = 1
     sleep: bool = False
-    cpu_cache: int | None = (
-        None  # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
-    )
+    # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
+    cpu_cache: int | None = None
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Bytes on one card, awake."""
+    """How an engine that is awake divides its share of one card, in bytes."""
 
     weights: int
     workspace: int
@@ -120,7 +128,7 @@ class EngineMemory:
 
 
 def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-    """Keys and values of all layers for one token."""
+    """Bytes of the keys and values of all layers for one token."""
     text = shape.text
     heads = max(1, text.kv_heads // tensor_parallel)
     return 2 * text.layers * heads * text.head_size * dtype_bytes
@@ -141,15 +149,15 @@ def engine_memory(shape: ModelShape, engine: Engine, card: int) -> EngineMemory:
         shape, engine.dtype_bytes, engine.tensor_parallel
     )
     return EngineMemory(
-        weights, workspace, cache, min(tokens // max(engine.max_length, 1), engine.max_sequences)
+        weights=weights,
+        workspace=workspace,
+        cache=cache,
+        concurrent=min(tokens // max(engine.max_length, 1), engine.max_sequences),
     )
 
 
-_SMALL = (
-    2 * 2**20
-    # scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small
-    # model
-)
+# scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
+_SMALL = 2 * 2**20
 
 
 def checkpoint_bytes(
@@ -172,34 +180,36 @@ def checkpoint_bytes(
     return model + optimizer + module + moved + _SMALL
 
 
-def checkpoint_of(config: Any, shape: ModelShape, sharding: Sharding) -> int:
+def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:
     """Bytes of one checkpoint of a run."""
     mixed = bool(config.bf16 or config.fp16)
-    return checkpoint_bytes(shape, sharding, mixed=mixed, reference=config.sync_ref_model)
+    return checkpoint_bytes(shape, sharding=sharding, mixed=mixed, reference=config.sync_ref_model)
 
 
-def run_bytes(checkpoint: int, model: int, kept: int) -> int:
-    """The largest size of a run's folder: `kept` checkpoints, one that is being written, and the
-    final model.
+def run_bytes(checkpoint: int, model: int, checkpoints: int) -> int:
+    """The largest size of a run's folder, in bytes.
+
+    It holds `checkpoints` finished checkpoints, one that is being written, and the final model.
     """
-    return checkpoint * (kept + 1) + model
+    return checkpoint * (checkpoints + 1) + model
 
 
 CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
 FRAGMENTS = 0.05  # assumed: share of all else that the allocator cannot use
 MOST_IMAGE_TOKENS = 16384  # of the published processors
+# vLLM stays within its share
 _ENGINE = (
     "engine weights",
     "engine workspace",
     "engine asleep",
     "KV cache",
-)  # vLLM stays within its share
+)
 _PIXEL = 4  # pixel_values are float32
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """What a step does only once for all rollouts of a group (docs/speed.md)."""
+    """What a step computes only once for all rollouts of a group (docs/speed.md)."""
 
     images: bool = False  # the pixels of their image are held once
     vision: bool = False  # the vision tower sees their image once
@@ -225,14 +235,14 @@ class Setup:
     reference: bool = False
     engine: Engine | None = None
     accelerator: bool = True  # a GPU: its context, its kernels
-    micro_batches: int = (
-        2  # of an optimizer step: at the second all gradients are there from the beginning
-    )
+    # of an optimizer step: at the second all gradients are there from the beginning
+    micro_batches: int = 2
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The batch as it is computed: what belongs to one problem counts once, by the trainer's
-        own rules.
+        """The batch as it is computed.
+
+        What belongs to one problem counts once, by the same rules as in the trainer.
         """
         batch = self.batch
         unit = unit_size(batch.sequences, self.generations)
@@ -248,8 +258,9 @@ class Setup:
 
     @property
     def swaps(self) -> bool:
-        """Whether the base leaves the card while the engine is awake (`FrozenBase`), so that one
-        copy is there.
+        """Whether the 4-bit base leaves the card while the engine is awake (`FrozenBase`).
+
+        Then the card holds one copy of it, and not two.
         """
         return bool(self.shape.four_bit and self.engine and self.engine.sleep)
 
@@ -262,7 +273,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Bytes by component for each phase of a step on one card; the engine as it divides its share."""
+    """Bytes by component for each phase of a step on one card."""
 
     phases: dict[str, dict[str, int]]
     engine: EngineMemory | None
@@ -278,20 +289,24 @@ class Prediction:
 
 
 def predict(setup: Setup, card: int) -> Prediction:
-    """What a card of `card` bytes would hold in the rollouts, in forward and backward, and in the
-    optimizer step.
+    """Predict what a card of `card` bytes holds in each phase of a step.
+
+    The phases are the rollouts, forward and backward, the pass through a frozen vision tower, and
+    the optimizer step.
     """
-    held = states(setup.shape, setup.sharding, reference=setup.reference, mixed=setup.mixed)
+    training = states(
+        setup.shape, sharding=setup.sharding, reference=setup.reference, mixed=setup.mixed
+    )
     engine = engine_memory(setup.shape, setup.engine, card) if setup.engine else None
     features, passing = frozen_tower(setup)
     resident = {
-        "weights": held.weights,
-        "optimizer": held.optimizer,
-        "reference model": held.reference,
+        "weights": training.weights,
+        "optimizer": training.optimizer,
+        "reference model": training.reference,
     }
     awake, asleep = _engine_parts(setup, engine)
     if setup.swaps:
-        awake["weights"] = held.weights - setup.shape.base_bytes(setup.shape.weight_bytes)
+        awake["weights"] = training.weights - setup.shape.base_bytes(setup.shape.weight_bytes)
     pixels = (
         setup.images
         * setup.batch.image_tokens
@@ -301,22 +316,22 @@ def predict(setup: Setup, card: int) -> Prediction:
     )
     synced = setup.shape.largest_tensor * setup.dtypes.stream if setup.sharding.stage == 3 else 0
     # DeepSpeed allocates its gradients once; torch gives them back after each step
-    standing = held.gradients if setup.sharding.stage is not None else 0
+    standing = training.gradients if setup.sharding.stage is not None else 0
     phases = {
         "rollouts": {**resident, "gradients": standing, **awake, "weights on their way": synced},
         "forward and backward": {
             **resident,
             **asleep,
-            "gathered weights": held.gathered,
+            "gathered weights": training.gathered,
             "pixels": pixels,
             "image features": features,
-            **_learning(setup, held.gradients),
+            **_learning(setup, training.gradients),
         },
         "frozen vision tower": {
             **resident,
             **asleep,
-            "gradients": held.gradients,
-            "gathered weights": held.gathered,
+            "gradients": training.gradients,
+            "gathered weights": training.gathered,
             "pixels": pixels,
             "image features": features,
             "vision": passing,
@@ -326,23 +341,24 @@ def predict(setup: Setup, card: int) -> Prediction:
         "optimizer step": {
             **resident,
             **asleep,
-            "gradients": held.gradients,
+            "gradients": training.gradients,
             "pixels": pixels,
-            "step": held.step,
+            "step": training.step,
         },
     }
     return Prediction(
         {name: _with_overhead(parts, setup) for name, parts in phases.items() if parts},
         engine,
-        held,
+        training,
     )
 
 
 def frozen_tower(setup: Setup) -> tuple[int, int]:
-    """Of a frozen vision tower that sees each image of a generation once, in bytes: the features,
-    which are kept for the generation, and the most that a pass over `PATCHES_A_PASS` holds, which
-    is less than what a block would save for its backward (0.7 of it for the 7B model). Any other
-    tower has neither.
+    """The bytes of a frozen vision tower that sees each image of a generation once.
+
+    The first is the features, which are kept for the generation. The second is the most that one
+    pass over `PATCHES_A_PASS` patches holds, which is less than a block would save for its
+    backward (0.7 of it for the 7B model). Any other tower has neither: both are 0.
     """
     shape = setup.shape
     eye = setup.shape.vision
@@ -355,63 +371,70 @@ def frozen_tower(setup: Setup) -> tuple[int, int]:
         return 0, 0
     tokens = setup.images * setup.batch.image_tokens
     layers = 1 + shape.deepstack
-    own = setup.batch.image_tokens * shape.merge**2
-    patches = min(setup.images * own, max(PATCHES_A_PASS, own))
+    patches_per_image = setup.batch.image_tokens * shape.merge**2
+    patches = min(setup.images * patches_per_image, max(PATCHES_A_PASS, patches_per_image))
     inputs = patches * shape.patch_values * (_PIXEL + setup.compute_bytes)
     block = activations.vision_layer(eye, patches, setup.dtypes)
     return tokens * shape.text.width * layers * setup.compute_bytes, inputs + block
 
 
 def _learning(setup: Setup, gradients: int) -> dict[str, int]:
-    """Gradients and activations of a micro-batch at their peak, which is in the LM head or in the
-    costliest layer.
+    """Gradients and activations of a micro-batch at their peak, in bytes by component.
+
+    The peak is in the LM head or in the costliest layer, whichever holds more.
     """
     shape = setup.shape
     batch = setup.micro_batch
     dtypes = setup.dtypes
     masked = setup.masked and not batch.packed
-    kept = activations.saved(shape, batch, dtypes, checkpointing=setup.checkpointing, masked=masked)
-    text = kept.text + activations.head_saved(shape, batch, dtypes, compact=setup.accelerator)
-    head = activations.head_transient(shape, batch, dtypes, compact=setup.accelerator)
+    saved = activations.saved(
+        shape, batch, dtypes, checkpointing=setup.checkpointing, masked=masked
+    )
+    text = saved.text + activations.head_saved(
+        shape, batch=batch, dtypes=dtypes, compact=setup.accelerator
+    )
+    head = activations.head_transient(shape, batch=batch, dtypes=dtypes, compact=setup.accelerator)
     # What the head adds to the gradient of a weight that it shares waits for the embedding's part,
     # at the end; there both and their sum are held
     weight = (
         shape.vocabulary * shape.text.width * shape.weight_bytes if shape.head_is_trained else 0
     )
     waiting = weight if shape.tied else 0
-    layer = kept.recomputed + kept.layer_gradients + waiting
+    layer = saved.recomputed + saved.layer_gradients + waiting
+    # (name, transient bytes, activation bytes, gradient bytes) at each candidate for the peak
     moments = [
         ("logits", head, text, gradients),
         ("one layer going back", max(layer, 3 * waiting), text, gradients),
     ]
-    if (
-        setup.sharding.stage is None and setup.micro_batches == 1
-    ):  # they come as the layers go back, and activations go
+    # they come as the layers go back, and activations go
+    if setup.sharding.stage is None and setup.micro_batches == 1:
         byte = FLOAT if shape.adapters else shape.weight_bytes
-        others = shape.text.layers - 1
+        other_layers = shape.text.layers - 1
         standing = gradients - shape.trained * byte
         behind = standing + weight - waiting
         layers = shape.trainable[LANGUAGE_MODEL] * byte - weight - (weight - waiting)
         moments = [
             ("logits", head, text, standing),
-            ("one layer going back", layer, kept.text, behind),
+            ("one layer going back", layer, saved.text, behind),
             (
                 "one layer going back",
                 layer,
-                kept.text // shape.text.layers,
-                behind + layers * others // (others + 1),
+                saved.text // shape.text.layers,
+                behind + layers * other_layers // (other_layers + 1),
             ),
             ("one layer going back", 3 * waiting, 0, gradients - waiting),
         ]
-    name, passing, held, there = max(moments, key=lambda moment: sum(moment[1:]))
+    name, transient, activation_bytes, gradient_bytes = max(
+        moments, key=lambda moment: sum(moment[1:])
+    )
     mask = activations.mask_bytes(batch, dtypes, accelerator=setup.accelerator) if masked else 0
-    vision = 0 if frozen_tower(setup)[1] else kept.vision
+    vision = 0 if frozen_tower(setup)[1] else saved.vision
     return {
-        "gradients": there,
-        "activations": held,
+        "gradients": gradient_bytes,
+        "activations": activation_bytes,
         "attention mask": mask,
         "vision": vision,
-        name: passing,
+        name: transient,
     }
 
 
@@ -441,8 +464,9 @@ def _with_overhead(parts: dict[str, int], setup: Setup) -> dict[str, int]:
 
 
 def fits(setup: Setup, card: int) -> bool:
-    """Whether every phase fits into the GPU, and the engine has room for at least one rollout of
-    full length.
+    """Whether every phase fits into the card.
+
+    The engine must also have room for at least one rollout of full length.
     """
     prediction = predict(setup, card)
     return prediction.peak <= card and (
@@ -455,26 +479,28 @@ HEADROOM = 0.05
 
 
 def proposed_utilization(setup: Setup, card: int) -> float | None:
-    """The smallest `vllm_gpu_memory_utilization`, in hundredths, with which the most rollouts of
-    full length run at once while each phase leaves `HEADROOM` of the card free; None without a
-    colocated engine on a GPU, or such a share.
+    """The smallest `vllm_gpu_memory_utilization`, in hundredths, that runs most rollouts at once.
+
+    Every phase has to leave `HEADROOM` of the card free. None without a colocated engine on a GPU,
+    or if there is no such share.
     """
     engine = setup.engine
     if engine is None or not setup.accelerator:
         return None
-    found: tuple[int, float] | None = None
+    best: tuple[int, float] | None = None
     for hundredths in range(1, 100):
         share = replace(setup, engine=replace(engine, utilization=hundredths / 100))
         prediction = predict(share, card)
         concurrent = prediction.engine.concurrent if prediction.engine else 0
-        if prediction.peak <= (1 - HEADROOM) * card and concurrent > (found[0] if found else 0):
-            found = concurrent, hundredths / 100
-    return found[1] if found else None
+        if prediction.peak <= (1 - HEADROOM) * card and concurrent > (best[0] if best else 0):
+            best = (concurrent, hundredths / 100)
+    return best[1] if best else None
 
 
 def batch_sizes(setup: Setup) -> list[int]:
-    """Values of per_device_train_batch_size that keep groups whole, or split them evenly, and
-    divide a generation.
+    """Values of per_device_train_batch_size that divide a generation.
+
+    They keep groups whole or split them evenly.
     """
     group = setup.generations
     generation = setup.generation
@@ -489,16 +515,17 @@ def largest_batch(setup: Setup, card: int) -> int:
     """
     sizes = batch_sizes(setup)
 
-    def good(number: int) -> bool:
+    def batch_fits(number: int) -> bool:
         return fits(replace(setup, batch=replace(setup.batch, sequences=sizes[number - 1])), card)
 
-    number = _largest(good, len(sizes))
+    number = _largest(batch_fits, len(sizes))
     return sizes[number - 1] if number else 0
 
 
 def largest_image_tokens(setup: Setup, card: int, room: int = MOST_IMAGE_TOKENS) -> int:
-    """The largest number of image tokens per prompt that fits, at most `room`, with the same text;
-    0 if none does.
+    """The largest number of image tokens per prompt that fits beside the same text.
+
+    It is at most `room`, and 0 if none fits.
     """
     limit = min(room, MOST_IMAGE_TOKENS)
     text = setup.batch.prompt_tokens - setup.batch.image_tokens

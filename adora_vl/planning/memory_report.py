@@ -1,5 +1,6 @@
-"""The report's section on memory: what each part takes in each phase, whether it fits, and what
-would.
+"""The memory section of the dry run's report.
+
+It says what each part takes in each phase, whether the run fits, and what would make it fit.
 """
 
 from __future__ import annotations
@@ -71,17 +72,16 @@ def memory_lines(plan: Plan) -> list[str]:
 
 
 def sharing_lines(plan: Plan) -> list[str]:
-    """What the rollouts of a group share in a micro-batch, and how much that saves."""
+    """Say what the rollouts of a group share in a micro-batch, and how much memory that saves."""
     setup = plan.setup
     phase = "forward and backward"
     batch = setup.micro_batch
     group = setup.generations
     if not (setup.sharing.vision or setup.sharing.prompts):
         return []
-    ours, alone = (
-        sum(predict(one, plan.card).phases[phase].values())
-        for one in (setup, replace(setup, sharing=Sharing()))
-    )
+    unshared = replace(setup, sharing=Sharing())
+    ours = sum(predict(setup, plan.card).phases[phase].values())
+    alone = sum(predict(unshared, plan.card).phases[phase].values())
     shared = ["the image"] if batch.image_tokens and setup.sharing.images and batch.unit > 1 else []
     shared += ["the prompt"] if batch.packed else []
     lines = []
@@ -126,19 +126,21 @@ def engine_lines(plan: Plan) -> list[str]:
 
 
 def share_lines(plan: Plan, concurrent: int) -> list[str]:
-    """The share of the GPU with which more rollouts than `concurrent` would run at once, or the run
-    would fit.
+    """Propose a share of the GPU with which the run would fit, or more rollouts would run at once.
+
+    `concurrent`: rollouts of full length that run at once with the present share.
     """
     engine = plan.setup.engine
     share = proposed_utilization(plan.setup, plan.card)
     if engine is None or share is None:
         return []
     proposed = predict(replace(plan.setup, engine=replace(engine, utilization=share)), plan.card)
-    more = proposed.engine.concurrent if proposed.engine else 0
-    if more <= concurrent and fits(plan.setup, plan.card):
+    proposed_concurrent = proposed.engine.concurrent if proposed.engine else 0
+    if proposed_concurrent <= concurrent and fits(plan.setup, plan.card):
         return []
     return [
-        f"vllm_gpu_memory_utilization: {share:g} instead of {engine.utilization:g} lets {more} "
+        f"vllm_gpu_memory_utilization: {share:g} instead of {engine.utilization:g} lets "
+        f"{proposed_concurrent} "
         f"run at once, and leaves {1 - proposed.peak / plan.card:.0%} of the card free."
     ]
 
@@ -150,9 +152,9 @@ def verdict_lines(plan: Plan) -> list[str]:
     good = fits(setup, card)
     peak = prediction.peak / GIB
     share = prediction.peak / card
-    taken = f"{peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB"
+    usage = f"{peak:.3g} GiB at most ({prediction.peak_phase}), {share:.0%} of {card / GIB:.3g} GiB"
     if good:
-        lines = [f"It fits: {taken}."]
+        lines = [f"It fits: {usage}."]
     elif prediction.peak > card:
         parts = prediction.phases[prediction.peak_phase]
         largest = max(parts, key=lambda name: parts[name])
@@ -169,17 +171,17 @@ def verdict_lines(plan: Plan) -> list[str]:
     if setup.sharding.stage is None and not setup.shape.adapters and setup.shape.weight_bytes == 2:
         lines.append(LOST_UPDATES)
     batch = memory.largest_batch(setup, card)
-    most = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
+    largest_batch = f"{batch}, a whole generation" if batch == setup.generation else batch or "none"
     lines.append(
         "Largest per_device_train_batch_size that fits, of those that keep groups of "
-        f"{setup.generations} whole or split them evenly: {most} (keep its product with "
+        f"{setup.generations} whole or split them evenly: {largest_batch} (keep its product with "
         "gradient_accumulation_steps and processes)."
     )
     return [*lines, largest_image_line(plan)] if setup.shape.vision is not None else lines
 
 
 def largest_image_line(plan: Plan) -> str:
-    """The largest `max_pixels`, or what leaves no room for any image."""
+    """Say the largest `max_pixels` that fits, or what leaves no room for any image."""
     if plan.limit is not None and plan.image_room < 1:
         return (
             "No max_pixels leaves room for a whole answer: text of up to "

@@ -84,12 +84,13 @@ NAMES = {
     "dapo": "DAPO",
     "daro": "DARO",
 }
+# they differ in how they average, and methods set them
 _GRPO_LOSSES = (
     "grpo",
     "bnpo",
     "dr_grpo",
     "dapo",
-)  # they differ in how they average, and methods set them
+)
 
 
 def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -259,7 +260,7 @@ def failure_noted(
         if is_main:
             manifest["error"] = masked_text(f"{type(error).__name__}: {error}".splitlines()[0])
             with suppress(RunError):  # a disk that is full is what the first error says
-                end_manifest(manifest, output_dir, "failed", steps())
+                end_manifest(manifest, output_dir=output_dir, status="failed", steps=steps())
         raise
 
 

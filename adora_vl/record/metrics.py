@@ -313,7 +313,9 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
                 if last > first
                 else None
             )
-            self._bar.write(progress_line(logs, state.global_step, state.max_steps, left_s))
+            self._bar.write(
+                progress_line(logs, step=state.global_step, total=state.max_steps, left_s=left_s)
+            )
             sys.stdout.flush()
             silence = no_signal(state.log_history)
             if silence and not self._warned:

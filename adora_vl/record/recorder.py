@@ -31,12 +31,13 @@ from adora_vl.utils.hidden import masked
 
 # The reward functions' columns of TRL's completions table
 _EXTRA = ("verdict", "extracted", "reason")
+# beside our own keys
 _RECORDED_SETTINGS = (
     "num_generations",
     "scale_rewards",
     "loss_type",
     "reward_weights",
-)  # beside our own keys
+)
 # Columns of a batch, (B,), that only some runs have
 _OPTIONAL = ("segments", "age")
 
@@ -55,13 +56,11 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         accelerator = context.accelerator
         self.accelerator = accelerator
         self.decode = decode
-        self.every = (
-            config.adora_record_every
-        )  # the rollouts of every n-th generation are recorded; 0: of none
+        # the rollouts of every n-th generation are recorded; 0: of none
+        self.every = config.adora_record_every
         self.updates = Shape.of(config).updates
-        self._counted = self._latest = (
-            0  # this rank's rollouts in the present step, and those graded last
-        )
+        # this rank's rollouts in the present step, and those graded last
+        self._counted = self._latest = 0
         self._drift: dict[
             int, float
         ] = {}  # of rollouts of any rank, by their numbers, as this one has measured it
@@ -72,7 +71,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         )
         settings["truncated_at"] = config.truncated_at
         self.record = Record(
-            Path(config.output_dir), config.adora_record_gb, settings, accelerator.num_processes
+            output_dir=Path(config.output_dir),
+            limit_gb=config.adora_record_gb,
+            settings=settings,
+            ranks=accelerator.num_processes,
         )
 
     def number(self, rows: int) -> Tensor:
@@ -305,20 +307,19 @@ class GenerationLog:
             ]
             gather = self.recorder.accelerator.gather
             device = self.recorder.accelerator.device
-            facts_N4 = gather(
-                torch.tensor(facts, dtype=torch.float32, device=device)
-            )  # whole where nothing was called
+            # whole where nothing was called
+            facts_N4 = gather(torch.tensor(facts, dtype=torch.float32, device=device))
             for name, value in tool_figures(judged.groups.rewards_PG.cpu(), facts_N4.cpu()).items():
                 figures[name].append(value)
         images = (prompts.images or [None] * len(answers)) if self.images else []
         add_rows(
             self.table,
-            prompts.messages,
-            answers,
-            images,
-            scores,
-            judged,
-            self.functions,
+            prompts=prompts.messages,
+            answers=answers,
+            images=images,
+            scores=scores,
+            judged=judged,
+            functions=self.functions,
             texts=self.texts,
         )
         if training:

@@ -41,9 +41,8 @@ class Part:
 def parts(folder: Path) -> list[Part]:
     """The files that count, in the order of their steps."""
     found = [part for path in folder.glob("*") if (part := _part(path)) is not None]
-    within = {
-        b for a in found for b in found if a != b and a.first <= b.first and b.last <= a.last
-    }  # of merged ones
+    # of merged ones
+    within = {b for a in found for b in found if a != b and a.first <= b.first and b.last <= a.last}
     return sorted(set(found) - within, key=lambda part: part.first)
 
 
@@ -70,7 +69,7 @@ def merge_small(folder: Path) -> None:
         part.path.stat().st_size > _MERGE_BYTES for part in newest
     ):
         return
-    write_part(folder, read_parts(newest), newest[0].first, newest[-1].last)
+    write_part(folder, table=read_parts(newest), first=newest[0].first, last=newest[-1].last)
     for part in newest:
         part.path.unlink()
 
@@ -100,7 +99,12 @@ def cut_after(folder: Path, step: int) -> None:
             path.unlink()
     for part in counted:
         if part.first <= step < part.last:
-            write_part(folder, read_part(part).filter(pc.field("step") <= step), part.first, step)
+            write_part(
+                folder,
+                table=read_part(part).filter(pc.field("step") <= step),
+                first=part.first,
+                last=step,
+            )
         if part.last > step:
             part.path.unlink()
     if step == 0:
@@ -129,9 +133,8 @@ def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
         ) from error
 
 
-_SIDE = (
-    512  # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
-)
+# pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
+_SIDE = 512
 
 
 class Diagrams:
@@ -335,7 +338,12 @@ class Record:
         tables = [as_table(columns, self._settings) for columns in self._waiting]
         self._waiting.clear()
         try:
-            write_part(self.folder, pa.concat_tables(tables, promote_options="default"), step, step)
+            write_part(
+                self.folder,
+                table=pa.concat_tables(tables, promote_options="default"),
+                first=step,
+                last=step,
+            )
             merge_small(self.folder)
             rotate(self.folder, self._limit_bytes)
         except OSError as error:

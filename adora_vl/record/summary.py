@@ -8,10 +8,11 @@ from typing import Any
 
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.evals.benchmark import for_data
+from adora_vl.evals.benchmark import BENCHMARK_FILES, for_data
 from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import ACCURACY, METRICS, PASS, differs_from_pass, kind_of, no_signal
+from adora_vl.record.result import REWARD, interval_of, result_of, training_change
 from adora_vl.record.rollouts import ROLLOUTS
 from adora_vl.utils.cli import amount, spelled
 
@@ -33,7 +34,19 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
         str(output),
         *more,
     ]
-    return shlex.join([interpreter(), "-m", f"eval.{benchmark}", "run", *words])
+    return shlex.join([*_evaluator(benchmark), "run", *words])
+
+
+def _evaluator(benchmark: str) -> list[str]:
+    """The words that start the command of a benchmark from the current folder.
+
+    Where that folder has an `eval.py` or a package `eval/` of the user's own, `python -m eval`
+    would run it; the installed command does not look there.
+    """
+    for place in (Path("eval.py"), Path("eval/__init__.py")):
+        if place.exists() and place.resolve().parent != BENCHMARK_FILES:
+            return ["adora-vl-eval", benchmark]
+    return [interpreter(), "-m", f"eval.{benchmark}"]
 
 
 def merge_command(run: Path) -> str | None:
@@ -100,11 +113,8 @@ def summary_lines(
     lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
     silence = no_signal(history)
     lines += ["", f"warning: {silence}"] if silence else []
-    rows = figure_rows(history)
-    if rows:
-        lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}"]
-        lines += [f"{title:20}{first:>12}{last:>12}" for title, first, last in rows]
     folder = Path(config.output_dir)
+    lines += _figures(folder, history)
     merge = merge_command(model)
     alone = (
         "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this memory; "
@@ -121,10 +131,36 @@ def summary_lines(
         "View it": view_command(folder),
         "Merge it": merge,
         # The evaluators answer no calls.
-        "Evaluate it": None if calls else evaluate_command(model, data, folder / "eval", longest),
+        "Evaluate it": None
+        if calls
+        else evaluate_command(model, data=data, output=folder / "eval", max_tokens=longest),
         "Train longer": _longer(config, command),
     }
     return [*lines, *(f"{name:<13} {text}" for name, text in steps.items() if text)]
+
+
+# The figures of the table that have an interval over groups; the record has them by group.
+_BY_GROUP = {"reward": REWARD, "pass rate": PASS}
+
+
+def _figures(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What came of the run, and the table of its figures, with the interval of a change where the
+    groups tell it.
+    """
+    rows = figure_rows(history)
+    if not rows:
+        return []
+    result = result_of(folder, history)
+    lines = ["", result] if result else []
+    lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}   change"]
+    for title, first, last in rows:
+        line = f"{title:20}{first:>12}{last:>12}"
+        key = _BY_GROUP.get(title)
+        change = training_change(folder, history, key) if key else None
+        if change is not None and change.low is not None:
+            line += f"   {interval_of(change)}"
+        lines.append(line)
+    return lines
 
 
 def _longer(config: AdoraGRPOConfig, command: str) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.cli import Parser, amount, exit_code_of, number, path, whole
-from adora_vl.utils.errors import refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.report.run_view import RunView
@@ -66,12 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.compare is not None:
             from adora_vl.report.compare import comparison_lines
 
-            refuse(
-                (
-                    len(options.runs + options.compare) < 2,
-                    "--compare: one run is named; name two, A B",
-                )
-            )
+            if len(options.runs + options.compare) < 2:
+                raise UserError("--compare: one run is named; name two, A B")
             print("\n".join(comparison_lines(options.runs, options.compare)))
             return
         output = options.output or options.runs[0] / "report.html"

@@ -1,6 +1,4 @@
-"""Did it help?
-
-Training runs against each other, and scores before and after a training.
+"""Says whether it helped: training runs against each other, and scores before and after one.
 
 `python -m adora_vl.report A B --compare` answers from the folders of runs, in one paragraph and one
 table. `python -m adora_vl.report.compare BEFORE.json AFTER.json [--beside GRPO=GRPO.json]` shows
@@ -31,6 +29,7 @@ from adora_vl.evals.scoring.statistics import paired_t, welch
 from adora_vl.rewards.judge import without_address
 from adora_vl.utils.cli import Parser, amount, dotted, exit_code_of, text
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import leads_out, refuse_links_out
 
 Axis = Literal["rollouts", "seconds"]
 _UNITS: dict[Axis, str] = {"rollouts": "rollouts", "seconds": "s"}
@@ -77,9 +76,8 @@ class ComparedRun:
     seed: int
     settings: dict[str, Any]
     recipe: str
-    curves: dict[str, list[Point]] = field(
-        repr=False
-    )  # the pass rate in training, and evaluations on the way
+    # the pass rate in training, and evaluations on the way
+    curves: dict[str, list[Point]] = field(repr=False)
     scores: dict[str, ScoreFile] = field(repr=False)
     notes: tuple[str, ...] = ()
 
@@ -116,9 +114,10 @@ def read_compared(folder: Path) -> ComparedRun:
     """Read what a comparison needs. Raises `UserError` for a folder that is no run."""
     # Imported here, because they bring torch and Transformers along, which scores alone do not
     # need.
-    from adora_vl.record.manifest import facts_of_run, methods_of, read_manifest
+    from adora_vl.record.manifest import MANIFEST, facts_of_run, methods_of, read_manifest
     from adora_vl.record.metrics import METRICS, read_metrics
 
+    refuse_links_out("RUN", folder, folder / METRICS, folder / MANIFEST)
     manifest = read_manifest(folder)
     lines = read_metrics(folder / METRICS)
     if not manifest or not lines:
@@ -158,7 +157,13 @@ def read_compared(folder: Path) -> ComparedRun:
     scores, more = _scores(folder)
     curves = _curves(lines, rollouts_per_step(config))
     return ComparedRun(
-        str(folder), int(config.get("seed") or 0), settings, recipe, curves, scores, (*notes, *more)
+        name=str(folder),
+        seed=int(config.get("seed") or 0),
+        settings=settings,
+        recipe=recipe,
+        curves=curves,
+        scores=scores,
+        notes=(*notes, *more),
     )
 
 
@@ -208,7 +213,10 @@ def _scores(folder: Path) -> tuple[dict[str, ScoreFile], list[str]]:
     found: dict[str, ScoreFile] = {}
     notes = []
     files = [path for pattern in (SCORE, f"*/{SCORE}") for path in folder.glob(pattern)]
-    for path in sorted(files, key=lambda path: path.stat().st_mtime):
+    outside = [path for path in files if leads_out(folder, path)]
+    notes += [f"{path} is a link out of the run's folder, and is not read" for path in outside]
+    inside = [path for path in files if path not in outside]
+    for path in sorted(inside, key=lambda path: path.stat().st_mtime):
         score = read_run(str(path))
         benchmark = score.score["benchmark"]
         if benchmark in found:
@@ -341,9 +349,8 @@ def held_out_rows(a: Side, b: Side) -> list[ComparedFigure]:
             for side in (a, b)
         )
         seeds = between_seeds(*accuracies)
-        if (
-            seeds.low is not None
-        ):  # first, because what another seed would give is the wider question
+        # first, because what another seed would give is the wider question
+        if seeds.low is not None:
             rows.append(ComparedFigure(f"{benchmark}, held out", seeds))
         rows.append(ComparedFigure(f"{benchmark}, held out", problems))
     return rows
@@ -370,7 +377,14 @@ def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
             budget = min(getattr(run.curves[name][-1], axis) for run in (*a.runs, *b.runs))
             first, second = (_at(side, name, axis, budget) for side in (a, b))
             if budget and first and second:
-                rows.append(ComparedFigure(title, between_seeds(first, second), axis, budget))
+                rows.append(
+                    ComparedFigure(
+                        figure=title,
+                        difference=between_seeds(first, second),
+                        axis=axis,
+                        budget=budget,
+                    )
+                )
     return rows
 
 
@@ -390,7 +404,7 @@ def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]
     rest = budget_rows(a, b)
     differing = config_differences(a, b)
     lines = [
-        _paragraph(a, b, held_out, rest, list(differing)),
+        _paragraph(a, b=b, held_out=held_out, rest=rest, keys=list(differing)),
         "",
         *_table(a, b, [*held_out, *rest]),
         "",

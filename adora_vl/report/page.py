@@ -160,6 +160,7 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
     runs = [
         {
             "name": view.name,
+            "result": view.result,
             "facts": view.facts,
             "notes": view.notes,
             "metrics": view.metrics,

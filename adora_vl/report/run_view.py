@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from adora_vl.advantage.groups import scheduled
 from adora_vl.data.prompts import lettered
 from adora_vl.record.manifest import (
+    MANIFEST,
     adora_options,
     facts_of_run,
     methods_of,
@@ -24,9 +25,12 @@ from adora_vl.record.manifest import (
     recipe_of,
 )
 from adora_vl.record.metrics import METRICS, no_signal, read_metrics
+from adora_vl.record.result import result_of
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
 from adora_vl.rewards.grade import comparison
+from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import leads_out, refuse_links_out
 
 _CONTROLS = {  # `assign`: what decided the weight instead of the criteria
     "random": "by chance (assign: random)",
@@ -82,9 +86,8 @@ def _verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     sayings = {"length": _length, "difficulty": _difficulty}
     criteria = options["criteria"]
     alone = [*criteria] == ["difficulty"] or options["combine"] == "any"
-    hard_is_enough = (
-        "difficulty" in criteria and alone and not options["needs_correct"]
-    )  # with no length to compare
+    # with no length to compare
+    hard_is_enough = "difficulty" in criteria and alone and not options["needs_correct"]
     if not group["pass_rate"] and not group["tds"] and not hard_is_enough:
         return "neither TAS nor TDS, since no rollout is right"
     return ", ".join(
@@ -161,6 +164,7 @@ class RunView:
     problems: dict[str, Json] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
+    result: str | None = None  # what came of it, in one line
 
     @property
     def images(self) -> list[str]:
@@ -196,14 +200,21 @@ def load_run(folder: Path, max_rollouts: int) -> RunView:
 
 
 def _load(folder: Path, max_rollouts: int) -> RunView:
-    metrics = read_metrics(folder / METRICS)
     found = parts(folder / ROLLOUTS)
+    files = [folder / METRICS, folder / MANIFEST, *(part.path for part in found)]
+    refuse_links_out("RUN", folder, *files)
+    metrics = read_metrics(folder / METRICS)
     if not metrics and not found:
         missing = (
             "is no folder" if not folder.is_dir() else f"has neither {METRICS} nor {ROLLOUTS}/"
         )
         raise UserError(f"RUN: {str(folder)!r} {missing}; name the output_dir of a training run")
-    view = RunView(folder.resolve().name, metrics, facts=facts_of_run(read_manifest(folder)))
+    view = RunView(
+        name=folder.resolve().name,
+        metrics=metrics,
+        facts=facts_of_run(read_manifest(folder)),
+        result=result_of(folder, metrics),
+    )
     if silence := no_signal(metrics):
         view.notes.append(f"Warning: {silence}.")
     if found:
@@ -221,9 +232,8 @@ def _add_groups(view: RunView, found: list[Part], max_rollouts: int) -> None:
             continue
         table = read_part(part).filter(pc.field("step").isin(wanted))
         settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
-        for _, rows in groupby(
-            table.to_pylist(), key=itemgetter("step", "group")
-        ):  # those of a group in a row
+        # those of a group in a row
+        for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
             view.groups.append(_group(list(rows), settings, view.problems))
     shown = sum(len(group["rollouts"]) for group in view.groups)
     if shown < total:
@@ -320,18 +330,28 @@ def image_uris(
     folders: list[Path], views: list[RunView], max_bytes: int
 ) -> tuple[dict[str, str], int]:
     """The diagrams as data URIs by name, up to `max_bytes` in total, and the number of those left
-    out.
+    out. One that is a link out of its run's folder is left out with a note: the page is passed on,
+    and would take any file of this machine along.
     """
     uris: dict[str, str] = {}
-    used = left_out = 0
+    used = 0
+    left_out = 0
     for folder, view in zip(folders, views, strict=True):
+        links = 0
         for name in view.images:
             path = folder / ROLLOUTS / IMAGES / Path(name).name
             if name in uris or not path.is_file():
+                continue
+            if leads_out(folder, path):
+                links += 1
                 continue
             used += path.stat().st_size
             if used > max_bytes:
                 left_out += 1
             else:
                 uris[name] = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+        if links:
+            view.notes.append(
+                f"{amount(links, 'diagram')} left out: a link leads out of the run's folder."
+            )
     return uris, left_out

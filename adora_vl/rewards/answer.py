@@ -107,9 +107,8 @@ _NO_VALUE = (
     ),  # more than one in per cent
 )
 NO_VALUE = frozenset(reason for reason, _ in _NO_VALUE)
-UNREAD = frozenset(
-    {"too_long", "hidden_characters", "not_read", "too_large", "undefined"}
-)  # nothing can be said of it
+# nothing can be said of it
+UNREAD = frozenset({"too_long", "hidden_characters", "not_read", "too_large", "undefined"})
 # One sign, so that reading goes one level deep.
 _PER_CENT = re.compile(r"((?:(?!%|percent|pct).)+?) ?(?:\\?%|percent(?:age)?|pct)")
 # Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and
@@ -159,14 +158,14 @@ def _valued(text: str, raw: str) -> Answer:
     tree: Tree | None = None
     try:
         tree = read_tree(text)
-        return Answer("number", text, raw=raw, real=number_of(tree), tree=tree)
+        return Answer(kind="number", text=text, raw=raw, real=number_of(tree), tree=tree)
     except NotReadError as error:
         if error.reason == "beyond":
-            return Answer("expression", text, "not_a_number", raw, tree=tree)
+            return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
         readable = _LETTER.search(_COMMAND.sub("", text)) and _READABLE.fullmatch(text)
         if error.reason == "not_read" and (readable or _CLOCK.fullmatch(text) or _ratio(text)):
-            return Answer("text", text, "not_a_number", raw)
-        return Answer("unreadable", text, error.reason, raw)
+            return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
+        return Answer(kind="unreadable", text=text, reason=error.reason, raw=raw)
 
 
 def _percentage(text: str, raw: str) -> Answer | None:
@@ -174,16 +173,18 @@ def _percentage(text: str, raw: str) -> Answer | None:
     of = plain(per_cent[1]) if per_cent else None
     if of is None or not of.tree:
         return None
-    return Answer("percentage", f"{of.text}%", "percentage", raw, real=of.real)
+    return Answer(kind="percentage", text=f"{of.text}%", reason="percentage", raw=raw, real=of.real)
 
 
 def _no_value(text: str, raw: str) -> Answer | None:
     """What says at once that a text is no number: a relation, several values, a date."""
     for reason, pattern in _NO_VALUE:
         if pattern.search(text):
-            return Answer("unreadable", text, reason, raw)
+            return Answer(kind="unreadable", text=text, reason=reason, raw=raw)
     if _DATE.fullmatch(text):
-        return Answer("text", text, "not_a_number", raw)  # not the difference 2022
+        return Answer(
+            kind="text", text=text, reason="not_a_number", raw=raw
+        )  # not the difference 2022
     return None
 
 

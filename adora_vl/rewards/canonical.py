@@ -16,9 +16,8 @@ from adora_vl.rewards.units import DEGREE, MEASURED, TEMPERATURE, upright
 
 _DIGITS = "0123456789."
 _DOLLAR = re.compile(r"(?<!\\)\$")
-MAX_CHARS = (
-    500  # an honest answer has under 60; every regular expression below runs on at most this much
-)
+# an honest answer has under 60; every regular expression below runs on at most this much
+MAX_CHARS = 500
 
 
 _SYMBOLS = str.maketrans(
@@ -87,9 +86,8 @@ _DEGREE_WORD = re.compile(r"(?<=[\d})$\s])degrees?$")
 _SMALL_O = re.compile(r"(?<=[0-9)}])\s*\^\s*(?:\{\s*o\s*\}|o)(?![A-Za-z])")
 _IN_DEGREES = re.compile(rf"(?:{_DEGREE.pattern}|{_DEGREE_WORD.pattern})[\s$.]*$")
 _BRACKETED_UNIT = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
-_MAY_BE_MEASURED = re.compile(
-    r"[^\W\d_]\.?$|\^[^^]*$"
-)  # what no unit can end is not searched for one
+# what no unit can end is not searched for one
+_MAY_BE_MEASURED = re.compile(r"[^\W\d_]\.?$|\^[^^]*$")
 _FUNCTION = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 # The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`,
 # `area of the circle`.

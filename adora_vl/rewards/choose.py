@@ -246,7 +246,7 @@ def try_rewards(
         "log_metric": lambda *_: None,
     }
     for entry, function in chosen.own:
-        call_once(entry, function, arguments, timeout)
+        call_once(entry, function=function, arguments=arguments, timeout=timeout)
 
 
 def call_once(
@@ -261,7 +261,9 @@ def call_once(
     Raises `UserError` if it fails.
     """
     failures: list[RewardFailure] = []
-    call = safe_call(function, own_name(entry), timeout, failures, unscored)
+    call = safe_call(
+        function, name=own_name(entry), timeout=timeout, failures=failures, unscored=unscored
+    )
     found: list[float | None] = (
         asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)
     )

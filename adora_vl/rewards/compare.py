@@ -295,9 +295,8 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         reference = _as_function(reference, answer)
         answer = function
     kinds = answer.kind, reference.kind
-    functions = (
-        "(" in reference.label and "(" in answer.label
-    )  # their names may differ: `W(n) = 1` and `W(x) = 1`
+    # their names may differ: `W(n) = 1` and `W(x) = 1`
+    functions = "(" in reference.label and "(" in answer.label
     decoration = reference.is_value or functions or kinds == ("equation", "equation")
     if (
         reference.label

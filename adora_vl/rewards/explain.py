@@ -108,7 +108,7 @@ def explanation(
     ]
     given = last_answer(response) if answer_tags else last_boxed(response)
     if given is not None:
-        answer = answer_to(read(gold), response, given, answer_tags)
+        answer = answer_to(read(gold), response=response, given=given, answer_tags=answer_tags)
         lines.append(f"answer     {_described(read(answer.raw) if answer.raw else answer)}")
     lines.append(f"gold       {_described(read(gold))}")
     compared = comparison(response, gold, **accepted)
@@ -176,7 +176,9 @@ def tried(
     lines = []
     for entry, function in zip(chosen.entries, chosen.functions, strict=True):
         unscored: dict[int, str] = {}
-        (found,) = call_once(entry, function, arguments, TRY_TIMEOUT_S, unscored)
+        (found,) = call_once(
+            entry, function=function, arguments=arguments, timeout=TRY_TIMEOUT_S, unscored=unscored
+        )
         none = f"None ({unscored.get(0, 'not scored')})"
         lines.append(f"reward     {entry} {none if found is None else format(found, 'g')}")
     return [*lines, *noted]
@@ -243,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "answer_tags": options.answer_tags,
                 "thinking_opened": options.thinking_opened,
             }
-            lines = explanation(response, options.gold, options.choices, **accepted)
+            lines = explanation(response, gold=options.gold, choices=options.choices, **accepted)
         if options.reward:
             lines += tried(
                 options.reward,

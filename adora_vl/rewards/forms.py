@@ -45,12 +45,10 @@ _NAMES = re.compile(rf"\({NAME}(?:[,;]\s?{NAME})+\)")
 _POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
 # A piece of a list that is no value by itself: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
 _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
-_ANGLE = re.compile(
-    r"(?:\\angle|angles?) ?([0-9]{1,2})"
-)  # also the first one of `angles 2, 3 and 6`
-_WORDED = re.compile(
-    r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])"
-)  # `bh` and `lwh` are products in a formula
+# also the first one of `angles 2, 3 and 6`
+_ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")
+# `bh` and `lwh` are products in a formula
+_WORDED = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")
 _INFINITE = {  # the ends of intervals
     sign + name: Answer("text", "-infinity" if sign == "-" else "infinity", "not_finite")
     for name in (r"\infty", "∞")
@@ -186,11 +184,13 @@ def _parse(text: str, depth: int) -> Answer:
         return _matrix(text, matrix[2])
     ways, _ = _split(text, _OR)
     if len(ways) > 1 and all("," in way for way in ways) and not any(";" in way for way in ways):
-        return _several(text, ways, ["or"], depth)  # p = 5, q = 2 or p = 7, q = 2
+        return _several(
+            text, pieces=ways, found=["or"], depth=depth
+        )  # p = 5, q = 2 or p = 7, q = 2
     for pattern in (_SEMICOLON, _COMMA):
         pieces, found = _split(text, pattern)
         if len(pieces) > 1:
-            return _several(text, pieces, found, depth)
+            return _several(text, pieces=pieces, found=found, depth=depth)
     members, found = _split(text, _MEMBER)
     if found:
         if len(members) != 2 or not NAME_OF_VALUE.fullmatch(members[0]):
@@ -204,7 +204,7 @@ def _parse(text: str, depth: int) -> Answer:
         return _joined(text, "or", [_parse(piece, depth + 1) for piece in pieces])
     sides, signs = _split(text, _SIGN)
     if signs:
-        return _related(text, sides, [_SIGNS[sign] for sign in signs], depth)
+        return _related(text, sides=sides, signs=[_SIGNS[sign] for sign in signs], depth=depth)
     return _bracketed(text, depth) or _both_signs(text) or _leaf(text)
 
 
@@ -246,7 +246,7 @@ def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answ
         raise NotReadError("labels")
     if len(parts) > MAX_PARTS:
         raise NotReadError("too_large")
-    return Answer("unordered", text, label=label, parts=tuple(parts))
+    return Answer(kind="unordered", text=text, label=label, parts=tuple(parts))
 
 
 def _bracketed(text: str, depth: int) -> Answer | None:
@@ -289,7 +289,9 @@ def _bracketed(text: str, depth: int) -> Answer | None:
         raise NotReadError("enumeration")  # (3,5; 4)
     ends = [_real(part) or part.text for part in parts]
     interval = between(ends[0], ends[1], opening + closing) if len(ends) == 2 else None
-    return Answer("ordered", text, parts=parts, brackets=opening + closing, solution=interval)
+    return Answer(
+        kind="ordered", text=text, parts=parts, brackets=opening + closing, solution=interval
+    )
 
 
 def _matrix(text: str, inside: str) -> Answer:
@@ -302,12 +304,17 @@ def _matrix(text: str, inside: str) -> Answer:
     if not even or any(not entry.tree for row in rows for entry in row):
         raise NotReadError("matrix")
     if len(rows[0]) == 1 < len(rows):
-        return Answer("ordered", text, parts=tuple(row[0] for row in rows), brackets="()")
+        return Answer(kind="ordered", text=text, parts=tuple(row[0] for row in rows), brackets="()")
     parts = (
-        Answer("ordered", ", ".join(one.text for one in row), parts=tuple(row), brackets="row")
+        Answer(
+            kind="ordered",
+            text=", ".join(one.text for one in row),
+            parts=tuple(row),
+            brackets="row",
+        )
         for row in rows
     )
-    return Answer("ordered", text, parts=tuple(parts), brackets="rows")
+    return Answer(kind="ordered", text=text, parts=tuple(parts), brackets="rows")
 
 
 def _both_signs(text: str) -> Answer | None:
@@ -321,14 +328,13 @@ def _both_signs(text: str) -> Answer | None:
         value = plain(_MINUS_PLUS.sub(minus, _PLUS_MINUS.sub(plus, text)))
         if not value.tree:
             raise NotReadError("enumeration")
-        real = value.real and replace(
-            value.real, unevaluated=False
-        )  # 12 + 1 is a way to write 13 here
+        # 12 + 1 is a way to write 13 here
+        real = value.real and replace(value.real, unevaluated=False)
         values.append(replace(value, real=real, raw=""))
     one, other = map(_real, values)
     if one and other and same_number(one, other):
         raise NotReadError("enumeration")  # 12 \pm 0
-    return Answer("unordered", text, parts=tuple(values), both_signs=True)
+    return Answer(kind="unordered", text=text, parts=tuple(values), both_signs=True)
 
 
 def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
@@ -392,9 +398,10 @@ def working(text: str) -> list[tuple[str, Answer]]:
         for sign, value in zip(["=", *signs], values, strict=True)
         if value.kind == "number"
     ]
+    # |x| has two
     names = [
         NAME_OF_VALUE.fullmatch(side) and not re.fullmatch(r"\|[a-z]\|", side) for side in sides
-    ]  # |x| has two
+    ]
     begins = values[0].kind == "number" or names[0]
     for name, value in zip(names, values, strict=True):
         if not name and (value.kind == "unreadable" or _WORDED.search(value.text)):
@@ -458,7 +465,7 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
     solution: Solution = ("and", *atoms)
     if not decides(solution):
         raise NotReadError("always_true")
-    return Answer("inequality", text, label=name.strip("|"), solution=solution)
+    return Answer(kind="inequality", text=text, label=name.strip("|"), solution=solution)
 
 
 def _solution(answer: Answer) -> Solution:
@@ -483,7 +490,7 @@ def _joined(text: str, word: str, parts: Sequence[Answer]) -> Answer:
     solution = (word, *map(_solution, parts))
     if not decides(solution):
         raise NotReadError("always_true")
-    return Answer("inequality", text, label=labels.pop(), solution=solution)
+    return Answer(kind="inequality", text=text, label=labels.pop(), solution=solution)
 
 
 def bare(label: str) -> str:

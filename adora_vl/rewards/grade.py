@@ -108,13 +108,20 @@ def grade(
     found = Compared("unparseable", "no_box")
     if given is not None:
         reference = read(gold)
-        answer = answer_to(reference, response, given, answer_tags)
-        found = _decided(answer, reference, without_letters(choices or ()), rounding)
+        answer = answer_to(reference, response=response, given=given, answer_tags=answer_tags)
+        found = _decided(
+            answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
+        )
         if found.reason == "empty_box" or is_blank(given):
             given = None  # an empty box is no box, and no reward pays for it
         elif len(given) > _SHOWN_CHARS:
             given = given[:_SHOWN_CHARS] + "…"
-    return Grade(found.verdict, given, found.reason, 1000 * (time.perf_counter() - began))
+    return Grade(
+        verdict=found.verdict,
+        extracted=given,
+        reason=found.reason,
+        ms=1000 * (time.perf_counter() - began),
+    )
 
 
 def grade_batch(
@@ -184,13 +191,16 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
         reference = value
         rounding = False
     if named is None:
-        return _by_value(answer, reference, right, choices, rounding)
-    found = _by_letter(named, right, reference, choices)
-    sure = _LETTER.fullmatch(answer.text) and _choice(
-        named.letter, choices
-    )  # `c` may also be a value, as may `(c)5`
+        return _by_value(
+            answer, reference=reference, right=right, choices=choices, rounding=rounding
+        )
+    found = _by_letter(named, right=right, reference=reference, choices=choices)
+    # `c` may also be a value, as may `(c)5`
+    sure = _LETTER.fullmatch(answer.text) and _choice(named.letter, choices)
     if found.verdict != "correct" and not sure:
-        as_value = _by_value(answer, reference, right, choices, rounding)
+        as_value = _by_value(
+            answer, reference=reference, right=right, choices=choices, rounding=rounding
+        )
         found = as_value if as_value.verdict == "correct" else found
     return found
 
@@ -263,7 +273,11 @@ def comparison(
     reference = read(gold)
     if given is None or not reference.is_form:
         return None
-    return compare(answer_to(reference, response, given, answer_tags), reference, rounding)
+    return compare(
+        answer_to(reference, response=response, given=given, answer_tags=answer_tags),
+        reference,
+        rounding,
+    )
 
 
 class _Named(NamedTuple):

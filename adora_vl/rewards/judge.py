@@ -62,9 +62,9 @@ class JudgeReward:
         """Raises `UserError` for an option that is missing, unknown or of the wrong kind."""
         given = _checked(options)
         self._endpoint = Endpoint(
-            check_url("adora_reward.judge.base_url", given["base_url"]),
-            given["model"],
-            KEY_VARIABLE,
+            url=check_url("adora_reward.judge.base_url", given["base_url"]),
+            model=given["model"],
+            key_variable=KEY_VARIABLE,
             timeout_s=given["timeout"],
             attempts=given["attempts"],
             wait_s=given["wait"],

@@ -21,9 +21,8 @@ from adora_vl.rewards.grammar import NotReadError, Tree, children, in_radians, n
 
 RELATIVE_TOLERANCE = Fraction(1, 10**6)  # of a decimal for a value with more digits
 MIN_DIGITS = 6  # of such a decimal: with fewer it cannot come that near but by chance
-ABSOLUTE_TOLERANCE = Fraction(
-    1, 10**12
-)  # where the reference answer is 0, also as a sum that cancels
+# where the reference answer is 0, also as a sum that cancels
+ABSOLUTE_TOLERANCE = Fraction(1, 10**12)
 
 MAX_EXPONENT = 64  # of a constant
 MAX_BITS = 1000  # of a numerator or denominator; any other value is 0 or between 2^-1000 and 2^1000
@@ -126,7 +125,7 @@ def number_of(tree: Tree) -> Ball:
     every = list(nodes(tree))
     to_do = ball.exact and any(map(_is_left_to_do, every))
     step = _step(tree, ball, None) if any(map(_is_long_decimal, every)) else None
-    return Ball(ball.value, ball.error, to_do, step)
+    return Ball(value=ball.value, error=ball.error, unevaluated=to_do, step=step)
 
 
 def _is_left_to_do(tree: Tree) -> bool:
@@ -283,14 +282,14 @@ def factor_between(answer: Tree, reference: Tree) -> int:
             if left != right:
                 return 0
         elif base is not None:
-            if not _same_product(left, base[1], base[0], right):
+            if not _same_product(left, b=base[1], c=base[0], d=right):
                 return 0
         elif all(ball.real and ball.least > 0 for ball in (left, right)):
             base = left, right
         else:
             zeros.append((left, right))
     if base is None or not all(
-        _same_product(left, base[1], base[0], right) for left, right in zeros
+        _same_product(left, b=base[1], c=base[0], d=right) for left, right in zeros
     ):
         return 0
     return 1 if (base[0].value > 0) == (base[1].value > 0) else -1
@@ -302,7 +301,7 @@ def is_constant(tree: Tree) -> bool:
     for at in _places(unknowns(tree)):
         value = _value_at(tree, at)
         if isinstance(value, Ball):
-            if first is not None and not _same_product(value, _ONE, first, _ONE):
+            if first is not None and not _same_product(value, b=_ONE, c=first, d=_ONE):
                 return False
             first = value
     return True
@@ -334,7 +333,7 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
         for point in _POINTS:
             ball = _value_at(tree, {name: point})
             if not isinstance(ball, Ball) or not _same_product(
-                ball + -at_0, _ONE, slope, Ball(point)
+                ball + -at_0, b=_ONE, c=slope, d=Ball(point)
             ):
                 return None
     except NotReadError:
@@ -409,9 +408,8 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
     elif kind == "mixed":
         ball = Ball(int(tree[1]) + Fraction(int(tree[2]), int(tree[3])))
     elif kind == "power":
-        exponent = _of(
-            tree[2], at
-        )  # capped before the base is evaluated, which may be an unknown: `x^{999}`
+        # capped before the base is evaluated, which may be an unknown: `x^{999}`
+        exponent = _of(tree[2], at)
         if at is None and exponent.exact and abs(exponent.value) > MAX_EXPONENT:
             raise NotReadError("too_large")
         ball = _raised(_of(tree[1], at), exponent)
@@ -420,9 +418,8 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
     elif kind == "pi":
         ball = _pi()
     elif kind == "root":
-        radicand = _of(
-            tree[2], at
-        )  # of a negative constant the real root, at a point the principal one
+        # of a negative constant the real root, at a point the principal one
+        radicand = _of(tree[2], at)
         negative = (
             tree[1] % 2
             and (at is None or not unknowns(tree[2]))
@@ -531,9 +528,8 @@ def _raised(base: Ball, exponent: Ball) -> Ball:
     base = base.inexact()
     steps = abs(float(power))
     spread = steps * base.error / base.least
-    bits = steps * (
-        abs(math.log2(base.size)) + 2.0**-50
-    )  # of the result, and what the logarithm may be off
+    # of the result, and what the logarithm may be off
+    bits = steps * (abs(math.log2(base.size)) + 2.0**-50)
     if bits > 2 * MAX_BITS or spread > 1:
         raise NotReadError("too_large")
     value = base.value ** (

@@ -106,7 +106,7 @@ class _Grader:
         if (texts, references) != self._last:
             answers = [gold for gold, _ in references]
             choices = [options for _, options in references]
-            self._grades = grade_batch(texts, answers, choices=choices, **self._accepted)
+            self._grades = grade_batch(texts, golds=answers, choices=choices, **self._accepted)
             self._last = (texts, references)
         return self._grades
 

@@ -96,7 +96,7 @@ def _copied_content(value: Any) -> Any:
 
 
 def _arguments_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What a reward function gets: copies, but for its environments, which it may ask and change."""
+    """What a reward function gets: copies, but for environments, which it may ask and change."""
     copied: dict[str, Any] = own_copy(dict(arguments), same=arguments.get("environments") or [])
     return copied
 
@@ -117,7 +117,11 @@ def safe_call(
     folder = Path.cwd()
 
     def ended(error: BaseException, arguments: Mapping[str, Any], row: int | None) -> list[float]:
-        failures.append(_failure(function, name, error, arguments, row, timeout))
+        failures.append(
+            _failure(
+                function, name=name, error=error, arguments=arguments, row=row, timeout=timeout
+            )
+        )
         return [0.0] * len(arguments["completions"])
 
     def rewards(found: Any, count: int) -> list[float | None]:
@@ -231,7 +235,7 @@ def _failure(
 ) -> RewardFailure:
     """The failure in words. `row`: the completion that fails alone."""
     if isinstance(error, UserError):
-        return RewardFailure(name, "", str(error), mistake=True)
+        return RewardFailure(function=name, row="", reason=str(error), mistake=True)
     place = _place(function, error)
     if isinstance(error, OverdueError):
         reason = f"it did not return within {timeout:g} s (adora_reward_timeout){place}"

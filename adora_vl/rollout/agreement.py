@@ -1,6 +1,6 @@
-"""Do engine and trainer agree?
+"""Whether engine and trainer agree, by a few real prompts through both.
 
-A few real prompts through both, and the bounds of what is rounding.
+The bounds say what is rounding.
 """
 
 import random
@@ -21,7 +21,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.prompt_lengths import served_length
 from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import evaluating, generation_logps
+from adora_vl.dedup.policy_pass import generation_logps
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.models.precision import HasModels, dtype_name
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -127,7 +127,9 @@ def sample(
     """
     with kept_random_state():
         settings = {**trainer.vllm_generation.sampling, **further}
-        answers = trainer.sampler.sample(_asks(trainer, prompts, where, tokens), settings=settings)
+        answers = trainer.sampler.sample(
+            _asks(trainer, prompts=prompts, where=where, tokens=tokens), settings=settings
+        )
         return _rollouts(trainer, prompts, answers)
 
 
@@ -136,7 +138,13 @@ def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list
     seed = (trainer.args.seed, f"check/{where}")
     rows = zip(prompts.ids, prompts.images or [None] * len(prompts.ids), strict=True)
     return [
-        RolloutAsk(ids, list(shown or ()), number, rollout_seed(*seed, number, 0), tokens)
+        RolloutAsk(
+            ids=ids,
+            images=list(shown or ()),
+            together=number,
+            seed=rollout_seed(*seed, number, 0),
+            limit=tokens,
+        )
         for number, (ids, shown) in enumerate(rows, first)
     ]
 
@@ -144,7 +152,9 @@ def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list
 def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[RolloutAnswer]) -> Rollouts:
     tokens = [answer.tokens for answer in answers]
     logps = [answer.logps for answer in answers]
-    batch = trainer.pool.judge.collated(prompts, tokens, logps, [True] * len(tokens))
+    batch = trainer.pool.judge.collated(
+        prompts, completions=tokens, logps=logps, counted=[True] * len(tokens)
+    )
     return Rollouts(tokens, batch)
 
 
@@ -259,12 +269,14 @@ def drift_measured(
     mask, (B, C), and the step.
     """
     prompts = read_prompts(trainer, rows[:CHECK_ROWS])
-    ticket = trainer.sampler.begin(_asks(trainer, prompts, f"drift/{step}", CHECK_TOKENS))
+    ticket = trainer.sampler.begin(
+        _asks(trainer, prompts=prompts, where=f"drift/{step}", tokens=CHECK_TOKENS)
+    )
 
     def judged() -> None:
         rollouts = _rollouts(trainer, prompts, ticket.join())
         # a rank may have an image among them where another one has none
-        with trainer.images.vision.unshared(), evaluating(trainer.model):
+        with trainer.images.vision.unshared():
             check(score(trainer, rollouts), rollouts.logps_BC, rollouts.mask_BC, step)
 
     return judged
@@ -401,9 +413,8 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         if not trainer.use_vllm:
             return
         rows = own_rows(trainer, CHECK_ROWS)
-        if gather_object(
-            unreadable_rows(rows)
-        ):  # the step that draws the row says so, on all ranks
+        # the step that draws the row says so, on all ranks
+        if gather_object(unreadable_rows(rows)):
             return
         checks = EngineProbe(
             trainer, read_prompts(trainer, rows), tokens=CHECK_TOKENS
@@ -411,9 +422,8 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         if trainer.accelerator.is_main_process:
             for agreement in checks:
                 if agreement.name in (COLD, DISTANT) and agreement.status is Status.PASSED:
-                    tqdm.write(
-                        f"Self-check: engine and trainer differ by {agreement.detail}"
-                    )  # above the progress bar
+                    # above the progress bar
+                    tqdm.write(f"Self-check: engine and trainer differ by {agreement.detail}")
         problems = [check for check in checks if check.status is Status.FAILED]
         if problems:
             raise RolloutError(refusal(problems))

@@ -62,9 +62,8 @@ def _biases(asked: Any) -> dict[int, float]:
 class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
     """`trl.generation.VLLMGeneration`, corrected where it is wrong for Qwen2.5-VL with vLLM 0.31."""
 
-    lora: Mapping[str, Any] | None = (
-        None  # vLLM's settings where it gets the adapter alone; None: merged tensors
-    )
+    # vLLM's settings where it gets the adapter alone; None: merged tensors
+    lora: Mapping[str, Any] | None = None
 
     def __init__(
         self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
@@ -78,9 +77,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         self.settings = settings
         self._timed = timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
-        self._engine_is_complete = (
-            False  # nothing but the checkpoint on disk has reached the engine yet
-        )
+        # nothing but the checkpoint on disk has reached the engine yet
+        self._engine_is_complete = False
         self.tensors_sent = self.bytes_sent = 0  # by the last sync
         generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         self._asked = dict(generation_kwargs)
@@ -128,11 +126,14 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.llm.timed = self._timed
         elif self.mode == "server":
             speaks = self.accelerator.is_main_process
-            servers = (
-                Servers([self.vllm_client], self.server_timeout, self.settings.answer_s)
-                if speaks
-                else None
-            )
+            servers = None
+            if speaks:
+                servers = Servers(
+                    [self.vllm_client],
+                    patience_s=self.server_timeout,
+                    answer_s=self.settings.answer_s,
+                    vocabulary=self._vocabulary,
+                )
             self.served = Served(self.accelerator, self._place_features, servers)
 
     def _connect(self, folder: Path) -> None:
@@ -146,7 +147,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             clients = connect([one.strip() for one in addresses], self.group_port, patience_s)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
             self.served.servers = Servers(
-                clients, patience_s, self.settings.answer_s, self._logprobs_mode()
+                clients,
+                patience_s=patience_s,
+                answer_s=self.settings.answer_s,
+                vocabulary=self._vocabulary,
+                logprobs_mode=self._logprobs_mode(),
             )
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
         if self.served.first_rank(Servers.have_lora) or self.four_bit:
@@ -200,9 +205,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             kwargs["mm_processor_kwargs"] = pixel_limits(
                 getattr(self.processing_class, "image_processor", None)
             )
-            kwargs["limit_mm_per_prompt"] = {
-                "video": 0
-            }  # otherwise vLLM reserves memory for a video
+            # otherwise vLLM reserves memory for a video
+            kwargs["limit_mm_per_prompt"] = {"video": 0}
             if not settings.keeps_images:  # the trainer's cache has them already
                 kwargs["mm_processor_cache_gb"] = 0
         divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
@@ -212,6 +216,11 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             llm.adapter = LoRARequest("policy", 1, "in memory")
             llm.base = base
         return llm
+
+    @property
+    def _vocabulary(self) -> int:
+        """How many token ids the policy has."""
+        return int(self.model.config.get_text_config().vocab_size)
 
     def _logprobs_mode(self) -> str:
         """Stock TRL asks for log-probabilities after temperature, filters and bans, of which the
@@ -243,7 +252,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             # A CPU engine, too, needs all tensors of a layer together.
             changed_only = not everything and self.mode == "colocate" and not engine_runs_on_cpu()
             for name, tensor in merged_parameters(
-                self.model, self._dist.gather_params, wanted, changed_only
+                self.model,
+                gather=self._dist.gather_params,
+                wanted=wanted,
+                changed_only=changed_only,
             ):
                 yield self._fix_param_name_to_vllm(name), tensor
             return

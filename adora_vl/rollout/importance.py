@@ -31,17 +31,18 @@ class Drift:
 
 
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """`[sum, count, largest]` of |difference| over the masked tokens that the engine scored.
+    """`[sum, count, largest]` of |difference| over the masked tokens that the engine was asked for.
 
     (3,), float64.
 
     Sums are returned instead of a mean, so that a rank with few tokens does not count as much as
-    one with many. A token that the engine could not score (NaN) is left out. If the policy's values
-    are NaN, or the engine scored no token at all, the difference is infinite.
+    one with many. A token that the engine was not asked for (NaN) is left out. The difference is
+    infinite where the engine or the policy gave no finite number, and where the engine was asked
+    for no token at all.
     """
     sampled_BC = mask_BC.bool()
     scored_BC = sampled_BC & ~torch.isnan(engine_BC)
-    gaps_BC = (trainer_BC - engine_BC).abs().double().nan_to_num(nan=torch.inf)
+    gaps_BC = (trainer_BC - engine_BC).abs().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
     counted_BC = torch.where(scored_BC, gaps_BC, 0.0)  # a mask as an index would make the host wait
     count = scored_BC.sum()
     nothing = torch.where(sampled_BC.any() & (count == 0), torch.inf, 0.0)
@@ -49,8 +50,8 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
 
 
 def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Mean |difference| of each rollout over the tokens that the engine scored, (B,); NaN where it
-    scored none.
+    """Mean |difference| of each rollout over the tokens that the engine was asked for, (B,); NaN
+    where it was asked for none.
     """
     scored_BC = mask_BC.bool() & ~torch.isnan(engine_BC)
     gaps_BC = torch.where(scored_BC, (trainer_BC - engine_BC).abs(), 0.0)
@@ -90,7 +91,7 @@ def importance_ratio(
     """exp(policy - engine), cut off: (B, C) for `token_*` modes, (B, 1) for `sequence_*`.
 
     `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the
-    engine gave no log-probability (NaN), the ratio is 1. The definitions are TRL's
+    engine was not asked for a log-probability (NaN), the ratio is 1. The definitions are TRL's
     (`vllm_importance_sampling_mode`), after Yao et al., "Your Efficient RL Framework Secretly
     Brings You Off-Policy RL Training" (2025).
     """
@@ -162,14 +163,14 @@ class ImportanceRatio:
         config = self.config
         ratio = importance_ratio(
             logps_BC,
-            sampling_BC,
-            mask_BC,
+            sampling_BC=sampling_BC,
+            mask_BC=mask_BC,
             mode=config.vllm_importance_sampling_mode,
             clip_min=config.vllm_importance_sampling_clip_min,
             clip_max=config.vllm_importance_sampling_clip_max,
         )
         micro["importance_sampling_ratio"] = ratio
-        own_5 = ratio_figures(ratio, logps_BC, sampling_BC, mask_BC)
+        own_5 = ratio_figures(ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC)
         ranks = self.accelerator.gather(own_5[None]).tolist()
         columns = zip(_FIGURES.items(), zip(*ranks, strict=True), strict=True)
         return {name: combined(values) for (name, combined), values in columns}

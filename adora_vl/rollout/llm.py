@@ -2,7 +2,6 @@
 come later.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,8 +21,9 @@ from vllm.multimodal.media import MediaWithBytes
 from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 from vllm.transformers_utils.config import checkpoint_has_lm_head
 
-from adora_vl.data.dataloader import KeptImage
+from adora_vl.data.images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
+from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
 from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
 from adora_vl.utils import compat
@@ -131,11 +131,11 @@ def answer_of(rollout: Any, ask: RolloutAsk, read: Sequence[int], room: int) -> 
     given = rollout.logprobs
     logps: list[float | None] = [None] * len(tokens)
     if given is not None:  # by the token's id: the first of several is the likeliest
-        scored = [one[token].logprob for one, token in zip(given, tokens, strict=True)]
-        logps = [None if math.isnan(logp) else logp for logp in scored]
+        scored = zip(given, tokens, strict=True)
+        logps = [engine_logp(by_token[token].logprob) for by_token, token in scored]
     full = len(read) + len(tokens) >= room
     reason = "stop" if rollout.finish_reason != "length" else "room" if full else "length"
-    return RolloutAnswer(tokens, logps, reason, list(read))  # type: ignore[arg-type]
+    return RolloutAnswer(tokens=tokens, logps=logps, reason=reason, read=list(read))  # type: ignore[arg-type]
 
 
 class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -146,9 +146,8 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
 
     stays_awake = False
     adapter: LoRARequest | None = None  # the policy's, where the engine gets its adapter alone
-    base: FrozenBase | None = (
-        None  # of the trainer, which leaves the card while the engine is awake
-    )
+    # of the trainer, which leaves the card while the engine is awake
+    base: FrozenBase | None = None
     timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
     @contextmanager

@@ -9,17 +9,12 @@ from typing import Any
 from datasets import Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
+from adora_vl.data.prompts import PICTURE_TOKENS
 from adora_vl.utils.errors import RolloutError, UserError
 
 # If one of these is sampled, there is no image for it, and the training's forward pass raises (trl
 # issue 3847).
-NEVER_SAMPLED = (
-    "<|image_pad|>",
-    "<|video_pad|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-)
+NEVER_SAMPLED = PICTURE_TOKENS
 
 
 class PromptMismatchError(RolloutError):

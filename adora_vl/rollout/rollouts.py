@@ -7,7 +7,8 @@ from typing import Any, Literal, cast
 
 from PIL import Image
 
-from adora_vl.data.dataloader import ROW_NUMBER, KeptImage
+from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.images import KeptImage
 from adora_vl.types import Row
 from adora_vl.utils.seeding import rollout_seed
 
@@ -17,9 +18,8 @@ class Span:
     """Tokens in a row from one hand."""
 
     tokens: tuple[int, ...]
-    logps: (
-        tuple[float | None, ...] | None
-    )  # of the weights that sampled it; None: not the policy's own, as a tool's
+    # of the weights that sampled it; None: not the policy's own, as a tool's
+    logps: tuple[float | None, ...] | None
     step: int  # optimizer steps that had been made when it came
 
 
@@ -55,9 +55,8 @@ class Rollout:
     compared: bool = True  # whether it was sampled on the trainer's images
     pictures: tuple[Picture, ...] = ()
     calls: tuple[Call, ...] = ()
-    environment: Any = field(
-        default=None, compare=False, repr=False
-    )  # its own, of a run that has some
+    # its own, of a run that has some
+    environment: Any = field(default=None, compare=False, repr=False)
 
     @property
     def tokens(self) -> list[int]:
@@ -83,7 +82,7 @@ class Rollout:
 
     @property
     def logps(self) -> list[float | None]:
-        """Of every token, None where the engine gave none."""
+        """Of every token, None where the engine was not asked for any."""
         return [logp for span in self.spans for logp in span.logps or (None,) * len(span.tokens)]
 
     def stale(self, step: int) -> int:
@@ -132,7 +131,9 @@ class RolloutGroup:
         problem = self.problem
         number = sum(span.logps is not None for span in rollout.spans)
         where = f"{problem.where}/segment-{number}" if number else problem.where
-        return rollout_seed(run_seed, where, problem.place, self.first_member + member)
+        return rollout_seed(
+            run_seed, position=where, group=problem.place, member=self.first_member + member
+        )
 
 
 def graded(row: Row, rollout: Rollout) -> Row:
@@ -157,7 +158,15 @@ def groups_of(
         own = dict(row)
         empty = (Rollout(),) * (1 + len(others))
         problem = DrawnProblem(own.pop(ROW_NUMBER, -1), where, place)
-        found.append(RolloutGroup(problem, cast("Row", own), began, empty, number % generations))
+        found.append(
+            RolloutGroup(
+                problem=problem,
+                row=cast("Row", own),
+                began=began,
+                rollouts=empty,
+                first_member=number % generations,
+            )
+        )
     return found
 
 
@@ -193,9 +202,8 @@ class RolloutAnswer:
     """What was sampled for an ask."""
 
     tokens: list[int]
-    logps: list[
-        float | None
-    ]  # of each token, by the weights that sampled it; None where the engine gave none
+    # of each token, by the weights that sampled it; None where the engine was not asked for any
+    logps: list[float | None]
     # by itself, at its limit, or at the end of the engine's room; servers do not say it
     reason: Literal["", "stop", "length", "room"] = ""
     read: list[int] = field(default_factory=list)  # the prompt as the engine has read it

@@ -43,9 +43,8 @@ class Served:
                 assert self.files is not None
                 return until.enter_context(self.files.written(tensors))
 
-            yield self.first_rank(
-                write, others=lambda: deque(tensors, 0)
-            )  # take part in the gathering of each
+            # take part in the gathering of each
+            yield self.first_rank(write, others=lambda: deque(tensors, 0))
 
     def gathered(
         self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any]
@@ -61,7 +60,14 @@ class Served:
         for ask, *more in plan_requests(everyone):
             own = {"seed": ask.seed, "max_tokens": ask.limit}
             own = {name: value for name, value in own.items() if value is not None}
-            requests.append(GroupRequest(ask.ids, ask.images, 1 + len(more), {**settings, **own}))
+            requests.append(
+                GroupRequest(
+                    prompt_ids=ask.ids,
+                    images=ask.images,
+                    rollouts=1 + len(more),
+                    settings={**settings, **own},
+                )
+            )
         return requests
 
     def sample(self, requests: list[GroupRequest], asks: int) -> list[RolloutAnswer]:

@@ -25,6 +25,7 @@ from urllib3.connection import HTTPConnection
 from urllib3.exceptions import ReadTimeoutError
 from urllib3.util.retry import Retry
 
+from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SpokenError, in_one_line
 from adora_vl.utils.hidden import without_login
 from adora_vl.utils.openai_client import is_here
@@ -37,9 +38,8 @@ _GONE_S = (1.0, 10.0)
 _BETWEEN_LOOKS_S = 2.0
 _LORA_BY_REQUEST = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 _REFUSED = "Request failed: 4"  # TRL's words for an HTTP status of the 400s
-_AT_A_TIME = (
-    256  # requests that a server has at a time: vLLM's own limit, beyond which one would wait there
-)
+# requests that a server has at a time: vLLM's own limit, beyond which one would wait there
+_AT_A_TIME = 256
 # A machine that has lost its power closes no connection: after 2 minutes of silence the kernel
 # does.
 _ALIVE = [
@@ -49,9 +49,8 @@ _ALIVE = [
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
 ]
 _T = TypeVar("_T")
-Sampled = list[
-    tuple[list[int], list[float | None]]
-]  # tokens and log-probabilities of a request's rollouts
+# tokens and log-probabilities of a request's rollouts
+Sampled = list[tuple[list[int], list[float]]]
 Features = dict[tuple[int, ...], Future[Any]]  # of images that a server has read
 PlaceFeatures = Callable[[dict[str, Any] | None, list[int]], dict[str, Any] | None]
 
@@ -75,14 +74,31 @@ class GroupRequest:
     settings: dict[str, Any]  # vLLM's parameters
 
 
-def of_sampled(tokens: Any, logps: Any, ids: Any) -> list[list[float | None]]:
+def of_sampled(tokens: Any, logps: Any, ids: Any) -> list[list[float]]:
     """The log-probability of each sampled token, by its id: the first of several is the likeliest
     token's.
     """
     return [
-        [given[known.index(token)] for token, given, known in zip(*row, strict=True)]
+        [engine_logp(scores[known.index(token)]) for token, scores, known in zip(*row, strict=True)]
         for row in zip(tokens, logps, ids, strict=True)
     ]
+
+
+def refuse_impossible(tokens: Sequence[Sequence[int]], most: int, vocabulary: int) -> None:
+    """Raise `UnusableServerError` for an answer that the policy cannot have given.
+
+    `tokens`: of each rollout. `most`: how many a rollout may have. `vocabulary`: how many ids the
+    policy's embedding has; any other one would end the run in its first pass.
+    """
+    longest = max(map(len, tokens))
+    if longest > most:
+        raise UnusableServerError(f"asked for at most {most} tokens it gave {longest}")
+    unknown = next((token for row in tokens for token in row if not 0 <= token < vocabulary), None)
+    if unknown is not None:
+        raise UnusableServerError(
+            f"it gave the token {unknown}, but the policy's vocabulary has {vocabulary}; start it "
+            "with the policy's model"
+        )
 
 
 class _Retry(Retry):
@@ -124,12 +140,16 @@ class _Adapter(HTTPAdapter):
 class Server:
     """One vLLM server. Its methods raise `UnusableServerError`, or what `requests` raises."""
 
-    def __init__(self, client: VLLMClient, answer_s: float) -> None:
-        """`answer_s`: how long it may take to sample what is one request, or to read all weights."""
+    def __init__(self, client: VLLMClient, answer_s: float, vocabulary: int) -> None:
+        """`answer_s`: how long it may take to sample what is one request, or to read all weights.
+
+        `vocabulary`: how many token ids the policy has.
+        """
         for scheme in ("http://", "https://"):
             client.session.mount(scheme, _Adapter(answer_s))
         self.client = client
         self._answer_s = answer_s
+        self._vocabulary = vocabulary
         self.address: str = client.base_url
         self.life = ""  # which start of the server answers now
         self.synced_life = ""  # which one has the weights of the last sync
@@ -167,9 +187,8 @@ class Server:
         lacks += (
             [] if self.lora.get(_LORA_BY_REQUEST) else [f"{_LORA_BY_REQUEST}=1 in its environment"]
         )
-        lacks += (
-            ["no --lora-target-modules"] if self.lora.get("target_modules") else []
-        )  # it passes the others over
+        # it passes the others over
+        lacks += ["no --lora-target-modules"] if self.lora.get("target_modules") else []
         if lacks:
             raise UnusableServerError(
                 f"it has no room for the policy's adapter; start it with {' and '.join(lacks)}"
@@ -215,9 +234,8 @@ class Server:
                 f"it gave no answer in {self._answer_s:g} s, half of ddp_timeout"
             ) from error
         except Exception as error:
-            if str(error).startswith(
-                _REFUSED
-            ):  # as one does that was started again and has no such adapter
+            # as one does that was started again and has no such adapter
+            if str(error).startswith(_REFUSED):
                 self.check_weights()
             raise
         tokens = given["completion_ids"]
@@ -227,6 +245,7 @@ class Server:
         if len(lengths) != ask.rollouts or not all(lengths) or known != lengths:
             gave = f"{lengths} tokens, {known} of them scored"
             raise UnusableServerError(f"asked for {ask.rollouts} rollouts it gave {gave}")
+        refuse_impossible(tokens, ask.settings["max_tokens"], self._vocabulary)
         if given["prompt_ids"] != [ask.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
         return [*zip(tokens, of_sampled(tokens, logps, given["logprob_token_ids"]), strict=True)]
@@ -289,14 +308,15 @@ class Servers:
         clients: Sequence[VLLMClient],
         patience_s: float,
         answer_s: float,
+        vocabulary: int,
         logprobs_mode: str = "",
     ) -> None:
         """`patience_s`: how long a sync waits for a first server to be there.
 
-        `answer_s`: how long one may sample. `logprobs_mode`: the trainer's; one that gives others
-        is named at its first sync.
+        `answer_s`: how long one may sample. `vocabulary`: token ids of the policy.
+        `logprobs_mode`: the trainer's; one that gives others is named at its first sync.
         """
-        self._all = [Server(client, answer_s) for client in clients]
+        self._all = [Server(client, answer_s, vocabulary) for client in clients]
         self.living = list(self._all)
         self._patience_s = patience_s
         self._logprobs_mode = logprobs_mode

@@ -30,9 +30,8 @@ class Ticket:
     """For what was asked of servers, to be sampled by the weights of a step."""
 
     step: int  # optimizer steps that had been made
-    join: Callable[
-        [], list[RolloutAnswer]
-    ]  # waits for this rank's answers; raises what asking raised, on all ranks
+    # waits for this rank's answers; raises what asking raised, on all ranks
+    join: Callable[[], list[RolloutAnswer]]
 
 
 class Sampler(Protocol):

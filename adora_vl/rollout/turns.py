@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from PIL import Image
 
-from adora_vl.data.dataloader import kept
+from adora_vl.data.images import kept
+from adora_vl.data.prompts import control_tokens, tool_response
 from adora_vl.rollout.rollouts import Call, Picture, Rollout, RolloutAnswer, RolloutAsk, Span
 
 CALL = "<tool_call>"  # begins a call in the policy's words
@@ -112,9 +113,8 @@ class Turns:
     most: int | None  # turns that are answered; None: any number
     decode: Callable[[Sequence[int]], str] = field(repr=False)
     tokens: int | None = None  # of a turn, at the most; None: as many as the answer has left
-    room: int | None = (
-        None  # tokens that the engine has for a prompt with its answer; None: for any
-    )
+    # tokens that the engine has for a prompt with its answer; None: for any
+    room: int | None = None
 
     def __call__(
         self,
@@ -174,6 +174,16 @@ class Turns:
             ids += [token] * (next(rest) if token == image_id else 1)
         return ids
 
+    def count(self, text: str) -> int:
+        """Tokens of a text of the policy's."""
+        return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @cached_property
+    def around(self) -> int:
+        """Tokens that an answer without a word takes, behind a turn that has an end."""
+        ids = self._ids(tool_response([""]), [], ())
+        return len(ids) - 1  # the first one is the end of the policy's turn
+
     @property
     def _tokenizer(self) -> Any:
         return getattr(self.processor, "tokenizer", self.processor)
@@ -207,11 +217,13 @@ class Turns:
         return before, image, behind
 
     def _harmless(self, text: str) -> str:
-        """A text without the template's marks: that of an image would have no image, that of a turn
-        would begin one.
+        """A text without the model's own tokens: that of an image would have no image, that of a
+        turn would begin one.
         """
-        for mark in (
-            one.content for one in self._tokenizer.added_tokens_decoder.values() if one.special
-        ):
+        for mark in self._control_tokens:
             text = text.replace(mark, f"{mark[0]} {mark[1:]}")
         return text
+
+    @cached_property
+    def _control_tokens(self) -> tuple[str, ...]:
+        return control_tokens(self.processor)

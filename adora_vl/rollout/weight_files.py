@@ -43,12 +43,10 @@ class WeightFiles:
         # two machines may each have a disk with such a path
         run = f"{socket.gethostname()}:{output_dir.resolve()}"
         self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
-        self._was_there = (
-            self.folder.exists()
-        )  # with the rights that its owner gave it, so it stays
-        self.rank: int | None = (
-            None  # of the adapter that is written, as PEFT writes one; None: whole tensors
-        )
+        # with the rights that its owner gave it, so it stays
+        self._was_there = self.folder.exists()
+        # of the adapter that is written, as PEFT writes one; None: whole tensors
+        self.rank: int | None = None
         self._kept = ExitStack()  # removes the adapter that servers have
         finalize(self, self._kept.close)
         for path in abandoned(self.folder.glob(f"{self._name}-*")):

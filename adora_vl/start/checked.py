@@ -84,21 +84,18 @@ class Checked:
     asked: Asked
     where: Where
     notes: list[str] = field(default_factory=list)
-    unknown: list[str] = field(
-        default_factory=list
-    )  # what could not be looked at; empty for all but a dry run
+    # what could not be looked at; empty for all but a dry run
+    unknown: list[str] = field(default_factory=list)
     extensions: dict[str, Extension] = field(init=False)  # by name
     plan: Shape = field(init=False)
     rewards: ChosenRewards = field(init=False)
     tools: ChosenTools = field(init=False)
     toolbox: Toolbox | None = None  # where the run has tools
-    name: str = field(
-        init=False
-    )  # the folder of the model, or its hub id; of an adapter that of its base
+    # the folder of the model, or its hub id; of an adapter that of its base
+    name: str = field(init=False)
     revision: str | None = field(init=False)  # of `name`
-    adapters: list[Adapter] = field(
-        default_factory=list
-    )  # where an adapter was named: it, and those beneath it
+    # where an adapter was named: it, and those beneath it
+    adapters: list[Adapter] = field(default_factory=list)
     model_config: PretrainedConfig = field(init=False)
     four_bit: bool = False  # whether the base is in 4 bits
     processor: Any = field(init=False)  # None where it is not here

@@ -15,7 +15,7 @@ from adora_vl.checkpoint.resume import LOCK, StartPoint, choose_start, lock_outp
 from adora_vl.checkpoint.stop import STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.checkpoint.writer import begun, holds_a_run, refuse_own_files
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, written_to
 
 if TYPE_CHECKING:
@@ -73,7 +73,14 @@ class RunFolder:
                 "false",
             )
             now = self.now if compared else {}
-            return choose_start(self.path, wanted, self.overwrite, now, self._inputs, clear=False)
+            return choose_start(
+                self.path,
+                wanted=wanted,
+                overwrite=self.overwrite,
+                now=now,
+                inputs=self._inputs,
+                clear=False,
+            )
 
         return self._all_hear(choose)
 
@@ -104,7 +111,13 @@ class RunFolder:
                     f"{goes_on}overwrite_output_dir=True replaces it, or choose another output_dir"
                 )
                 raise UserError(f"output_dir: {holds}; {remedy}")
-            start = choose_start(self.path, wanted, self.overwrite, self.now, self._inputs)
+            start = choose_start(
+                self.path,
+                wanted=wanted,
+                overwrite=self.overwrite,
+                now=self.now,
+                inputs=self._inputs,
+            )
             self._locks.append(lock_output_dir(self.path))
             (self.path / STOPPED_FILE).unlink(missing_ok=True)
             return start, self.now, leave_token(self.path) if self._ranks > 1 else ""
@@ -112,7 +125,7 @@ class RunFolder:
         try:
             start, first, token = self._all_hear(choose)
             if self._ranks > 1:
-                check_ranks(self.path, token, first, self.now)
+                check_ranks(self.path, token=token, first=first, mine=self.now)
         except UserError:
             self.release()
             raise
@@ -132,6 +145,7 @@ class RunFolder:
             told[1] = str(error)
         if self._ranks > 1:
             broadcast_object_list(told)
-        refuse((told[1], told[1]))
+        if told[1]:
+            raise UserError(told[1])
         heard: _Found = told[0]
         return heard

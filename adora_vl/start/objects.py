@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa  # pyarrow ships no types
+import pyarrow.compute as pc
 import torch
 import xxhash
 from datasets import Dataset, IterableDataset
@@ -19,8 +20,9 @@ from trl import ModelConfig
 from trl.trainer.utils import get_config_model_id
 
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.data.loading import only_decodes
 from adora_vl.data.prompt_lengths import Size, sizes_in
-from adora_vl.data.prompts import with_tools
+from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import NAMES, ChosenRewards, choose_rewards
 from adora_vl.utils.errors import UserError
@@ -151,7 +153,9 @@ def rewards_given(given: Any, output_dir: Path) -> ChosenRewards:
         functions.append(one)
         hashes[entries[-1]] = _identity_of_reward(one)
     tried = {entry for entry, one in zip(entries, functions, strict=True) if _can_be_tried(one)}
-    return ChosenRewards(tuple(entries), tuple(functions), hashes, frozenset(tried))
+    return ChosenRewards(
+        entries=tuple(entries), functions=tuple(functions), hashes=hashes, given=frozenset(tried)
+    )
 
 
 def _identity_of_reward(function: Any) -> str:
@@ -225,6 +229,29 @@ def check_prompts(dataset: Dataset) -> bool:
     return pictured
 
 
+def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> None:
+    """Hold the finished prompts of a data set, or of each of several, against `tokens` of the
+    model's own. Those of a stream are held against them when they come.
+
+    Raises `UserError` for the first row with a fault (`problem_with_messages`).
+    """
+    if isinstance(dataset, Mapping):
+        for one in dataset.values():
+            refuse_unusable_prompts(key, one, tokens)
+    # A command's rows have a transform, too, which decodes pictures and changes no text.
+    if not (is_stored(dataset) or only_decodes(dataset)) or "prompt" not in dataset.column_names:
+        return
+    number = 0
+    for table in _tables(dataset, ["id", "prompt"]):
+        named = "id" in table.column_names
+        names = table["id"].to_pylist() if named else range(number, number + table.num_rows)
+        number += table.num_rows
+        for name, prompt in zip(names, table["prompt"].to_pylist(), strict=True):
+            fault = problem_with_messages(prompt, tokens)
+            if fault is not None:
+                raise UserError(f"{key}: row {name}: {fault}")
+
+
 def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | None]]]:
     """The id, the prompt and the sizes of the images of each row; no image is decoded."""
     number = 0
@@ -237,6 +264,25 @@ def prompts_of(dataset: Dataset) -> Iterator[tuple[str, Any, Sequence[Size | Non
         prompts = table["prompt"].to_pylist()
         number += table.num_rows
         yield from zip(map(str, names), prompts, _sizes(table), strict=True)
+
+
+def fewest_pictures(dataset: Any) -> int | None:
+    """How many the row with the fewest has; None where that cannot be told without reading rows."""
+    if not isinstance(dataset, Dataset) or not (is_stored(dataset) or only_decodes(dataset)):
+        return None
+    if not set(_COLUMNS) & set(dataset.column_names):
+        return 0
+    fewest = [min(_counts(table), default=None) for table in _tables(dataset, _COLUMNS)]
+    return min((count for count in fewest if count is not None), default=None)
+
+
+def _counts(table: pa.Table) -> list[int]:
+    """How many pictures each row has; nothing is decoded."""
+    name = "images" if "images" in table.column_names else "image"
+    kind = table.schema.field(name).type
+    if not (pa.types.is_list(kind) or pa.types.is_large_list(kind)):
+        return [int(there) for there in pc.is_valid(table[name]).to_pylist()]
+    return [count or 0 for count in pc.list_value_length(table[name]).to_pylist()]
 
 
 def _sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:

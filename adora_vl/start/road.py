@@ -3,7 +3,7 @@
 A user's own code is run by the stops `rewards` and `tries` alone, after all keys are right.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -13,6 +13,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
+from PIL import Image
 from transformers import TrainerState
 
 from adora_vl.builtin.assets import data_folders, resolve_model
@@ -24,11 +25,13 @@ from adora_vl.config.reading import check_output_dir
 from adora_vl.config.unused_keys import Settings, refuse_unused, unused_keys
 from adora_vl.config.where import Where
 from adora_vl.data import prompt_lengths as lengths
+from adora_vl.data.dataloader import shown_rows
 from adora_vl.data.loading import as_asked, load_rows
-from adora_vl.data.prompts import asks_for_answer_tags
-from adora_vl.data.rows import has_images
+from adora_vl.data.prompts import asks_for_answer_tags, control_token_in, control_tokens
+from adora_vl.data.rows import has_images, images_of
 from adora_vl.evaluation import DataMissingError, fitting_evaluations, take_evaluations
 from adora_vl.models import check as fits
+from adora_vl.models import reference
 from adora_vl.models.adapter import adapters_of, check_keys, hash_of, processor_folder
 from adora_vl.models.families import sees_images
 from adora_vl.models.four_bit import check_four_bit
@@ -39,14 +42,16 @@ from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
-from adora_vl.rollout.rollouts import graded, groups_of
+from adora_vl.rollout.rollouts import RolloutGroup, graded, groups_of
 from adora_vl.start import objects
 from adora_vl.start.checked import Asked, Checked, count_of
 from adora_vl.start.folder import RunFolder
 from adora_vl.tools.environments import Environments, environments_of
+from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
+from adora_vl.tools.tries import unsteady_tools
 from adora_vl.training.extensions import check_extensions, chosen_extensions
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import no_hub, notes_on
 from adora_vl.utils.own_files import function_name
 from adora_vl.utils.versions import check_versions
@@ -97,9 +102,8 @@ def machine(run: Checked) -> None:
         return
     checks.check_optimizer(run.config)
     check_trackers(run.config.report_to)
-    if (
-        run.config.push_to_hub and no_hub()
-    ):  # Transformers makes the repository when the weights are loaded
+    # Transformers makes the repository when the weights are loaded
+    if run.config.push_to_hub and no_hub():
         raise UserError(
             f"push_to_hub: true, but {no_hub()}; set it to false and upload output_dir afterwards"
         )
@@ -130,21 +134,17 @@ def _graded_by(run: Checked, environments: Environments) -> None:
     weights = run.config.reward_weights
     name = environments.name
     if not environments.grades:
-        refuse(
-            (
-                not found.functions,
+        if not found.functions:
+            raise UserError(
                 f"reward_funcs: None would train on nothing, as {name} has no "
-                "get_reward; give a function",
+                "get_reward; give a function"
             )
-        )
         return
     same = name in (*found.entries, *map(function_name, found.functions))
-    refuse(
-        (
-            same,
-            f"environment_factory: a reward function has the name {name!r}, too; rename the class",
+    if same:
+        raise UserError(
+            f"environment_factory: a reward function has the name {name!r}, too; rename the class"
         )
-    )
     if weights is not None and len(weights) == len(found.entries):
         run.config.reward_weights = [*weights, 1.0]
     entries = (*found.entries, name)
@@ -167,9 +167,8 @@ def model(run: Checked) -> None:
         _find_adapters(run)
         with config.main_process_first(desc="building the tiny model where it is missing"):
             run.name = resolve_model(run.name)
-        if (
-            run.where.paper
-        ):  # whose report, and the config that it writes, name the model as the user does
+        # whose report, and the config that it writes, name the model as the user does
+        if run.where.paper:
             run.model_config, note = config_for_planning(run.name, run.revision)
             run.unknown += [note] if note else []
         else:
@@ -225,6 +224,7 @@ def parts(run: Checked) -> None:
     loaded = run.asked.model.loaded
     if loaded is None:
         fits.check_arguments(run.model_config, dict(run.config.model_init_kwargs or {}))
+    _check_reference(run)
     if loaded is None or not hasattr(loaded, "peft_config"):
         fits.check_parts(run.model, run.model_config, run.peft_config, run.config.adora_freeze)
     else:
@@ -239,6 +239,21 @@ def parts(run: Checked) -> None:
             f"resume_from_checkpoint: {wanted} in the config is not read by train(), as in "
             "Transformers; write train(resume_from_checkpoint=...)"
         )
+    run.notes += fits.dropout_notes(run.peft_config, run.config, one_step=run.plan.has_one_step)
+
+
+def _check_reference(run: Checked) -> None:
+    """Whether the reference of a KL term can be the policy that the run starts from."""
+    beta = run.config.beta
+    loaded = run.asked.model.loaded
+    if loaded is None:
+        is_new = run.adapter is None
+        reference.check_adapter_start(run.peft_config, beta, is_new=is_new)
+        return
+    reference.check_copied(loaded, beta)
+    reference.check_adapter_start(run.peft_config, beta, is_new=True)
+    for config in getattr(loaded, "peft_config", {}).values():
+        reference.check_adapter_start(config, beta, is_new=False)
 
 
 def processor(run: Checked) -> None:
@@ -251,11 +266,19 @@ def processor(run: Checked) -> None:
     if run.processor is not None:
         limit_pixels(run.processor, config.min_pixels, config.max_pixels)
     pixels = lengths.limits_of(
-        run.processor, run.model_config, config.min_pixels, config.max_pixels
+        run.processor,
+        model=run.model_config,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
     )
+    tokens = control_tokens(run.processor)
+    _refuse_in_template(config.chat_template_kwargs or {}, tokens)
+    if run.tools.environments is not None:
+        run.tools.environments.control_tokens = tokens
     if run.tools.functions:
+        view = view_of(run.model_config, pixels)
         run.toolbox = Toolbox(
-            run.tools, config.adora_tool_options, view_of(run.model_config, pixels)
+            chosen=run.tools, options=config.adora_tool_options, view=view, control_tokens=tokens
         )
     unknown = lengths.uncountable(run.model_config)
     run.overlong = lengths.OverlongPrompts(
@@ -271,6 +294,16 @@ def processor(run: Checked) -> None:
         print(
             "the lengths of the prompts are not checked: "
             f"{unknown or 'neither a key nor the model has a limit'}"
+        )
+
+
+def _refuse_in_template(options: Mapping[str, Any], tokens: Sequence[str]) -> None:
+    """What a chat template is given stands in every prompt; a whole template may have tokens."""
+    given = {name: value for name, value in options.items() if name != "chat_template"}
+    token = control_token_in(given, tokens)
+    if token is not None:
+        raise UserError(
+            f"chat_template_kwargs: it has the model's own token {token}; remove it from the text"
         )
 
 
@@ -324,12 +357,14 @@ def rows(run: Checked) -> None:
     run.data = []
     run.dataset = None
     if isinstance(asked, objects.Datasets):
-        run.dataset, run.evaluated = (
-            objects.told_of_tools(one, run.schemas) for one in (asked.train, asked.evaluate)
-        )
+        run.dataset = objects.told_of_tools(asked.train, run.schemas)
+        run.evaluated = objects.told_of_tools(asked.evaluate, run.schemas)
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
         _check_stream(run.config, asked.train)
+        tokens = control_tokens(run.processor)
+        objects.refuse_unusable_prompts("train_dataset", run.dataset, tokens)
+        objects.refuse_unusable_prompts("eval_dataset", run.evaluated, tokens)
         if objects.is_stored(run.dataset):
             fits.check_sees(
                 run.model, run.model_config, has_images=objects.check_prompts(run.dataset)
@@ -352,7 +387,10 @@ def rows(run: Checked) -> None:
             return
         told = copy(asked)
         told.adora_system_prompt = run.system_prompt
-        run.dataset = load_rows(told, run.data, run.config.seed_of_rows, partial(_fitting, run))
+        run.dataset = load_rows(
+            told, folders=run.data, seed=run.config.seed_of_rows, fitting=partial(_fitting, run)
+        )
+        objects.refuse_unusable_prompts("dataset", run.dataset, control_tokens(run.processor))
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
     if count is not None:
@@ -362,12 +400,32 @@ def rows(run: Checked) -> None:
 def _check_stream(config: AdoraGRPOConfig, dataset: Any) -> None:
     """Raise `UserError` for a seed that TRL does not shuffle a streamed data set by."""
     seed = config.data_seed
-    refuse(
-        (
-            isinstance(dataset, IterableDataset) and seed is not None,
+    if isinstance(dataset, IterableDataset) and seed is not None:
+        raise UserError(
             f"data_seed: {seed}, but a streamed data set is shuffled by seed; set that one, or "
-            "load the data set whole",
+            "load the data set whole"
         )
+
+
+def room(run: Checked) -> None:
+    """Whether the limits leave room for an answer of each tool."""
+    if run.toolbox is None:
+        return
+    config = run.config
+    known = run.lengths is not None and run.dataset is not None  # and not assumed
+    prompts = run.lengths.prompt if known and run.lengths is not None else []
+    limits = Room(
+        key="max_completion_length",
+        completion=config.max_completion_length,
+        context=config.vllm_max_model_length,
+        prompt=min(prompts, default=None),
+        pictures=objects.fewest_pictures(run.dataset),
+    )
+    refuse_no_room(
+        run.toolbox,
+        processor=run.processor,
+        template=config.chat_template_kwargs or {},
+        room=limits,
     )
 
 
@@ -382,17 +440,17 @@ def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[i
 
 
 def tries(run: Checked) -> None:
-    """The user's own environments and reward functions on the groups of two rows, and the judge
-    with a question.
+    """The user's own environments, tools and reward functions on the groups of two rows, and the
+    judge with a question.
     """
     rows = list[Any]()
     environments = run.tools.environments
-    if run.dataset is not None and (run.rewards.own or environments):
+    if run.dataset is not None and (run.rewards.own or run.toolbox is not None):
         if isinstance(run.dataset, Dataset):
             named = [name for name in run.dataset.column_names if name != "prompt"]
             run.rewards.check_columns([*named, "environments"] if environments else named)
         try:
-            rows = list(islice(iter(run.dataset), 2))
+            rows = shown_rows(list(islice(iter(run.dataset), 2)))
         except Exception as error:  # a decoder raises what it likes
             why = in_one_line(error)
             raise UserError(
@@ -404,8 +462,24 @@ def tries(run: Checked) -> None:
         groups = environments.entered(groups, run.config.seed, anew=True)
     given = [graded(group.row, rollout) for group in groups for rollout in group.rollouts]
     try_rewards(
-        run.rewards, given, run.config.adora_reward_timeout, TrainerState(), asks=run.where.here
+        run.rewards,
+        rows=given,
+        timeout=run.config.adora_reward_timeout,
+        state=TrainerState(),
+        asks=run.where.here,
     )
+    if run.toolbox is not None:
+        run.notes += _unsteady(run.toolbox, groups)
+
+
+def _unsteady(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
+    """A line for each tool that answers a call in two ways, on the first problem's pictures."""
+    if not groups:
+        return unsteady_tools(toolbox)
+    first = groups[0]
+    pictures = [image for image in images_of(first.row) if isinstance(image, Image.Image)]
+    inside = [rollout.environment for rollout in first.rollouts if rollout.environment is not None]
+    return unsteady_tools(toolbox, pictures, inside)
 
 
 def evaluations(run: Checked) -> None:
@@ -418,13 +492,11 @@ def evaluations(run: Checked) -> None:
         batch = config.per_device_eval_batch_size
         group = getattr(config, key)
         processes = run.plan.processes
-        refuse(
-            (
-                batch * processes % group,
+        if batch * processes % group:
+            raise UserError(
                 f"per_device_eval_batch_size: {batch} x {processes} processes is no whole "
-                f"number of groups of {key}: {group}; set it to {group}",
+                f"number of groups of {key}: {group}; set it to {group}"
             )
-        )
         return
     prompt = run.script.adora_prompt if run.script is not None else None
     try:  # the report of a dry run reads the config again
@@ -505,6 +577,7 @@ STOPS: tuple[Callable[[Checked], None], ...] = (
     parts,
     processor,
     rows,
+    room,
     tries,
     evaluations,
     weights,

@@ -64,5 +64,13 @@ def corner_number(
     asked = question(corner)
     number = str(numbers[corner])
     return SyntheticProblem(
-        "corners", image, asked, number, right, slip, "Number", ("Text",), corner
+        family="corners",
+        image=image,
+        question=asked,
+        answer=number,
+        solution=right,
+        slip=slip,
+        goal="Number",
+        shapes=("Text",),
+        kind=corner,
     )

@@ -165,9 +165,8 @@ class Sketch:
         for path, text in texts.items():
             corner, one, other = self._ways(path)
             opening = math.acos(max(-1.0, min(1.0, (one * other.conjugate()).real)))
-            far = max(
-                reach, 0.035 / math.sin(opening / 2)
-            )  # a narrow angle has room only farther out
+            # a narrow angle has room only farther out
+            far = max(reach, 0.035 / math.sin(opening / 2))
             self._label(text, corner + far * _unit(one + other))
 
     def right_angle(self, path: str) -> None:

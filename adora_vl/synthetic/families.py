@@ -90,7 +90,14 @@ def isosceles_base_angle(
     right = worded(rng, opening, steps, apex=apex, both=both) + _box(base)
     slip = worded(rng, opening, ("180 - {apex} = ",), apex=apex) + _box(both)
     return SyntheticProblem(
-        "isosceles", canvas.picture(), question, base, right, slip, "Angle", ("Triangle",)
+        family="isosceles",
+        image=canvas.picture(),
+        question=question,
+        answer=base,
+        solution=right,
+        slip=slip,
+        goal="Angle",
+        shapes=("Triangle",),
     )
 
 
@@ -129,7 +136,14 @@ def polygon_interior_angle(
     right = worded(rng, opening, steps, sides=sides, triangles=sides - 2) + _box(angle)
     slip = worded(rng, opening, ("360 / {sides} = ",), sides=sides) + _box(outer)
     return SyntheticProblem(
-        "polygon", canvas.picture(), question, angle, right, slip, "Angle", ("Polygon",)
+        family="polygon",
+        image=canvas.picture(),
+        question=question,
+        answer=angle,
+        solution=right,
+        slip=slip,
+        goal="Angle",
+        shapes=("Polygon",),
     )
 
 
@@ -169,7 +183,14 @@ def right_triangle_hypotenuse(
         down + across
     )
     return SyntheticProblem(
-        "right_triangle", canvas.picture(), question, answer, right, slip, "Length", ("Triangle",)
+        family="right_triangle",
+        image=canvas.picture(),
+        question=question,
+        answer=answer,
+        solution=right,
+        slip=slip,
+        goal="Length",
+        shapes=("Triangle",),
     )
 
 
@@ -208,7 +229,15 @@ def crossing_lines(
         (proved, subtracted, "vertical") if vertical else (summed, copied, "supplementary")
     )
     return SyntheticProblem(
-        "crossing", canvas.picture(), question, str(angle), right, slip, "Angle", ("Line",), kind
+        family="crossing",
+        image=canvas.picture(),
+        question=question,
+        answer=str(angle),
+        solution=right,
+        slip=slip,
+        goal="Angle",
+        shapes=("Line",),
+        kind=kind,
     )
 
 
@@ -239,7 +268,15 @@ def circle_from_radius(
         f"{radius}{unit}"
     )
     return SyntheticProblem(
-        "circle", canvas.picture(), question, answer, right, slip, "Length", ("Circle",), asked
+        family="circle",
+        image=canvas.picture(),
+        question=question,
+        answer=answer,
+        solution=right,
+        slip=slip,
+        goal="Length",
+        shapes=("Circle",),
+        kind=asked,
     )
 
 
@@ -290,9 +327,8 @@ def right_triangle_side(
     b = b * factor
     square = a * a + b * b
     c = _root(square)
-    flat = max(
-        0.35, min(2.8, b / a)
-    )  # a longer one is drawn out of scale, else its labels lie on each other
+    # a longer one is drawn out of scale, else its labels lie on each other
+    flat = max(0.35, min(2.8, b / a))
     corners = {"A": (0.0, 1.0), "B": (flat, 0.0), "C": (0.0, 0.0)}
     sketch = Sketch(rng, size, style, corners, "ABCA", letters="ABC")
     sketch.right_angle("ACB")
@@ -411,9 +447,8 @@ def parallel_segment(
     ae = ae * factor.denominator
     ab = ab * (factor.denominator if level != 2 else 1)
     bc = ab * factor
-    share = min(
-        0.65, max(0.4, float(1 / (1 + factor)))
-    )  # clear of the corners, not to scale beyond that
+    # clear of the corners, not to scale beyond that
+    share = min(0.65, max(0.4, float(1 / (1 + factor))))
     slope = rng.uniform(0.7, 1.2)
     points = {"A": (0.0, 0.0), "C": (0.6, slope), "D": (1.3, 0.0)}
     points |= {"B": (0.6 * share, slope * share), "E": (1.3 * share, 0.0)}
@@ -489,7 +524,16 @@ def _problem(
     shapes: tuple[str, ...] = ("Triangle",),
 ) -> SyntheticProblem:
     solution, wrong = (f"{working}. {_box(value)}" for value in (answer, slip))
-    return SyntheticProblem("", picture, question, answer, solution, wrong, goal, shapes)
+    return SyntheticProblem(
+        family="",
+        image=picture,
+        question=question,
+        answer=answer,
+        solution=solution,
+        slip=wrong,
+        goal=goal,
+        shapes=shapes,
+    )
 
 
 _length, _angle = (functools.partial(_problem, goal) for goal in ("Length", "Angle"))

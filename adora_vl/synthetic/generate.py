@@ -58,13 +58,11 @@ def _variants(answer: str, rng: random.Random) -> list[str]:
 
 LEVELS = (1, 2, 3)
 KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
-_LEVELS_FROM = (
-    112  # pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
-)
+# pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
+_LEVELS_FROM = 112
 MAX_CHOICES = 8
-_MAX_REDRAWS = (
-    5000  # of one row; at least one diagram in five is new for as long as the family has many
-)
+# of one row; at least one diagram in five is new for as long as the family has many
+_MAX_REDRAWS = 5000
 # of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
 _TEST_SHARE = 0.25
 
@@ -80,7 +78,9 @@ def _row(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices
     letter = problem.answer
     if n_choices:
         rng = random.Random(f"{row_id}/choices")
-        choices, letter = with_distractors(problem.answer, problem.slip, n_choices, rng)
+        choices, letter = with_distractors(
+            problem.answer, slip=problem.slip, count=n_choices, rng=rng
+        )
     meta = {name: getattr(problem, name) for name in META} | {"shapes": list(problem.shapes)}
     return {
         "id": row_id,

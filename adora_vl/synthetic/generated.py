@@ -34,9 +34,8 @@ Draw = Callable[[int, str], Iterable[Row]]  # so many rows of a split
 class Drawn:
     sizes: dict[str, int]  # of its splits
     draw: Draw
-    description: dict[
-        str, Any
-    ]  # what determines the rows, the arguments and the revision of the drawing code
+    # what determines the rows, the arguments and the revision of the drawing code
+    description: dict[str, Any]
 
 
 def synthetic(
@@ -58,7 +57,14 @@ def synthetic(
         for row in generate(count, split=split, **given):
             yield {**row, "answer": canonical_gold(row["answer"])}
 
-    return _drawn("synthetic", SYNTHETIC_REVISION, draw, rows, test_rows, given)
+    return _drawn(
+        "synthetic",
+        revision=SYNTHETIC_REVISION,
+        draw=draw,
+        rows=rows,
+        test_rows=test_rows,
+        given=given,
+    )
 
 
 def puzzles(
@@ -72,7 +78,12 @@ def puzzles(
     given: dict[str, Any] = {"seed": seed, "people": people}
 
     return _drawn(
-        "knights", KNIGHTS_REVISION, partial(knights.generate, **given), rows, test_rows, given
+        "knights",
+        revision=KNIGHTS_REVISION,
+        draw=partial(knights.generate, **given),
+        rows=rows,
+        test_rows=test_rows,
+        given=given,
     )
 
 

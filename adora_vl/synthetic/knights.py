@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from adora_vl.data.dataset import SPLITS, Row
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 
 PEOPLE = (2, 8)  # fewest and most
 NAMES = (
@@ -40,9 +40,8 @@ QUESTION = (
     "\\boxed{{{example}}}."
 )
 _MAX_REDRAWS = 20_000  # for one new puzzle; then there are taken to be no more
-_TEST_SHARE = (
-    0.25  # of all puzzles, by a hash of their text, so that no split has a puzzle of another
-)
+# of all puzzles, by a hash of their text, so that no split has a puzzle of another
+_TEST_SHARE = 0.25
 
 
 class Statement(NamedTuple):
@@ -96,9 +95,8 @@ def _draw(
         for speaker in range(people):
             statement = rng.choice(STATEMENTS)
             others = [person for person in range(people) if person != speaker]
-            if statement.people > len(
-                others
-            ):  # of two people, a statement about two is about the speaker too
+            # of two people, a statement about two is about the speaker too
+            if statement.people > len(others):
                 others.append(speaker)
             said.append((statement, rng.sample(others, statement.people)))
         found = fitting(tuple(statement.claim(*about) for statement, about in said))
@@ -189,7 +187,12 @@ def generate(
             seen.add(digest)
             redraws = 0
             yield puzzle_row(
-                row_id, problem, roles_text(names, solution), people=count, split=split, slip=slip
+                row_id,
+                problem=problem,
+                gold=roles_text(names, solution),
+                people=count,
+                split=split,
+                slip=slip,
             )
         elif (redraws := redraws + 1) == _MAX_REDRAWS:
             raise UserError(
@@ -266,7 +269,8 @@ def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
             rows = by_split.setdefault(row["split"], [])
             row["id"] = f"knights/reference/{row['split']}/{len(rows)}"
             rows.append(row)
-    refuse((not by_split, f"input: {str(location)!r} has no rows; give files that have some"))
+    if not by_split:
+        raise UserError(f"input: {str(location)!r} has no rows; give files that have some")
     return {split: by_split[split] for split in SPLITS if split in by_split}
 
 
@@ -309,8 +313,8 @@ def _row_of_record(record: Mapping[str, Any], place: str, question: str) -> Row:
     asked = f" {BOX.format(example=example_answer(names))}" if question == "box" else ""
     return puzzle_row(
         "",
-        record["quiz"].strip() + asked,
-        roles_text(names, solution),
+        problem=record["quiz"].strip() + asked,
+        gold=roles_text(names, solution),
         people=len(names),
         split=split,
     )

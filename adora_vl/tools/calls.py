@@ -10,7 +10,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
@@ -115,9 +115,9 @@ def read_call(written: str) -> tuple[str, dict[str, Any]]:
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         raise CallError("arguments is no object, such as {...}")
-    if _depth(arguments) > _DEPTH:
+    if _is_deeper(arguments, _DEPTH):
         raise CallError("the call is nested too deep")
-    return call["name"], arguments
+    return clean(call["name"]), arguments
 
 
 def _no_number(word: str) -> Any:
@@ -129,11 +129,19 @@ def _finite(digits: str) -> float:
     return value if math.isfinite(value) else _no_number("a number without an end")
 
 
-def _depth(value: Any) -> int:
-    below = (
-        value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
-    )
-    return 0 if below is None else 1 + max(map(_depth, below), default=0)
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects stand in one another on more than so many levels.
+
+    It looks no further down than that, however deep a model has nested them.
+    """
+    inside: Iterable[Any] = ()
+    if isinstance(value, dict):
+        inside = value.values()
+    elif isinstance(value, list):
+        inside = value
+    else:
+        return False
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inside)
 
 
 def checked(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,11 +170,22 @@ def _fitting(name: str, value: Any, wanted: Mapping[str, Any]) -> Any:
     fits = [kind for kind in kinds if isinstance(value, _TYPES.get(kind, (object,)))]
     if kinds and (not fits or (isinstance(value, bool) and "boolean" not in kinds)):
         raise CallError(f"{name} is no {' or '.join(kinds)}")
+    if "number" in kinds and isinstance(value, int) and not _is_a_float(value):
+        raise CallError(f"{name} is too large a number")
     if wanted.get("enum") and value not in wanted["enum"]:
         raise CallError(f"{name} is not one of {', '.join(map(str, wanted['enum']))}")
     if isinstance(value, list) and isinstance(wanted.get("items"), Mapping):
         return [_fitting(name, one, wanted["items"]) for one in value]
     return value
+
+
+def _is_a_float(value: int) -> bool:
+    """Whether a whole number is small enough for the arithmetic of a tool."""
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def error_line(reason: str) -> str:
@@ -176,7 +195,7 @@ def error_line(reason: str) -> str:
 
 def clean(text: str) -> str:
     """Text that a tokenizer takes: half a character, as JSON can have it, becomes a question mark."""
-    return text.encode("utf-8", "replace").decode()
+    return str.encode(text, "utf-8", "replace").decode()  # of a class of somebody's, too
 
 
 @contextmanager

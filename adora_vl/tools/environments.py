@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from adora_vl.data.prompts import CONTROL_TOKENS, control_token_in
 from adora_vl.rewards.safe_call import own_copy
 from adora_vl.rollout.rollouts import RolloutGroup
-from adora_vl.tools.calls import limited
+from adora_vl.tools.calls import clean, limited
 from adora_vl.types import Row
-from adora_vl.utils.errors import UserError, in_one_line, refuse
+from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import from_file, function_name, source_hash
 
 KEY = "environment_factory"
@@ -32,6 +33,7 @@ class Environments:
     seconds: float  # that making or resetting one may take
     made: list[Any] = field(default_factory=list)
     taken: int = 0  # of them by the present generation
+    control_tokens: Sequence[str] = CONTROL_TOKENS  # of the model, which `reset` may not say
 
     def __post_init__(self) -> None:
         """Raises `UserError` for what is none."""
@@ -46,14 +48,14 @@ class Environments:
         later = next(
             (name for name in _OWN if inspect.iscoroutinefunction(members.get(name))), None
         )
-        refuse(
-            (
-                "reset" not in members,
-                f"{KEY}: {self.name} has no method reset(self, **row), which begins a rollout",
-            ),
-            (not self.tools, f"{KEY}: {self.name} has no public method that a model could call"),
-            (later, f"{KEY}: {self.name}.{later} is async; write a plain method"),
-        )
+        if "reset" not in members:
+            raise UserError(
+                f"{KEY}: {self.name} has no method reset(self, **row), which begins a rollout"
+            )
+        if not self.tools:
+            raise UserError(f"{KEY}: {self.name} has no public method that a model could call")
+        if later:
+            raise UserError(f"{KEY}: {self.name}.{later} is async; write a plain method")
 
     def reward(self) -> Callable[..., list[float | None]]:
         """TRL's reward function of environments that grade by themselves, under the name of their
@@ -85,7 +87,7 @@ class Environments:
             for rollout in group.rollouts
         ]
         said = [
-            self._reset(rollout.environment, group.row, f"{KEY}: {where}", seed)
+            self._reset(rollout.environment, row=group.row, where=f"{KEY}: {where}", seed=seed)
             for rollout in inside
         ]
         other = next((text for text in said if text != said[0]), said[0])
@@ -101,13 +103,11 @@ class Environments:
         if self.taken == len(self.made):
             new = self._run(self.factory, f"{where}: it cannot be made", KEY)
             known = any(new is one for one in self.made)
-            refuse(
-                (
-                    known,
+            if known:
+                raise UserError(
                     f"{where}: {self.name} is one object for two rollouts; give what makes one at "
-                    "each call",
+                    "each call"
                 )
-            )
             self.made.append(new)
         self.taken += 1
         return self.made[self.taken - 1]
@@ -118,7 +118,14 @@ class Environments:
             raise UserError(
                 f"{where}: reset returned a {type(said).__name__}; return a text or None"
             )
-        return said or ""
+        text = clean(said or "")
+        token = control_token_in(text, self.control_tokens)
+        if token is not None:
+            raise UserError(
+                f"{where}: reset says {token}, which is a token of the model's own; leave it out "
+                "of the text"
+            )
+        return text
 
     def _run(self, do: Callable[[], Any], what: str, seed: str) -> Any:
         try:
@@ -136,16 +143,20 @@ def environments_of(asked: Any, seconds: float) -> Environments | None:
         return None
     if isinstance(asked, str):
         own = from_file(KEY, asked, "class", callable)
-        return Environments(own.value, function_name(own.value), {own.file: own.hash}, seconds)
-    refuse(
-        (
-            isinstance(asked, Mapping),
-            f"{KEY}: several environments are not supported; give one class",
-        ),
-        (not callable(asked), f"{KEY}: {asked!r:.80} is no class"),
-    )
+        return Environments(
+            factory=own.value,
+            name=function_name(own.value),
+            hashes={own.file: own.hash},
+            seconds=seconds,
+        )
+    if isinstance(asked, Mapping):
+        raise UserError(f"{KEY}: several environments are not supported; give one class")
+    if not callable(asked):
+        raise UserError(f"{KEY}: {asked!r:.80} is no class")
     name = function_name(asked)
-    return Environments(asked, name, {name: source_hash(asked)}, seconds)
+    return Environments(
+        factory=asked, name=name, hashes={name: source_hash(asked)}, seconds=seconds
+    )
 
 
 def _told(row: Row, text: str) -> Row:

@@ -8,7 +8,6 @@ is: a region holds more than the model has seen where the picture was made small
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +15,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from adora_vl.data.images import model_size
 from adora_vl.rewards.answer import plain
+from adora_vl.rewards.grammar import NotReadError
+from adora_vl.rewards.numeric import Ball
+from adora_vl.tools.calculator import value_of
 
 _COLOUR = (220, 20, 20)
 _LABEL = 20  # characters
@@ -190,35 +192,42 @@ def measure(
     return f"{min(degrees, 360 - degrees):.1f} degrees in the picture, which may not be to scale"
 
 
-_SPELLED = (
-    (re.compile(r"\*\*"), "^"),
-    (
-        re.compile(r"(?<![A-Za-z\\])(arcsin|arccos|arctan|sin|cos|tan|ln|log|exp)(?=\s*[({\d])"),
-        r"\\\1",
-    ),
-    (re.compile(r"\^\s*(\d{2,}|\d+\.\d+)"), r"^{\1}"),
-    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
-)
-
-
 def calculate(expression: str) -> str:
     r"""Compute the value of an expression of numbers.
 
     Args:
         expression: For example 2*sqrt(3)+1, 7/4, 2^10 or sin(30), with angles in degrees.
     """
-    for pattern, replacement in _SPELLED:
-        expression = pattern.sub(replacement, expression)
+    try:
+        ball = value_of(expression)
+    except NotReadError as error:
+        if error.reason != "not_read":
+            raise ValueError(_no_value(error.reason)) from None
+        ball = _value_of_an_answer(expression)
+    if not ball.exact and ball.size <= ball.error:
+        return "0"  # nothing else is known of it: cos(90) is 6e-98, within its error
+    if ball.exact and ball.value.denominator == 1:
+        return str(ball.value)
+    return f"{float(ball.value):.{_DIGITS}g}"
+
+
+def _value_of_an_answer(expression: str) -> Ball:
+    r"""The value of what no calculator reads, such as `\frac{1}{2}` or `7 1/2`, as it is graded.
+
+    Raises `ValueError` where it has none.
+    """
     answer = plain(expression)
     if answer.kind != "number" or answer.real is None:
-        why = answer.reason.replace("_", " ") or answer.kind
-        raise ValueError(f"the expression has no value here ({why})")
-    value = answer.real.value
-    if getattr(value, "denominator", 0) == 1:
-        return str(value)
-    return f"{float(value):.{_DIGITS}g}"
+        raise ValueError(_no_value(answer.reason or answer.kind))
+    return answer.real
 
 
+def _no_value(reason: str) -> str:
+    return f"the expression has no value here ({reason.replace('_', ' ')})"
+
+
+# Characters of the shortest answer of those whose answers have more than a few.
+SHORTEST_TEXT = {"measure": len("1.0 degrees in the picture, which may not be to scale")}
 OURS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
 
 

@@ -91,7 +91,13 @@ class AdvantageComputer:
             batch["advantages"] = raw_PG.flatten()[own].to(device, non_blocking=True)
         advantages_PG = torch.zeros_like(raw_PG) if training else raw_PG
         figures = {"frac_reward_zero_std": self._equal_share(groups, raw_PG)}
-        return Advantages(groups, self.methods.weigh(groups), raw_PG, advantages_PG, figures)
+        return Advantages(
+            groups=groups,
+            weighting=self.methods.weigh(groups),
+            raw_PG=raw_PG,
+            advantages_PG=advantages_PG,
+            figures=figures,
+        )
 
     def _equal_share(self, groups: Groups, raw_PG: Tensor) -> float:
         """TRL's share of the groups with a reward whose rewards do not differ, in the unit by which
@@ -117,7 +123,11 @@ class AdvantageComputer:
         advantages_PG = self.methods(groups, raw_PG)
         assert self.methods.weighting is not None
         return Advantages(
-            groups, self.methods.weighting, raw_PG, advantages_PG, dict(self.methods.figures)
+            groups=groups,
+            weighting=self.methods.weighting,
+            raw_PG=raw_PG,
+            advantages_PG=advantages_PG,
+            figures=dict(self.methods.figures),
         )
 
     def _groups(self, grades_BK: Tensor, generations: int, step: int) -> tuple[Groups, Tensor]:
@@ -136,11 +146,11 @@ class AdvantageComputer:
             varied_P = ~is_constant(weighed_PFG.flatten(0, 1)).view(len(lengths_PG), -1).all(dim=1)
         sums = self.methods.sums_rewards
         raw_PG = stock_advantages(
-            rewards_PGF, self.reward_weights_F, scale=self.scale, sums_rewards=sums
+            rewards_PGF, weights=self.reward_weights_F, scale=self.scale, sums_rewards=sums
         )
         return Groups(
-            weighted_sum(rewards_BF, self.reward_weights_F).view(-1, generations),
-            lengths_PG,
+            rewards_PG=weighted_sum(rewards_BF, self.reward_weights_F).view(-1, generations),
+            lengths_PG=lengths_PG,
             truncated_PG=unended_PG
             if self.truncated_at is None
             else lengths_PG >= self.truncated_at,

@@ -119,7 +119,10 @@ def without_padding(batch: dict[str, Any], used: tuple[int, int] | None = None) 
         "both": slice(first, prompt + last),
         "answer": slice(last),
     }
-    spans = {name: _span(name, value, prompt, completion) for name, value in batch.items()}
+    spans = {
+        name: _span(name, value=value, prompt=prompt, completion=completion)
+        for name, value in batch.items()
+    }
     return {
         name: value[:, kept[spans[name]]] if spans[name] else value for name, value in batch.items()
     }
@@ -144,7 +147,12 @@ def concat_rows(batch: Batch, further: Batch, pad_id: int) -> Batch:
     prompt = max(part["prompt_ids"].size(1) for part in (batch, further))
     completion = max(part["completion_ids"].size(1) for part in (batch, further))
     both_sequence = all(_sequence_ratio(part) for part in (batch, further))
-    wide = (_widened(part, prompt, completion, pad_id, both_sequence) for part in (batch, further))
+    wide = (
+        _widened(
+            part, prompt=prompt, completion=completion, pad_id=pad_id, sequence_ratio=both_sequence
+        )
+        for part in (batch, further)
+    )
     own, other = map(split_images, wide)
     both: SplitBatch = {}
     for name, value in own.items():

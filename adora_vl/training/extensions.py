@@ -37,12 +37,10 @@ class Extension:
     changes_images: ClassVar[bool] = False
 
     def check(self, keys: AdoraGRPOConfig) -> None:
-        """Raises `ValueError` where the run's other keys do not fit; its text begins with the
-        option.
-        """
+        """Refuse other keys of the run. Raises `ValueError`; its text begins with the option."""
 
     def check_model(self, model_config: PretrainedConfig) -> None:
-        """Raises `ValueError`, as `check`, where the model does not fit."""
+        """Refuse a model. Raises `ValueError` as `check` does."""
 
     def costs(self, keys: AdoraGRPOConfig) -> str:
         """What it costs, for the first lines of the run; nothing is an empty text."""
@@ -70,14 +68,14 @@ class Extension:
 
 def asked_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
     """The entries of `adora_extensions` with their options. Raises `UserError`."""
-    asked = {}
+    entries = {}
     for entry, options in config.adora_extensions.items():
         if options is not None and not isinstance(options, Mapping):
             raise UserError(
                 f"{KEY}.{own_name(entry)}: {options!r:.60} is not a mapping of its options"
             )
-        asked[entry] = dict(options or {})
-    return asked
+        entries[entry] = dict(options or {})
+    return entries
 
 
 def _loaded(entry: str) -> FromFile:
@@ -134,21 +132,21 @@ def extension_costs(chosen: Mapping[str, Extension], config: AdoraGRPOConfig) ->
 def other_images(
     extensions: Sequence[Extension],
     groups: Sequence[RolloutGroup],
-    asked: Sequence[tuple[int, int]],
+    members: Sequence[tuple[int, int]],
     images: Sequence[list[Any] | None],
 ) -> list[list[Any] | None]:
     """What a rollout sees where it does not see the trainer's `images`.
 
-    `asked` has the number of its group, and its number in the group, for each rollout.
+    `members` has the number of its group, and its number in the group, for each rollout.
     """
-    others: list[list[Any] | None] = [None] * len(asked)
+    instead: list[list[Any] | None] = [None] * len(members)
     for extension in extensions:
         by_group: dict[int, list[list[Any] | None]] = {}
-        for place, ((number, member), shown) in enumerate(zip(asked, images, strict=True)):
-            if not shown:
+        for rollout, ((number, member), pictures) in enumerate(zip(members, images, strict=True)):
+            if not pictures:
                 continue
             if number not in by_group:
-                by_group[number] = extension.images_of(groups[number], shown)
+                by_group[number] = extension.images_of(groups[number], pictures)
             if by_group[number][member] is not None:
-                others[place] = by_group[number][member]
-    return others
+                instead[rollout] = by_group[number][member]
+    return instead

@@ -12,9 +12,11 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from adora_vl.data.loading import unreadable_rows
+from adora_vl.data.prompts import CONTROL_TOKENS, problem_with_messages
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
-from adora_vl.types import Batch, Row, StepContext, compared_mask, loss_mask
+from adora_vl.training.batch_rows import join_images, split_images, take_rows
+from adora_vl.types import Batch, PolicyLogps, Row, StepContext, compared_mask, loss_mask
 from adora_vl.utils.errors import (
     DiskFullError,
     EngineError,
@@ -29,20 +31,30 @@ from adora_vl.utils.errors import (
 )
 from adora_vl.utils.files import disk_is_full
 
+# Nats per token between a policy and its reference before any update. They are the same weights in
+# the same pass, so float32 gives 0; what is above this is another model.
+START_BOUND = 1e-3
+
 
 class GenerationGuard:
     """Ends the run, with a checkpoint, where a generation is sampled: there one is exact, and
     nothing is lost.
     """
 
-    def __init__(self, context: StepContext) -> None:
+    def __init__(
+        self, context: StepContext, control_tokens: Sequence[str] = CONTROL_TOKENS
+    ) -> None:
+        """`control_tokens`: of the model, which no prompt may have."""
         self.save = context.save_now
         self.state = context.state
+        self.control_tokens = control_tokens
 
     def check(self, rows: Sequence[Row], step: int) -> None:
         """Raises `RunError` on all ranks, with row and checkpoint, if any has one whose image
-        cannot be read.
+        cannot be read, and `SharedUserError` where a prompt cannot be used: rows of a stream are
+        seen here for the first time.
         """
+        self._check_prompts(rows, step)
         found = gather_object(unreadable_rows(rows))
         if not found:
             return
@@ -54,6 +66,23 @@ class GenerationGuard:
             f"{f' (and {more} more rows)' if more else ''}. Nothing of this step was applied. "
             f"Repair or remove the row, and go on with --resume_from_checkpoint {checkpoint}"
         )
+
+    def _check_prompts(self, rows: Sequence[Row], step: int) -> None:
+        faults = []
+        seen = set[int]()  # the rows of a group share one prompt
+        for number, row in enumerate(rows):
+            prompt = row.get("prompt")
+            if id(prompt) in seen:
+                continue
+            seen.add(id(prompt))
+            fault = problem_with_messages(prompt, self.control_tokens)
+            if fault is not None:
+                faults.append(f"row {row.get('id', f'#{number} of the batch')}: {fault}")
+        faults = gather_object(faults)
+        if faults:
+            raise SharedUserError(
+                f"step {step + 1}: {faults[0]}; go on with --resume_from_checkpoint {self.save()}"
+            )
 
     @contextmanager
     def beginning(self, step: int) -> Iterator[None]:
@@ -93,9 +122,8 @@ class RewardGuard:
     """
 
     def __init__(self, context: StepContext) -> None:
-        self.timeout = (
-            context.config.adora_reward_timeout
-        )  # seconds for a function; presets have their own
+        # seconds for a function; presets have their own
+        self.timeout = context.config.adora_reward_timeout
         self.save = context.save_now
         self.failures: list[RewardFailure] = []  # of this rank, in the present generation
         self._unscored: list[
@@ -113,10 +141,10 @@ class RewardGuard:
             if isinstance(function, torch.nn.Module)
             else safe_call(
                 function,
-                name,
-                None if _is_bounded(function) else self.timeout,
-                self.failures,
-                unscored,
+                name=name,
+                timeout=None if _is_bounded(function) else self.timeout,
+                failures=self.failures,
+                unscored=unscored,
             )
             for function, name, unscored in zip(functions, names, self._unscored, strict=True)
         ]
@@ -212,13 +240,14 @@ class DriftGuard:
         """
         sums_3 = drift_sums(logps_BC, sampling_BC, mask_BC)
         drift = merge_drift(self.accelerator.gather(sums_3[None]))
-        if (
-            not drift.tokens
-        ):  # nothing that could be compared, as where all rollouts saw other images
+        # nothing that could be compared, as where all rollouts saw other images
+        if not drift.tokens:
             return
         self.log("adora/drift", drift.mean)
         if self.bound is not None and not drift.mean <= self.bound:
-            raise RolloutError(drift_message(drift, self.bound, step + 1, str(self.save())))
+            raise RolloutError(
+                drift_message(drift, bound=self.bound, step=step + 1, checkpoint=str(self.save()))
+            )
 
 
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
@@ -228,14 +257,53 @@ def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") 
     `level`: `token`, or `sequence` for the ratio of a sequence's mean, as TRL's
     `importance_sampling_level`.
     """
-    counted_BC = torch.where(
-        mask_BC.bool(), log_ratios_BC.float(), 0.0
-    )  # a padded place may hold anything
+    # a padded place may hold anything
+    counted_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)
     if level == "sequence":
         counted_BC = counted_BC.sum(dim=1, keepdim=True) / mask_BC.sum(dim=1, keepdim=True).clamp(
             min=1
         )
     return counted_BC.max().clamp(min=0.0).exp()
+
+
+class ReferenceGuard:
+    """Stops the run before its first update where the reference of the KL term is not the policy
+    that the run starts from: the term would pull the policy there before anything was learned.
+    """
+
+    def __init__(self, context: StepContext, rounding: float) -> None:
+        """`rounding`: how far two right passes may differ on average, in nats per token."""
+        self.accelerator = context.accelerator
+        self.beta = context.config.beta
+        self.rows = context.config.per_device_train_batch_size
+        self.bound = max(START_BOUND, rounding)
+        self._is_done = not self.beta
+
+    def is_due(self, step: int) -> bool:
+        """Whether a batch is to be checked: the first one of a run that has made no update."""
+        return step == 0 and not self._is_done
+
+    def check(self, batch: Batch, policy_logps: PolicyLogps) -> None:
+        """Compare the policy with its reference, on all ranks together.
+
+        Raises `SharedUserError`. `policy_logps`: scores the batch's first rows where the batch has
+        no log-probabilities of the policy yet.
+        """
+        self._is_done = True
+        policy_BC = batch.get("old_per_token_logps")
+        if policy_BC is None:
+            rows = range(min(self.rows, len(batch["completion_ids"])))
+            batch = join_images(take_rows(split_images(batch), rows))
+            policy_BC = policy_logps(batch)
+        sums_3 = drift_sums(policy_BC, batch["ref_per_token_logps"], loss_mask(batch))
+        distance = merge_drift(self.accelerator.gather(sums_3[None]))
+        if distance.tokens and not distance.mean <= self.bound:
+            raise SharedUserError(
+                f"beta: {self.beta:g}: the policy starts {distance.mean:.3g} nats per token from "
+                f"its reference, and rounding makes no more than {self.bound:g} of it, so the KL "
+                "term would pull it away from its start; initialise the adapter so that it "
+                "changes no answer, or set beta: 0"
+            )
 
 
 class RatioGuard:
@@ -257,9 +325,8 @@ class RatioGuard:
         `logps_BC`: the policy's log-probabilities from its pass for this loss.
         """
         old_BC = micro.get("old_per_token_logps")
-        if (
-            old_BC is None or logps_BC is None
-        ):  # nothing was learned since sampling: every ratio is 1
+        # nothing was learned since sampling: every ratio is 1
+        if old_BC is None or logps_BC is None:
             return loss
         largest = largest_ratio(logps_BC - old_BC, loss_mask(micro), self.level)
         worst = self.accelerator.gather(largest[None]).max().item()  # NaN where one is NaN

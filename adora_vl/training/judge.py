@@ -173,7 +173,11 @@ class Judge:
             ]
             prompts = self.images.shown_later(prompts, pictures, generation.mode)
         found = self.collated(
-            prompts, [rollout.tokens for rollout in rollouts], logps, counted, own
+            prompts,
+            completions=[rollout.tokens for rollout in rollouts],
+            logps=logps,
+            counted=counted,
+            own=own,
         )
         facts: dict[str, Any] = {}
         if aged or (self.other_images and generation.mode == "train"):
@@ -204,7 +208,7 @@ class Judge:
 
         `prompts`: with the images of the completions behind their own.
 
-        `logps`: the engine's; None for a token that it could not score, which becomes NaN.
+        `logps`: the engine's; None for a token that it was not asked for, which becomes NaN.
         `counted`: whether the loss counts a rollout. `own`: which tokens the policy has sampled,
         where tools may have said others.
         """
@@ -248,7 +252,7 @@ class Judge:
         moved: Batch = self.to_device(batch)
         if logps is not None:
             scored = [[torch.nan if logp is None else logp for logp in row] for row in logps]
-            seen = wide(scored, 0.0, "right", torch.float32)
+            seen = wide(scored, fill=0.0, side="right", dtype=torch.float32)
             moved["sampling_per_token_logps"] = seen.to(
                 moved["prompt_ids"].device, non_blocking=True
             )

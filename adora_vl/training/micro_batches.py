@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, distributed
 
 from adora_vl.config.batch_plan import Shape
+from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.dedup.image_store import ImageBanks
 from adora_vl.training.batch_rows import (
     SplitBatch,
@@ -28,11 +29,13 @@ from adora_vl.training.batch_rows import (
     used_columns,
     without_padding,
 )
-from adora_vl.types import Batch, HostRows, StepContext
+from adora_vl.types import Batch, HostRows, StepContext, loss_mask
 from adora_vl.utils.seeding import generator_at
 
 # Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
 MEAN_OVER_ROWS = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
+# Losses that divide by the tokens of the generation, which TRL is given with each micro-batch.
+MEAN_OVER_TOKENS = frozenset({"dapo", "cispo", "vespo"})
 
 
 def live_units(advantages: Tensor, unit: int) -> list[bool]:
@@ -214,6 +217,10 @@ class MicroBatcher:
         self.config = context.config
         self.banks = banks
         self._every_row_counts = every_row_counts
+        # TRL's entropy bonus is a mean over the tokens of a micro-batch. Where the loss itself is a
+        # mean over tokens, both are taken over the micro-batch and weighed by its tokens.
+        by_tokens = context.config.loss_type in MEAN_OVER_TOKENS
+        self._by_tokens = by_tokens and has_entropy_bonus(context.config)
         self._group: Any = None  # of the exchange
 
     def split(self, batch: Batch, key: str) -> list[Batch]:
@@ -226,9 +233,8 @@ class MicroBatcher:
         shape = self.shape
         unit = self.shape.unit
         chunks = self.shape.steps // self.shape.chunk
-        filled = len(batch["advantages"]) / (
-            shape.rows * shape.steps
-        )  # less where rollouts are unfinished
+        # less where rollouts are unfinished
+        filled = len(batch["advantages"]) / (shape.rows * shape.steps)
         count = len(batch["advantages"]) // unit
         takes_all = not self.config.own("skip_zero_signal")
         live = (
@@ -246,14 +252,19 @@ class MicroBatcher:
         tokens = self._tokens(host.prompt_mask.sum(dim=1), torch.tensor(host.lengths))
         units = chosen_units(live, max(wanted, chunks), tokens)
         self.log("adora/skipped_groups", 1 - len(units) / count)
-        units = by_length(units, tokens, chunks, f"micro-batches/{self.config.seed}/{key}")
+        units = by_length(
+            units, tokens=tokens, chunks=chunks, place=f"micro-batches/{self.config.seed}/{key}"
+        )
         split = split_images(batch)
-        plan = planned(units, chunks, shape.chunk, shape.rows // unit)
-        return [self._micro_batch(split, host, part, filled) for part in plan]
+        plan = planned(units, chunks=chunks, chunk=shape.chunk, full=shape.rows // unit)
+        return [self._micro_batch(split, host=host, units=part, filled=filled) for part in plan]
 
     def _tokens(self, prompts_B: Tensor, answers_B: Tensor) -> list[int]:
         return tokens_of_units(
-            prompts_B, answers_B, self.shape.unit, shares_prompt=self.config.own("share_prompt")
+            prompts_B,
+            answers_B=answers_B,
+            unit=self.shape.unit,
+            shares_prompt=self.config.own("share_prompt"),
         )
 
     def _micro_batch(
@@ -268,30 +279,68 @@ class MicroBatcher:
         micro = cast("Batch", without_padding(dict(join_images(take_rows(split, rows))), used))
         micro["host"] = host.taken(rows, used[0])
         micro["share_of_rows"] = len(rows) / self.shape.rows / filled
+        if self._by_tokens:
+            tokens = loss_mask(micro).sum()
+            micro["share_of_tokens"] = self.share_of_tokens(micro, tokens)
+            # With these TRL divides by the tokens of the micro-batch.
+            micro["num_items_in_batch"] = tokens * self._places
         return micro
 
-    def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
-        """The loss by its share of rows: stock TRL takes a mean over rows, so those of a small one
-        would weigh more.
+    @property
+    def _places(self) -> int:
+        """Micro-batches of a generation over all ranks, with those that stay empty."""
+        return self.accelerator.num_processes * self.shape.steps
+
+    def share_of_tokens(self, micro: Batch, tokens: Tensor) -> Tensor:
+        """The tokens of a micro-batch over those of a micro-batch of its generation on average,
+        (), float64.
+
+        `tokens`: how many of its tokens count, ().
         """
-        share = micro.get("share_of_rows", 1.0)
-        return loss * share if share != 1.0 and self.config.loss_type in MEAN_OVER_ROWS else loss
+        known = micro.get("share_of_tokens")
+        if known is not None:
+            return known
+        return tokens.double() * self._places / micro["num_items_in_batch"].clamp(min=1)
+
+    def weight(self, micro: Batch) -> float | Tensor:
+        """By what the loss of a micro-batch is scaled.
+
+        Stock TRL takes a mean over its rows, or over its tokens, so those of a small one would
+        weigh more.
+        """
+        if self._by_tokens:
+            return micro.get("share_of_tokens", 1.0)
+        if self.config.loss_type in MEAN_OVER_ROWS:
+            return micro.get("share_of_rows", 1.0)
+        return 1.0
+
+    def scaled(self, loss: Tensor, micro: Batch) -> Tensor:
+        """The loss of a micro-batch by its weight among those of the step."""
+        return loss * self.weight(micro)
 
     def _rebalance(self, batch: Batch, live: list[bool]) -> tuple[Batch, list[bool]]:
         """Move units between ranks, if one of them would otherwise take longer than the others."""
         counts = self._tokens(batch["prompt_mask"].sum(dim=1), batch["completion_mask"].sum(dim=1))
         own = {number: tokens for number, tokens in enumerate(counts) if live[number]}
         tokens, names = zip(*gather_object([(own, movable(batch))]), strict=True)
-        alike = names[0] and all(
-            those == names[0] for those in names
-        )  # a rank without images lacks their columns
+        # a rank without images lacks their columns
+        alike = names[0] and all(those == names[0] for those in names)
         plan = plan_moves(tokens, self.shape.steps // self.shape.chunk) if alike else []
         self.log("adora/moved_groups", len(plan) / max(sum(map(len, tokens)), 1))
         if not plan:
             return batch, live
         rank = self.accelerator.process_index
         unit = self.shape.unit
-        return rebalanced(batch, live, unit, plan, rank, self.banks, self.pad_id, self._exchange)
+        return rebalanced(
+            batch,
+            live=live,
+            unit=unit,
+            plan=plan,
+            rank=rank,
+            banks=self.banks,
+            pad_id=self.pad_id,
+            exchange=self._exchange,
+        )
 
     def _exchange(self, plan: Sequence[Move], sending: Sequence[Any], rank: int) -> list[Any]:
         """What arrives on this rank of packed rows that go through CPU memory, so that no GPU has

@@ -103,26 +103,24 @@ class Pool:
         self.shape = Shape.of(context.config)
         self.turns = turns
         self.environments = environments
-        self.waits = (
-            self.asked.budget is not None
-        )  # whether a generation may begin more than it learns from
-        self.places = (
-            self.shape.rows * self.shape.steps // self.shape.generations
-        )  # groups of one rank
+        # whether a generation may begin more than it learns from
+        self.waits = self.asked.budget is not None
+        # groups of one rank
+        self.places = self.shape.rows * self.shape.steps // self.shape.generations
         # Half of them: a step of a few rollouts would be noise. And a unit for every optimizer
         # step.
         chunks = self.shape.steps // self.shape.chunk
         unit = self.shape.unit
         self.least = math.ceil(max(self.places / 2, chunks * unit / self.shape.generations))
         self.aged = self.waits  # whether rollouts may be older than their generation
+        # now, and before the generations of the present step
         self.state, self._before = (
             PoolState(),
             PoolState(),
-        )  # now, and before the generations of the present step
-        self._sampled_at = -1  # the optimizer steps that had been made then
-        self._read: tuple[list[DrawnProblem], PromptBatch] | None = (
-            None  # the prompts that were asked last
         )
+        self._sampled_at = -1  # the optimizer steps that had been made then
+        # the prompts that were asked last
+        self._read: tuple[list[DrawnProblem], PromptBatch] | None = None
 
     # --------------------------------------------------------------------------------- a generation
 
@@ -166,9 +164,8 @@ class Pool:
         """Keep what was there before an optimizer step's generations: a run that stops within goes
         on there.
         """
-        if (
-            self._sampled_at < 0 and self.waits and not self.asked.refill
-        ):  # whose groups may be superfluous
+        # whose groups may be superfluous
+        if self._sampled_at < 0 and self.waits and not self.asked.refill:
             self._say_what_is_lost(generation)
         if generation.step != self._sampled_at:
             self._before = self.state
@@ -226,11 +223,17 @@ class Pool:
         known = {group.problem: group.row for group in drawn}
         problems = [*self.state.drawn, *known]
         count = policies.how_many_begin(
-            waiting, self.state.complete, self.places, self._left(generation), least
+            waiting,
+            complete=self.state.complete,
+            places=self.places,
+            left=self._left(generation),
+            least=least,
         )
         empty = (Rollout(),) * generation.group_size
         begun = [
-            RolloutGroup(one, known.get(one, Row()), generation.number, empty)
+            RolloutGroup(
+                problem=one, row=known.get(one, Row()), began=generation.number, rollouts=empty
+            )
             for one in problems[:count]
         ]
         self.state = replace(self.state, drawn=tuple(problems[count:]))
@@ -253,7 +256,7 @@ class Pool:
         if budget is None:
             return self._sampled(generation, groups, limits)
         needed = policies.groups_to_complete(
-            len(groups), self.places, self._left(generation), self.least
+            len(groups), places=self.places, left=self._left(generation), least=self.least
         )
         if needed == len(groups):
             return self._sampled(generation, groups, limits)
@@ -306,7 +309,7 @@ class Pool:
                 break
             further = replace(generation, attempt=attempt)
             count = policies.groups_for(policies.MORE * lacks, [share], self.places)
-            groups = self._with_further(further, groups, budget, count - fewest)
+            groups = self._with_further(further, groups=groups, budget=budget, count=count - fewest)
             more, groups, fewest = self._judged(further, groups, count)
             if not more:  # on no rank: none has ended within the budget
                 continue
@@ -320,7 +323,9 @@ class Pool:
             replaced += sum(number != place for place, number in enumerate(chosen[: len(live)]))
             both = [*learned, *more]
             pad_id = self.context.pad_id
-            generation.batch = chosen_groups(generation.batch, further.batch, chosen, size, pad_id)
+            generation.batch = chosen_groups(
+                generation.batch, further=further.batch, groups=chosen, size=size, pad_id=pad_id
+            )
             learned = [both[number] for number in chosen]
             generation.rows = [group.row for group in learned for _ in group.rollouts]
         if self.asked.refill:
@@ -354,7 +359,10 @@ class Pool:
         self.guard.check(rows, generation.step)
         begun = [
             RolloutGroup(
-                DrawnProblem(number, generation.where, place), row, generation.number, empty
+                problem=DrawnProblem(number, generation.where, place),
+                row=row,
+                began=generation.number,
+                rollouts=empty,
             )
             for (place, number), row in zip(
                 enumerate(numbers, rank * self.places), rows, strict=True
@@ -426,10 +434,12 @@ class Pool:
             asked, prompts = self._asked(generation, groups, limits, began)
             played = play(
                 began,
-                ask,
-                lambda place, rollout: self._answered(asked[place], rollout, generation.step),
-                lambda place, rollout: self._room(asked[place], rollout) > 0,
-                self.on_any_rank,
+                ask=ask,
+                answered=lambda place, rollout: self._answered(
+                    asked[place], rollout, generation.step
+                ),
+                may_go_on=lambda place, rollout: self._room(asked[place], rollout) > 0,
+                any_rank=self.on_any_rank,
             )
         numbered = [(group, list(enumerate(group.rollouts))) for group in groups]
         return [
@@ -463,7 +473,7 @@ class Pool:
         self._read = [groups[number].problem for number, _ in began], prompts
         extensions = self.extensions if generation.mode == "train" else ()
         images = prompts.images or [None] * len(rows)
-        others = other_images(extensions, groups, [*began], images)
+        others = other_images(extensions, groups=groups, members=[*began], images=images)
         asked = {}
         for (number, member), ids, own, other in zip(
             began, prompts.ids, images, others, strict=True
@@ -500,13 +510,18 @@ class Pool:
             else group.problem
         )
         images = [*asked.images, *(picture.image for picture in rollout.pictures)]
-        return RolloutAsk([*asked.prompt, *had], images, together, seed, self._room(asked, rollout))
+        return RolloutAsk(
+            ids=[*asked.prompt, *had],
+            images=images,
+            together=together,
+            seed=seed,
+            limit=self._room(asked, rollout),
+        )
 
     def _answered(self, asked: _Asked, rollout: Rollout, step: int) -> Rollout:
         """The rollout, whose turn has ended, with what tools say to it."""
-        if self.turns is None or not self._has_ended(
-            rollout.turn
-        ):  # it may have been stopped in a loop
+        # it may have been stopped in a loop
+        if self.turns is None or not self._has_ended(rollout.turn):
             return rollout
         problem = asked.group.problem
         seed = f"{self.config.seed}/{problem.where}/{problem.place}/{asked.group.first_member + asked.member}"
@@ -577,9 +592,8 @@ class Pool:
             return
         now = self._before if self.context.state().global_step == self._sampled_at else self.state
         there = 0
-        with suppress(
-            RolloutError, UserError
-        ):  # raised on all ranks: servers that have failed are asked again
+        # raised on all ranks: servers that have failed are asked again
+        with suppress(RolloutError, UserError):
             for one in now.coming:
                 one.ticket.join()
                 there += 1

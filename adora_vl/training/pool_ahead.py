@@ -50,9 +50,8 @@ class PoolAhead(Pool):
         self.next_rows = next_rows
         self.drift = drift
         self.aged = True
-        self._judge_drift: Callable[[], None] | None = (
-            None  # of the present weights, once servers have answered
-        )
+        # of the present weights, once servers have answered
+        self._judge_drift: Callable[[], None] | None = None
 
     def _go_on(
         self, now: Generation, drawn: list[RolloutGroup], budget: int | None
@@ -72,10 +71,11 @@ class PoolAhead(Pool):
             stale = expected is not None and expected.ticket.step != now.step
             if stale and self._judge_drift is None:  # once for all generations of a step
                 self._judge_drift = self.drift(now.rows[:: now.group_size], now.step)
-            now_first = (
-                self.waits or self.turns is not None
-            )  # more of the present generation is asked for below
-            self._ask_ahead(now, drawn, 1 if now_first else servers.ahead + 1, budget)
+            # more of the present generation is asked for below
+            now_first = self.waits or self.turns is not None
+            self._ask_ahead(
+                now, drawn=drawn, count=1 if now_first else servers.ahead + 1, budget=budget
+            )
         asked = self.state.coming[0]
         groups = self._sampled(now, list(asked.groups), asked.limits, asked.ticket)
         groups = sorted([*self.state.groups, *groups], key=lambda group: group.began)
@@ -83,11 +83,15 @@ class PoolAhead(Pool):
             # then what is paused does not come back
             left = self._left(now)
             last = self._left(now) <= servers.ahead
-            needed = groups_to_complete(len(groups) + self._flying, self.places, left, self.least)
+            needed = groups_to_complete(
+                len(groups) + self._flying, places=self.places, left=left, least=self.least
+            )
             groups = self._completed(now, groups, len(groups) if last else min(len(groups), needed))
         if now_first:
             with self.phase("rollout"), self.guard.watching():
-                groups = self._ask_ahead(now, drawn, servers.ahead + 1, budget, groups)
+                groups = self._ask_ahead(
+                    now, drawn=drawn, count=servers.ahead + 1, budget=budget, present=groups
+                )
         self.state = replace(self.state, coming=self.state.coming[1:])
         for name, seconds in servers.waited().items():
             self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
@@ -144,7 +148,9 @@ class PoolAhead(Pool):
             ticket = self.servers.begin(
                 [self._ask(asked[place], rollout) for place, rollout in going_on.items()]
             )
-            coming = ComingGeneration(numbers, tuple(groups), limits, ticket)
+            coming = ComingGeneration(
+                numbers=numbers, groups=tuple(groups), limits=limits, ticket=ticket
+            )
             self.state = replace(self.state, coming=(*self.state.coming, coming))
         return rest
 
@@ -155,7 +161,8 @@ class PoolAhead(Pool):
         if not self.waits:
             return self.least
         # Collective: the ranks may have unequal numbers that go on, and have to begin equally many.
-        fewest = min(gather_object([len(going)]))
+        numbers: list[int] = gather_object([len(going)])
+        fewest = min(numbers)
         return max(0, self.least - fewest)
 
     def _spare(self, later: Generation, began: int) -> list[RolloutGroup]:

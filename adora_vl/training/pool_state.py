@@ -15,8 +15,7 @@ import torch
 from PIL import Image
 
 from adora_vl.checkpoint.store import load_of_rank, save_of_rank
-from adora_vl.data.dataloader import kept
-from adora_vl.data.images import open_picture, png_bytes
+from adora_vl.data.images import kept, open_picture, png_bytes
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,
@@ -109,7 +108,10 @@ class PoolState:
             "images": encoded,
         }
         save_of_rank(
-            folder, FILES, rank, {**content, "coming": [one.packed() for one in self.coming]}
+            folder,
+            kind=FILES,
+            rank=rank,
+            content={**content, "coming": [one.packed() for one in self.coming]},
         )
 
     @classmethod
@@ -190,7 +192,12 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
         pictures = tuple(Picture(digest, images[digest], span) for digest, span in one["pictures"])
         calls = tuple(Call(**call) for call in one["calls"])
         rollouts.append(Rollout(**{**one, "spans": spans, "pictures": pictures, "calls": calls}))
-    return RolloutGroup(DrawnProblem(**packed["problem"]), Row(), packed["began"], tuple(rollouts))
+    return RolloutGroup(
+        problem=DrawnProblem(**packed["problem"]),
+        row=Row(),
+        began=packed["began"],
+        rollouts=tuple(rollouts),
+    )
 
 
 def _logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:

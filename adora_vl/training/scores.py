@@ -53,7 +53,9 @@ class Rewards:
         weights_F = weights_F.to(all_BF.device)
         for place in failed:
             failed_BF[place] = True
-        lacks_BF = lacking_scores(all_BF, failed_BF, weights_F, generations)
+        lacks_BF = lacking_scores(
+            all_BF, failed_BF=failed_BF, weights_F=weights_F, generations=generations
+        )
         unrewarded_B = unrewarded(all_BF, lacks_BF, weights_F)
         missing: list[str | None] = [None] * len(all_BF)
         for row in unrewarded_B.nonzero().flatten().tolist():
@@ -127,9 +129,8 @@ class Scores:
     unended_B: Tensor  # bool: cut off (`Ends`)
     reflective_B: Tensor  # reflective words in its text
     tokens: int = 0  # of prompts and completions
-    extra: Mapping[str, list[Any]] = field(
-        default_factory=dict
-    )  # columns of the reward functions', (B,)
+    # columns of the reward functions', (B,)
+    extra: Mapping[str, list[Any]] = field(default_factory=dict)
     logged: Mapping[str, float] = field(default_factory=dict)  # their figures
 
     @property
@@ -199,7 +200,10 @@ class RewardFunctions:
         for number, function in enumerate(self.functions):
             if isinstance(function, nn.Module):
                 found[number] = self._of_model(
-                    function, self.tokenizers[number], prompts, completions
+                    function,
+                    tokenizer=self.tokenizers[number],
+                    prompts=prompts,
+                    completions=completions,
                 )
             elif is_async(function):
                 later.append(number)

@@ -79,7 +79,7 @@ class UnfinishedGeneration:
         if bank is not None:
             own["first"] = bank.first
             own["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
-        save_of_rank(folder, FILES, self.accelerator.process_index, own)
+        save_of_rank(folder, kind=FILES, rank=self.accelerator.process_index, content=own)
         return {_FACTS: {"micro_step": micro_step, **self._sizes()}}
 
     def load(self, checkpoint: Path) -> tuple[int, list[Batch], str] | None:

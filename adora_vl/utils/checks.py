@@ -38,7 +38,7 @@ def skipped(name: str, why: str) -> Check:
 
 
 def failed(name: str, detail: str, remedy: str) -> Check:
-    return Check(name, Status.FAILED, detail, remedy)
+    return Check(name=name, status=Status.FAILED, detail=detail, remedy=remedy)
 
 
 _MARKS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FAIL"}

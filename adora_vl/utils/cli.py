@@ -51,9 +51,8 @@ def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool 
         print(f"interrupted; {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # Python flushes once more at its end
+        # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
     return 0
 
@@ -207,9 +206,8 @@ def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
 _NULL = ("null", "~")  # as YAML reads them, in any case
 _TRUE = ("true", "yes", "t", "y", "1")
 _FALSE = ("false", "no", "f", "n", "0")
-_PLAIN_LIST = re.compile(
-    r"[\w./:+=-]+(,[\w./:+=-]+)+"
-)  # a lone regular expression, as PEFT takes, is no list
+# a lone regular expression, as PEFT takes, is no list
+_PLAIN_LIST = re.compile(r"[\w./:+=-]+(,[\w./:+=-]+)+")
 
 
 def is_null(text: object) -> bool:

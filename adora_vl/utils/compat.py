@@ -44,6 +44,7 @@ class Patch:
 
 GENERATION_CLASS = Patch("trl.trainer.grpo_trainer", "VLLMGeneration")
 ENGINE = Patch("trl.generation.vllm_generation", "LLM")
+REFERENCE_MODEL = Patch("trl.trainer.grpo_trainer", "create_model_from_path")
 SERVER_CLIENT = Patch("trl.generation.vllm_generation", "VLLMClient")
 SHARD_LOADING = Patch("transformers.trainer", "deepspeed_load_checkpoint")
 IMAGE_PROCESSING = Patch(

@@ -17,9 +17,8 @@ import xxhash
 from adora_vl.utils.files import GIB, KeptAnswers, cache_folder
 
 _REMEMBERED_BYTES = 2**14  # a smaller file is read again as fast as it is looked up
-_SETTLED_NS = (
-    5 * 10**9
-)  # a change within the grain of a file system's clock (up to 2 s) may leave the time as it is
+# a change within the grain of a file system's clock (up to 2 s) may leave the time as it is
+_SETTLED_NS = 5 * 10**9
 _SAID_BYTES = 4 * GIB
 _HASH = re.compile(r"[0-9a-f]{32}")
 
@@ -46,9 +45,8 @@ def content_hash(files: Iterable[Path]) -> str:
 
 def _of(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
-        before = os.fstat(
-            file.fileno()
-        )  # of the open file: a client of NFS asks the server when it opens one
+        # of the open file: a client of NFS asks the server when it opens one
+        before = os.fstat(file.fileno())
         known = _memory().get(_state(before))
         if known is not None and _HASH.fullmatch(known):
             return known

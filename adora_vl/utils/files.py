@@ -14,7 +14,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, BinaryIO
 
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # What safetensors and torch make of those: torch's writer says how far it came, and not why it came
@@ -39,6 +39,26 @@ def cache_folder() -> Path:
     """`ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("ADORA_VL_HOME") or Path(cache) / "adora_vl")
+
+
+def leads_out(folder: Path, path: Path) -> bool:
+    """Whether a path below `folder` leads out of it by a link, its own or one on the way: a folder
+    from elsewhere must not show any file of this machine. A loop of links leads nowhere, and out.
+    """
+    try:
+        return not path.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):
+        return True
+
+
+def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
+    """Raises `UserError` for the first path that leads out of `folder`."""
+    for path in paths:
+        if leads_out(folder, path):
+            raise UserError(
+                f"{key}: {str(path)!r} is a link out of {str(folder)!r}, and what it leads to is "
+                "not read; put the file itself there"
+            )
 
 
 @contextmanager
@@ -309,7 +329,8 @@ def check_folder(option: str, folder: Path) -> None:
         is_file = (
             f"{option}: {str(there)!r} is a file, and a folder is needed; choose another place"
         )
-        refuse((not there.is_dir(), is_file))
+        if not there.is_dir():
+            raise UserError(is_file)
         if not os.access(there, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(there))
 
@@ -319,16 +340,16 @@ def check_json(option: str, path: Path, what: str, is_ours: Callable[[Any], bool
     `is_ours` says.
     """
     check_folder(option, path.parent)
-    if not path.exists() or not (
-        path.is_file() or path.is_dir()
-    ):  # /dev/stdout is written to as it is
+    # /dev/stdout is written to as it is
+    if not path.exists() or not (path.is_file() or path.is_dir()):
         return
     try:
         content = path.read_bytes()
         fine = not content or is_ours(json.loads(content))
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
         fine = False
-    refuse((not fine, f"{option}: {str(path)!r} is there and not {what}; choose another name"))
+    if not fine:
+        raise UserError(f"{option}: {str(path)!r} is there and not {what}; choose another name")
 
 
 def read_object(path: Path) -> dict[str, Any]:

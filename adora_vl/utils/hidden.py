@@ -139,11 +139,12 @@ def _without(text: str, secret: str) -> str:
     }
     found = [re.escape(form) for form in sorted(forms, key=len, reverse=True)]
     if len(secret) >= _SHORTEST:
+        # the letters that the bytes beside it have no part in
         for before, first in (
             (0, 0),
             (1, 2),
             (2, 3),
-        ):  # the letters that the bytes beside it have no part in
+        ):
             whole = base64.b64encode(b"\0" * before + content)[
                 first : (before + len(content)) * 8 // 6
             ].decode()

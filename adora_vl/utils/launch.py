@@ -83,16 +83,16 @@ def prepare_engine_environment() -> None:
         # of one.
         os.environ.setdefault("MASTER_PORT", str(free_port()))
     if find_cpu_build():
-        os.environ.setdefault(
-            "VLLM_CPU_KVCACHE_SPACE", "1"
-        )  # GiB; the default is a share of all memory
+        # GiB; the default is a share of all memory
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
+# torch's order
 _ALLOCATOR_VARIABLES = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF",
-)  # torch's order
+)
 
 
 def use_expandable_segments() -> None:
@@ -257,9 +257,8 @@ def watch_parent() -> None:
     def hang_up_without_it() -> None:
         while os.getppid() == parent:
             time.sleep(_WATCH_S)
-        ignored = (
-            signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        )  # the launcher was started with nohup
+        # the launcher was started with nohup
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)
 
     threading.Thread(target=hang_up_without_it, name="launcher-watch", daemon=True).start()
@@ -296,9 +295,8 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-STARTUP_LOG = (
-    ".startup.log"  # in output_dir; hidden, since no run may write over a file of the user's
-)
+# in output_dir; hidden, since no run may write over a file of the user's
+STARTUP_LOG = ".startup.log"
 _SHOWN = 20  # lines
 
 

@@ -232,10 +232,10 @@ class ChatClient:
             choice = found["choices"][0]
             usage = found.get("usage") or {}
             return Reply(
-                _text_of(choice),
-                _count(usage.get("completion_tokens")),
-                "length" if choice.get("finish_reason") == "length" else "stop",
-                _count(usage.get("prompt_tokens")),
+                text=_text_of(choice),
+                n_tokens=_count(usage.get("completion_tokens")),
+                finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+                n_prompt_tokens=_count(usage.get("prompt_tokens")),
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise EndpointError("the reply is not a chat completion") from error
@@ -256,7 +256,9 @@ class ChatClient:
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         try:
-            status, said, received = fetch(address, self.endpoint.timeout_s, content, headers)
+            status, said, received = fetch(
+                address, timeout_s=self.endpoint.timeout_s, content=content, headers=headers
+            )
         except (
             OSError,
             httpx.HTTPError,
@@ -294,7 +296,9 @@ def fetch(
     redirect is followed: the key goes to the address that the user named. Raises what httpx raises,
     `OSError`, and `EndpointError` for a body without end.
     """
-    exchange = partial(asyncio.run, _exchange(address, timeout_s, content, headers))
+    exchange = partial(
+        asyncio.run, _exchange(address, timeout_s=timeout_s, content=content, headers=headers)
+    )
     try:
         asyncio.get_running_loop()
     except RuntimeError:

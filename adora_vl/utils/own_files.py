@@ -26,13 +26,17 @@ from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 
 LOAD_TIMEOUT_S = 60.0
+# What a deadline may be: below, a call could not even begin; above, the timers of Python and of the
+# system (2^63 nanoseconds, with the time of grace) raise an OverflowError.
+SHORTEST_S = 0.001
+LONGEST_S = 10**9
 GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
 _AGAIN_S = 1.0  # between signals, for a function that catches the first one
-_OURS = (
-    "adora_vl",
-    "data_prep",
-    "eval",
-)  # beside a file in the checkout; no part of the user's own
+# The folders of this project. A user's own file may lie beside an `eval/` of his own, so they are
+# known by where they lie; `adora_vl` is ours wherever the file lies.
+_OURS = tuple(
+    Path(__file__).resolve().parents[2] / name for name in ("adora_vl", "data_prep", "eval")
+)
 _beside: list[Path] = []  # the folder of this process's config
 
 
@@ -142,9 +146,10 @@ def _find(key: str, entry: str, noun: str) -> Path:
 
 
 def with_neighbours(path: Path) -> set[Path]:
-    """A file and the modules beside it, or in packages below, that its text imports, also inside a
-    function; and those that these import. (The library's `modulefinder` ends in an error for a
-    package without `__init__.py`.)
+    """A file and the modules beside it that it imports, and those that these import.
+
+    Modules in packages below it count too, and imports inside a function. The standard library's
+    `modulefinder` ends in an error for a package without `__init__.py`.
     """
     root = path.parent
     found = set[Path]()
@@ -152,6 +157,9 @@ def with_neighbours(path: Path) -> set[Path]:
     while left:
         file = left.pop()
         if file in found or not file.is_file():
+            continue
+        is_ours = any(file.is_relative_to(folder) for folder in _OURS)
+        if is_ours and file != path:
             continue
         found.add(file)
         for name in _imported(file, file.parent.relative_to(root).parts):
@@ -175,7 +183,7 @@ def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
                     (*of, *filter(None, (node.module or "").split(".")), each.name)
                     for each in node.names
                 ]
-    return [name for name in names if name[0] not in _OURS]
+    return [name for name in names if name[0] != "adora_vl"]
 
 
 def _module(where: str, path: Path, wanted: str) -> ModuleType:
@@ -185,9 +193,8 @@ def _module(where: str, path: Path, wanted: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if (
-        str(path.parent) not in sys.path
-    ):  # at the end: files beside it can be imported, and hide nothing installed
+    # at the end: files beside it can be imported, and hide nothing installed
+    if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module
     try:

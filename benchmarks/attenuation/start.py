@@ -75,7 +75,7 @@ def _teach(
         loss: Tensor = model(input_ids=ids_BT, attention_mask=mask_BT, labels=labels_BT).loss
         return loss
 
-    return fit(model, loss_of, steps, start.learning_rate)
+    return fit(model, loss_of=loss_of, steps=steps, learning_rate=start.learning_rate)
 
 
 def arithmetic_folder(output: Path, number: int) -> Path:
@@ -116,10 +116,12 @@ def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
 
     save_built(
         folder,
-        model,
-        tokenizer,
-        start,
-        loss=_teach(model, tokenizer, start, start.arithmetic_steps, example),
+        model=model,
+        processor=tokenizer,
+        plan=start,
+        loss=_teach(
+            model, tokenizer=tokenizer, start=start, steps=start.arithmetic_steps, example=example
+        ),
     )
 
 
@@ -140,9 +142,9 @@ def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> N
 
     save_built(
         folder,
-        model,
-        tokenizer,
-        start,
+        model=model,
+        processor=tokenizer,
+        plan=start,
         seed=seed,
-        loss=_teach(model, tokenizer, start, start.steps, example),
+        loss=_teach(model, tokenizer=tokenizer, start=start, steps=start.steps, example=example),
     )

@@ -110,7 +110,9 @@ def draw(
     chain, answer = chain_text(start, operations, slips)
     assert answer == wanted
     label = {"A": "two", "B": "ten"}[family] if regime.labelled else "any"
-    return ChainProblem(f"{label}: {form(start, operations)}\n", chain, answer, family)
+    return ChainProblem(
+        prompt=f"{label}: {form(start, operations)}\n", chain=chain, answer=answer, family=family
+    )
 
 
 def problems(

@@ -204,7 +204,7 @@ class Card(TorchDispatchMode):
             return found.to(kwargs.get("dtype") or found.dtype, copy=True)
         if func is aten.copy_.default and not isinstance(args[0], FakeTensor):
             return func(args[0], self._known_or_made_up("to the host", args[1]))
-        self._count_waits(func, args, kwargs, tensors, to_card)
+        self._count_waits(func, args=args, kwargs=kwargs, tensors=tensors, to_card=to_card)
         self._idle = False
         if func in self.composed:
             with self:
@@ -214,8 +214,8 @@ class Card(TorchDispatchMode):
             return func(*known) if all(one is not None for one in known) else True
         by_mask = func in _INDEXED and any(_is_mask(index) for index in args[1])
         if func in _SHAPED or (by_mask and func in (aten.index.Tensor, aten._unsafe_index.Tensor)):
-            return self._of_unknown_shape(func, args, kwargs, tensors)
-        return self._on_card(func, args, kwargs, tensors, to_card)
+            return self._of_unknown_shape(func, args=args, kwargs=kwargs, tensors=tensors)
+        return self._on_card(func, args=args, kwargs=kwargs, tensors=tensors, to_card=to_card)
 
     def _count_waits(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], to_card: bool
@@ -248,13 +248,13 @@ class Card(TorchDispatchMode):
         with self.fake:
             out = func(*fakes[0], **fakes[1])
         if func._overloadpacket in flop_registry:
-            self._count_flops(func, fakes[0], fakes[1], out)
+            self._count_flops(func, args=fakes[0], kwargs=fakes[1], out=out)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         small = all(
             t.numel() <= (FRACTIONS if t.dtype.is_floating_point else WHOLE) for t in results
         )
         if results and small and func not in _DRAWN and all(value is not None for value in values):
-            self._compute_values(func, args, kwargs, results)
+            self._compute_values(func, args=args, kwargs=kwargs, results=results)
         elif func._schema.is_mutable:
             for tensor in [*results, *(t for t in args[:1] if isinstance(t, FakeTensor))]:
                 self.forget(tensor)
@@ -325,9 +325,8 @@ class Card(TorchDispatchMode):
             query, key = args[1:3] if back else args[:2]
             place = 10 if back else 4
             if kwargs.get("is_causal", args[place] if len(args) > place else False):
-                flops = int(
-                    flops * (1 - (query.size(-2) - 1) / (2 * key.size(-2)))
-                )  # half of a square is not computed
+                # half of a square is not computed
+                flops = int(flops * (1 - (query.size(-2) - 1) / (2 * key.size(-2))))
         self.flops[self.phase] += flops
 
     def _inside(self, func: Any, args: Any) -> None:

@@ -206,7 +206,7 @@ def run(asked: CardRun, folder: Path) -> Ran:
             with card.during("start"):
                 trainer.train()
             ran.prompt = trainer.vllm_generation.longest_prompt
-            setup = _setup(asked, config, model, folder, ran.prompt)
+            setup = _setup(asked, config=config, model=model, folder=folder, prompt=ran.prompt)
             room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
             ran.parameters = setup.shape.total  # of 4 bits a tensor has two in one number
             ran.predicted = predict(setup, room)
@@ -288,7 +288,10 @@ def _problems(number: int, asked: CardRun, *, images: bool, side: int) -> Datase
 def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     given = yaml.safe_load(Path(asked.config).read_text(encoding="utf-8"))
     make_model_folder(
-        folder / "model", given["model_name_or_path"].split("/")[-1], asked.layers, asked.blocks
+        folder / "model",
+        published=given["model_name_or_path"].split("/")[-1],
+        layers=asked.layers,
+        blocks=asked.blocks,
     )
     size = len(asked.lengths) or given["num_generations"]
     rows = given["per_device_train_batch_size"] * size // given["num_generations"]
@@ -324,7 +327,10 @@ def _trainer(asked: CardRun, folder: Path) -> tuple[Any, Any, Any]:
     vision = getattr(shape, "vision_config", None)
     side = vision.patch_size * vision.spatial_merge_size if vision is not None else 28
     data = _problems(
-        max(8, asked.groups) * (asked.updates + 1), asked, images=vision is not None, side=side
+        max(8, asked.groups) * (asked.updates + 1),
+        asked=asked,
+        images=vision is not None,
+        side=side,
     )
     both = {
         "model": str(folder / "model"),
@@ -359,7 +365,13 @@ def _setup(asked: CardRun, config: Any, model: Any, folder: Path, prompt: int) -
         four_bit_bytes=bytes_of(model.use_bnb_nested_quant) if model.load_in_4bit else 0.0,
     )
     image = asked.image_tokens if shape.vision else 0
-    return make_setup(config, model, shape, Sharding(), Measured([""], [prompt], [image]))
+    return make_setup(
+        config,
+        model=model,
+        shape=shape,
+        sharding=Sharding(),
+        lengths=Measured([""], [prompt], [image]),
+    )
 
 
 def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
@@ -398,8 +410,8 @@ def _name_phases(card: Card, trainer: Any, ran: Ran) -> None:
 
     trainer.create_optimizer = created
     around(trainer, "_prepare_inputs", "generation")
-    around(trainer, "compute_loss", "forward", before=begun)
-    around(trainer.accelerator, "backward", "backward", after=counted)
+    around(trainer, method="compute_loss", phase="forward", before=begun)
+    around(trainer.accelerator, method="backward", phase="backward", after=counted)
     around(trainer.accelerator, "clip_grad_norm_", "clip")
     around(trainer, "_save_checkpoint", "checkpoint")
     if ran.asked.way == "ours":

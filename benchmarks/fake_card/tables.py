@@ -17,7 +17,7 @@ LAYERS = (2, 4, None)  # None: all
 # Image tokens and the lengths of the answers of docs/speed.md's rows, whose prompts have about 50
 # tokens of text
 ANSWERS = {
-    "long-tailed": answer_lengths(400, 1024, 8, equal=False),
+    "long-tailed": answer_lengths(400, limit=1024, rollouts=8, equal=False),
     "long": [1024] * 8,
     "alike": [400] * 8,
 }

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.gpu [--only NAME ...] [--size small|full] [--minutes N] [--json FILE]`
+"""Accepts a machine with a GPU: `python -m benchmarks.gpu`.
 
 One table: check, figure, bound, verdict. Exit codes: 0 nothing failed, 1 something did, 2 the input
 is wrong.

@@ -27,16 +27,15 @@ def run(setting: Setting) -> Iterator[Line]:
     if not setting.on_gpu:
         yield skipped("a new length in every call", ON_A_GPU_ONLY, figure)
         return
-    longer = (
-        1 + 8 * _CALLS / length
-    )  # the fresh ones are longer too, and attention grows with the square
+    # the fresh ones are longer too, and attention grows with the square
+    longer = 1 + 8 * _CALLS / length
     bound = 1.25 * longer**2
     yield at_most(
         "a new length in every call, of one length's time",
-        fresh / same,
-        bound,
-        "",
-        f"no plans; {figure}",
+        value=fresh / same,
+        bound=bound,
+        unit="",
+        source=f"no plans; {figure}",
     )
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:

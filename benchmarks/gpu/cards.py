@@ -35,7 +35,11 @@ def run(setting: Setting) -> Iterator[Line]:
     what = f"{backend}: GiB per second of an all-reduce"
     if setting.on_gpu:
         yield at_least(
-            what, rate, 1.0, "", "ours: slower than any bus says that NCCL fell back to sockets"
+            what,
+            value=rate,
+            bound=1.0,
+            unit="",
+            source="ours: slower than any bus says that NCCL fell back to sockets",
         )
     else:
         yield skipped(what, ON_A_GPU_ONLY, f"{rate:.2g}")

@@ -64,21 +64,54 @@ class GPUCheck:
 CHECKS = (
     GPUCheck("rounding", "benchmarks.gpu.precision:cast", 120),
     GPUCheck("attention", "benchmarks.gpu.attention:run", 90),
-    GPUCheck("lm_head", "benchmarks.gpu.lm_head:run", 90, ("trl", "datasets")),
-    GPUCheck("drift", "benchmarks.gpu.engine:drift", 420, ("vllm", "trl", "datasets")),
-    GPUCheck("vision", "benchmarks.gpu.vision:run", 120),
-    GPUCheck("prompts", "benchmarks.gpu.prompts:run", 180, ("trl", "accelerate", "datasets")),
-    GPUCheck("lora_sync", "benchmarks.gpu.streaming:run", 90, ("peft",)),
-    GPUCheck("recipe", "benchmarks.gpu.engine:recipe", 600, ("vllm", "trl", "datasets", "peft")),
-    GPUCheck("trainer", "benchmarks.gpu.trainer:run", 420, ("trl", "peft", "datasets")),
-    GPUCheck("zero3", "benchmarks.gpu.precision:zero3", 300, ("deepspeed",)),
-    GPUCheck("engine", "benchmarks.gpu.engine:run", 600, ("vllm", "trl", "datasets")),
-    GPUCheck("cards", "benchmarks.gpu.cards:run", 120, cards=2),
     GPUCheck(
-        "server", "benchmarks.gpu.server:run", 600, ("vllm", "trl", "datasets", "peft"), cards=2
+        name="lm_head", place="benchmarks.gpu.lm_head:run", limit=90, needs=("trl", "datasets")
     ),
-    GPUCheck("offload", "benchmarks.gpu.offload:run", 300, ("deepspeed",)),
-    GPUCheck("deepspeed", "benchmarks.gpu.offload:builds", 300, ("deepspeed",)),
+    GPUCheck(
+        name="drift",
+        place="benchmarks.gpu.engine:drift",
+        limit=420,
+        needs=("vllm", "trl", "datasets"),
+    ),
+    GPUCheck("vision", "benchmarks.gpu.vision:run", 120),
+    GPUCheck(
+        name="prompts",
+        place="benchmarks.gpu.prompts:run",
+        limit=180,
+        needs=("trl", "accelerate", "datasets"),
+    ),
+    GPUCheck(name="lora_sync", place="benchmarks.gpu.streaming:run", limit=90, needs=("peft",)),
+    GPUCheck(
+        name="recipe",
+        place="benchmarks.gpu.engine:recipe",
+        limit=600,
+        needs=("vllm", "trl", "datasets", "peft"),
+    ),
+    GPUCheck(
+        name="trainer",
+        place="benchmarks.gpu.trainer:run",
+        limit=420,
+        needs=("trl", "peft", "datasets"),
+    ),
+    GPUCheck(name="zero3", place="benchmarks.gpu.precision:zero3", limit=300, needs=("deepspeed",)),
+    GPUCheck(
+        name="engine",
+        place="benchmarks.gpu.engine:run",
+        limit=600,
+        needs=("vllm", "trl", "datasets"),
+    ),
+    GPUCheck(name="cards", place="benchmarks.gpu.cards:run", limit=120, cards=2),
+    GPUCheck(
+        name="server",
+        place="benchmarks.gpu.server:run",
+        limit=600,
+        needs=("vllm", "trl", "datasets", "peft"),
+        cards=2,
+    ),
+    GPUCheck(name="offload", place="benchmarks.gpu.offload:run", limit=300, needs=("deepspeed",)),
+    GPUCheck(
+        name="deepspeed", place="benchmarks.gpu.offload:builds", limit=300, needs=("deepspeed",)
+    ),
 )
 LEAST = 10  # seconds; with fewer left a check would hardly import what it needs
 
@@ -94,7 +127,7 @@ def run(check: GPUCheck, size: str, built: Path, left: float = math.inf) -> list
     elif left < LEAST:
         lines = [skipped("all of it", _over(check))]
     else:
-        lines = _in_a_child(check, size, built, left)
+        lines = _in_a_child(check, size=size, built=built, left=left)
     return [replace(line, check=check.name) for line in lines]
 
 
@@ -160,9 +193,8 @@ def _in_a_child(check: GPUCheck, size: str, built: Path, left: float) -> list[Li
 def _environment(folder: str, built: Path) -> dict[str, str]:
     paths = [str(REPOSITORY), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     own = {"TORCH_EXTENSIONS_DIR": str(built)}
-    own |= {
-        "TRITON_F32_DEFAULT": "ieee"
-    }  # else Triton's float32 is TF32, and no reference for bfloat16
+    # else Triton's float32 is TF32, and no reference for bfloat16
+    own |= {"TRITON_F32_DEFAULT": "ieee"}
     return {**os.environ, **own, "PYTHONPATH": os.pathsep.join(paths), "TMPDIR": folder}
 
 

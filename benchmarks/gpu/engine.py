@@ -163,7 +163,13 @@ def as_line(found: dict[str, Any], dtype: str) -> Line:
     if found["status"] == Status.SKIPPED:
         return skipped(what, detail)
     ok = found["status"] == Status.PASSED
-    return Line(what, detail, "the doctor's", Verdict.OK if ok else Verdict.FAIL, found["remedy"])
+    return Line(
+        what=what,
+        figure=detail,
+        bound="the doctor's",
+        verdict=Verdict.OK if ok else Verdict.FAIL,
+        note=found["remedy"],
+    )
 
 
 def seeded(setting: Setting, folder: Path) -> Iterator[Line]:
@@ -211,7 +217,7 @@ def free_after_sleeps(setting: Setting, sample_and_sleep: Callable[[], object]) 
         torch.cuda.synchronize(setting.device)
         free.append(torch.cuda.mem_get_info(setting.device)[0] / GIB)
     source = f"{LEAK} GiB a sleep, since allocators round; {free[0]:.3g} GiB free after the first"
-    return at_most(what, free[0] - free[-1], LEAK * SLEEPS, "GiB", source)
+    return at_most(what, value=free[0] - free[-1], bound=LEAK * SLEEPS, unit="GiB", source=source)
 
 
 def rate(what: str, steps: Sequence[dict[str, Any]]) -> Line:
@@ -239,7 +245,7 @@ def recipe(setting: Setting) -> Iterator[Line]:
         folder = Path(name)
         words = recipe_words(setting, folder)
         for runner in _RUNNERS if setting.on_gpu else (None,):
-            yield from doctor(setting, dtype, folder, words, runner)
+            yield from doctor(setting, dtype=dtype, folder=folder, words=words, runner=runner)
             if not list(folder.glob(f"*{runner or dtype}.json")):
                 yield skipped(
                     f"{GENERATIONS} generations, {runner or dtype}",
@@ -283,7 +289,11 @@ def drift(setting: Setting) -> Iterator[Line]:
         words += ["--model_name_or_path", str(Path(name) / "model")]
         of = f"{config.text_config.num_hidden_layers} layers"
         yield from doctor(
-            setting, "bfloat16" if setting.on_gpu else "float32", Path(name), words, of=of
+            setting,
+            dtype="bfloat16" if setting.on_gpu else "float32",
+            folder=Path(name),
+            words=words,
+            of=of,
         )
 
 
@@ -323,9 +333,8 @@ def recipe_words(setting: Setting, folder: Path) -> list[str]:
         cut(text, _LAYERS)
         eye.depth = _EYE_LAYERS
         eye.fullatt_block_indexes = [_EYE_LAYERS - 1]
-    config.tie_word_embeddings = text.tie_word_embeddings = (
-        setting.on_gpu
-    )  # as published; a CPU engine refuses it
+    # as published; a CPU engine refuses it
+    config.tie_word_embeddings = text.tie_word_embeddings = setting.on_gpu
     write(setting, config, folder / "model")
     (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
     keys = {
@@ -375,7 +384,11 @@ def generations(
     drifts = [step["adora/drift"] for step in steps]
     bound = _DRIFT[dtype]
     yield at_most(
-        f"{what}: drift at most", max(drifts, default=float("nan")), bound, "nats a token", _SEEN
+        f"{what}: drift at most",
+        value=max(drifts, default=float("nan")),
+        bound=bound,
+        unit="nats a token",
+        source=_SEEN,
     )
     yield rate(f"{what}: rollout tokens per second", steps)
 

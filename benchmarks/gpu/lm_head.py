@@ -31,9 +31,8 @@ Head = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def run(setting: Setting) -> Iterator[Line]:
     config = setting.config("3B", layers=1)
-    config.text_config.vocab_size = vocabulary = (
-        VOCABULARY if setting.full else 40_000
-    )  # more than one tile
+    # more than one tile
+    config.text_config.vocab_size = vocabulary = VOCABULARY if setting.full else 40_000
     width = config.text_config.hidden_size
     tokens = tokens_that_fit(free_bytes(setting), vocabulary, width) if setting.full else 32
     if not tokens:
@@ -44,7 +43,7 @@ def run(setting: Setting) -> Iterator[Line]:
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, dtype=torch.bfloat16, device=setting.device)
     weight = 0.02 * torch.randn(vocabulary, width, dtype=torch.bfloat16, device=setting.device)
-    targets = words(setting, 1, tokens, vocabulary)[0]
+    targets = words(setting, rows=1, length=tokens, vocabulary=vocabulary)[0]
     right = _passed(_in_chunks, hidden.float(), weight.float(), targets)
     ours, control = (_passed(head, hidden, weight, targets) for head in (fused, _plain))
     for number, what in enumerate(
@@ -53,33 +52,31 @@ def run(setting: Setting) -> Iterator[Line]:
         found, noise = (apart(way[number], right[number]) for way in (ours, control))
         yield at_most(
             f"{what}, from float32",
-            found,
-            SLACK * noise,
-            "",
-            f"{SLACK} times a plain bfloat16 head's error",
+            value=found,
+            bound=SLACK * noise,
+            unit="",
+            source=f"{SLACK} times a plain bfloat16 head's error",
         )
     del right, ours, control
 
     shape = describe(config)
-    dtype = (
-        torch.bfloat16 if setting.on_gpu else torch.float32
-    )  # a CPU's bfloat16 products take copies of their own
+    # a CPU's bfloat16 products take copies of their own
+    dtype = torch.bfloat16 if setting.on_gpu else torch.float32
     inputs = hidden.to(dtype), weight.to(dtype), targets
-    batch = MicroBatch(
-        1, 1, tokens + (0 if setting.on_gpu else 1)
-    )  # elsewhere all but the last position are scored
+    # elsewhere all but the last position are scored
+    batch = MicroBatch(1, 1, tokens + (0 if setting.on_gpu else 1))
     predicted = head_transient(
-        shape, batch, Dtypes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu
+        shape, batch=batch, dtypes=Dtypes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu
     )
     peak = peak_bytes(setting.device, lambda: _passed(fused, *inputs))
     yield at_most(
         "peak memory",
-        peak / GIB,
-        1.1 * predicted / GIB,
-        "GiB",
-        "a tenth over adora_vl.planning.activations' formula",
+        value=peak / GIB,
+        bound=1.1 * predicted / GIB,
+        unit="GiB",
+        source="a tenth over adora_vl.planning.activations' formula",
     )
-    yield from _speed(setting, hidden, weight, targets)
+    yield from _speed(setting, hidden=hidden, weight=weight, targets=targets)
 
 
 def tokens_that_fit(free: int, vocabulary: int, width: int) -> int:
@@ -100,10 +97,10 @@ def _speed(setting: Setting, hidden: Tensor, weight: Tensor, targets: Tensor) ->
     if setting.on_gpu:
         yield at_most(
             "fused head, of a plain one's time",
-            times["fused"] / times["plain"],
-            2,
-            "",
-            f"ours; {figure}",
+            value=times["fused"] / times["plain"],
+            bound=2,
+            unit="",
+            source=f"ours; {figure}",
         )
     else:
         yield skipped("fused head and a plain one", ON_A_GPU_ONLY, figure)

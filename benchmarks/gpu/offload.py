@@ -73,10 +73,10 @@ def run(setting: Setting) -> Iterator[Line]:
             seconds[name], weights[name], moved = _trained(setting, pinned)
             yield at_most(
                 f"{name}: weights that did not move",
-                1 - moved,
-                0.01,
-                "",
-                "an update of each but few",
+                value=1 - moved,
+                bound=0.01,
+                unit="",
+                source="an update of each but few",
             )
     if "pinned" not in seconds:
         yield skipped(
@@ -91,10 +91,10 @@ def run(setting: Setting) -> Iterator[Line]:
     figure = f"{seconds['pinned']:.3g} and {unpinned:.3g} s"
     yield at_most(
         "pinned, of unpinned's seconds per step",
-        ratio,
-        1.1,
-        "",
-        f"else pinning has no use; {figure}",
+        value=ratio,
+        bound=1.1,
+        unit="",
+        source=f"else pinning has no use; {figure}",
     )
 
 
@@ -103,7 +103,11 @@ def same_weights(pinned: Tensor, unpinned: Tensor, again: Tensor) -> Line:
     noise = max(apart(again, unpinned), torch.finfo(torch.float32).eps)
     source = f"{SLACK} times what two unpinned runs are apart"
     return at_most(
-        "pinned, from unpinned: weights", apart(pinned, unpinned), SLACK * noise, "", source
+        "pinned, from unpinned: weights",
+        value=apart(pinned, unpinned),
+        bound=SLACK * noise,
+        unit="",
+        source=source,
     )
 
 
@@ -131,7 +135,12 @@ def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:
     engine = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=settings
     )[0]
-    ids = words(setting, 1, 256 if setting.full else 32, config.text_config.vocab_size)
+    ids = words(
+        setting,
+        rows=1,
+        length=256 if setting.full else 32,
+        vocabulary=config.text_config.vocab_size,
+    )
     parameter = model.get_decoder().layers[0].mlp.up_proj.weight
     before = safe_get_full_fp32_param(parameter).clone()
 

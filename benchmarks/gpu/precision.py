@@ -77,15 +77,21 @@ def judge(setting: Setting, exact: Any, subject: Any, plain: nn.Module) -> Itera
     for end in ends:
         gap, noise = (_gap(found[end], right[end]) for found in (ours, control))
         source = f"{SLACK} times what bfloat16 costs with untouched frequencies"
-        yield at_most(f"from float32 at token {end}", gap, SLACK * noise, "nats", source)
+        yield at_most(
+            f"from float32 at token {end}",
+            value=gap,
+            bound=SLACK * noise,
+            unit="nats",
+            source=source,
+        )
     seen = _gap(coarse[ends[-1]], right[ends[-1]])
     noise = _gap(control[ends[-1]], right[ends[-1]])
     yield at_least(
         f"rounded frequencies, seen at token {ends[-1]}",
-        seen,
-        2 * SLACK * noise,
-        "nats",
-        "else this check would not notice them",
+        value=seen,
+        bound=2 * SLACK * noise,
+        unit="nats",
+        source="else this check would not notice them",
     )
 
 
@@ -101,7 +107,12 @@ def with_rounded(model: Any) -> Any:
 @torch.no_grad()
 def far_logps(setting: Setting, model: Any, ends: tuple[int, ...]) -> dict[int, Tensor]:
     """Log-probabilities of all tokens, (window, vocabulary), up to each of `ends`."""
-    ids = words(setting, 1, ends[-1] + 1, setting.config("3B", layers=1).text_config.vocab_size)
+    ids = words(
+        setting,
+        rows=1,
+        length=ends[-1] + 1,
+        vocabulary=setting.config("3B", layers=1).text_config.vocab_size,
+    )
     wanted = torch.cat([torch.arange(end - WINDOW + 1, end + 1) for end in ends]).to(setting.device)
     logits = model(
         input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=wanted, use_cache=False

@@ -59,7 +59,7 @@ class RandomGroup:
     def of(
         cls, setting: Setting, prompt: int, completion: int, rows: int, vocabulary: int
     ) -> RandomGroup:
-        ids = words(setting, rows, prompt + completion, vocabulary)
+        ids = words(setting, rows=rows, length=prompt + completion, vocabulary=vocabulary)
         ids[:, :prompt] = ids[0, :prompt]
         mask = torch.ones_like(ids)
         for row, length in enumerate(
@@ -81,7 +81,7 @@ def _of_width(setting: Setting, size: str) -> Iterator[Line]:
     subject = Subject(setting, setting.model(config, torch.bfloat16))
     exact = _EXACT if setting.full else lengths[0]
     group = RandomGroup.of(setting, *exact, config.text_config.vocab_size)
-    yield from subject.exactness(size, group, "shared", subject.shared)
+    yield from subject.exactness(size, group=group, name="shared", make=subject.shared)
     for prompt, completion, rows in lengths:
         where = f"{size}, prompt {prompt}, {rows} x {completion}"
         groups = [  # a new length in every call, as in training
@@ -102,7 +102,9 @@ def _with_flash_attention(setting: Setting) -> Iterator[Line]:
     config = setting.config("3B", layers=4, vocabulary=_VOCABULARY)
     subject = Subject(setting, setting.model(config, torch.bfloat16, "flash_attention_2"))
     group = RandomGroup.of(setting, *_EXACT, config.text_config.vocab_size)
-    yield from subject.exactness("3B, flash attention", group, "shared", subject.shared)
+    yield from subject.exactness(
+        "3B, flash attention", group=group, name="shared", make=subject.shared
+    )
 
 
 class Subject:
@@ -165,7 +167,13 @@ class Subject:
             value = apart(found[number], right[number])
             bound = SLACK * apart(noise[number], right[number])
             source = f"{SLACK} times separate rows' own error in bfloat16"
-            yield at_most(f"{size}, {name}: {what}, from float32", value, bound, "", source)
+            yield at_most(
+                f"{size}, {name}: {what}, from float32",
+                value=value,
+                bound=bound,
+                unit="",
+                source=source,
+            )
         for label, way in (("separate", None), (name, policy)):
             with _whatever_the_rule_says():
                 kernels = self.kernels(partial(self.through, way, group))
@@ -201,10 +209,10 @@ class Subject:
             ratio = times[chosen] / min(times.values())
             line = at_most(
                 f"{where}: {chosen}, of the faster way's time",
-                ratio,
-                1.1,
-                "",
-                f"a tenth is noise; {figure}",
+                value=ratio,
+                bound=1.1,
+                unit="",
+                source=f"a tenth is noise; {figure}",
             )
             yield line
             yield holds(

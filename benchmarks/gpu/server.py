@@ -34,11 +34,11 @@ def run(setting: Setting) -> Iterator[Line]:
         return
     found = torch.cuda.device_count() if setting.on_gpu else 0
     first, second = cards(os.environ, found)
-    yield from _synced(setting, "file", first, second)
+    yield from _synced(setting, way="file", trainer=first, server=second)
     if found < CARDS:
         yield skipped("weights by nccl", f"NCCL needs {CARDS} cards, here is {found}")
         return
-    yield from _synced(setting, "nccl", first, second)
+    yield from _synced(setting, way="nccl", trainer=first, server=second)
 
 
 def _synced(setting: Setting, way: str, trainer: str, server: str) -> Iterator[Line]:
@@ -65,7 +65,10 @@ def _synced(setting: Setting, way: str, trainer: str, server: str) -> Iterator[L
         there = {"VLLM_SERVER_DEV_MODE": "1", "CUDA_VISIBLE_DEVICES": server, **address}
         try:
             with serving(
-                server_words(folder / "model", port, way, dtype), there, port, COLD[setting.on_gpu]
+                server_words(folder / "model", port=port, way=way, dtype=dtype),
+                environment=there,
+                port=port,
+                seconds=COLD[setting.on_gpu],
             ):
                 here = {"CUDA_VISIBLE_DEVICES": trainer, **address}
                 yield from generations(what, words, dtype, folder / "run-server", here)
@@ -97,10 +100,11 @@ def server_words(model: Path, port: int, way: str, dtype: str) -> list[str]:
     if way == "nccl":
         named += ["--weight-transfer-config", '{"backend": "nccl"}']
     if find_cpu_build():
+        # it cannot read a prompt with a seed in parts
         named += [
             "--enforce-eager",
             "--no-enable-chunked-prefill",
-        ]  # it cannot read a prompt with a seed in parts
+        ]
     return ["vllm.entrypoints.openai.api_server", *named, "--enable-scale-out"]
 
 

@@ -16,6 +16,7 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import Line, at_most, holds, skipped
 from benchmarks.measure import peak_bytes, seconds_of
 
+# of our recipe
 TARGETS = [
     "q_proj",
     "k_proj",
@@ -24,7 +25,7 @@ TARGETS = [
     "gate_proj",
     "up_proj",
     "down_proj",
-]  # of our recipe
+]
 
 
 def run(setting: Setting) -> Iterator[Line]:
@@ -46,25 +47,31 @@ def run(setting: Setting) -> Iterator[Line]:
     bound = (4 + 4 + 4 + 4 + 2) * largest
     yield at_most(
         "memory beside the policy",
-        peak / GIB,
-        1.1 * bound / GIB,
-        "GiB",
-        "one tensor at a time, in float32",
+        value=peak / GIB,
+        bound=1.1 * bound / GIB,
+        unit="GiB",
+        source="one tensor at a time, in float32",
     )
     spent = seconds_of(setting.device, lambda: send(policy, receiver))
     size = sum(tensor.nbytes for tensor in receiver.values())
     figure = f"{spent:.3g} s for {size / GIB:.3g} GiB"
     yield (
-        at_most("seconds of a sync", spent, 10, "s", f"ours: small beside a generation's; {figure}")
+        at_most(
+            "seconds of a sync",
+            value=spent,
+            bound=10,
+            unit="s",
+            source=f"ours: small beside a generation's; {figure}",
+        )
         if setting.on_gpu
         else skipped("seconds of a sync", "seconds are judged on a GPU only", figure)
     )
     yield at_most(
         "sent weights, from float64",
-        _error(policy, receiver),
-        1.01 * 2**-8,
-        "",
-        "one rounding to bfloat16, and float32's",
+        value=_error(policy, receiver),
+        bound=1.01 * 2**-8,
+        unit="",
+        source="one rounding to bfloat16, and float32's",
     )
     same = sum(parameter.double().sum().item() == before[name] for name, parameter in base.items())
     yield holds(

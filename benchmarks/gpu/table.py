@@ -38,17 +38,23 @@ def at_least(what: str, value: float, bound: float, unit: str, source: str) -> L
 
 def holds(what: str, figure: str, bound: str, ok: bool, source: str) -> Line:
     """ok where the caller found so."""
-    return Line(what, figure, bound, Verdict.OK if ok else Verdict.FAIL, source)
+    return Line(
+        what=what,
+        figure=figure,
+        bound=bound,
+        verdict=Verdict.OK if ok else Verdict.FAIL,
+        note=source,
+    )
 
 
 def skipped(what: str, reason: str, figure: str = "-") -> Line:
     """Not judged. `figure`: what was seen all the same."""
-    return Line(what, figure, "-", Verdict.SKIPPED, reason)
+    return Line(what=what, figure=figure, bound="-", verdict=Verdict.SKIPPED, note=reason)
 
 
 def failed(what: str, reason: str) -> Line:
     """There is no figure because something broke."""
-    return Line(what, "-", "-", Verdict.FAIL, reason)
+    return Line(what=what, figure="-", bound="-", verdict=Verdict.FAIL, note=reason)
 
 
 def one_line(error: BaseException) -> str:

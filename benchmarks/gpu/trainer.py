@@ -60,7 +60,16 @@ def run(setting: Setting) -> Iterator[Line]:
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2 if setting.full else 1):
             for way, done in turns.items():
-                done.append(_turn(setting, config, way, side, completion, Path(folder)))
+                done.append(
+                    _turn(
+                        setting,
+                        config=config,
+                        way=way,
+                        side=side,
+                        completion=completion,
+                        folder=Path(folder),
+                    )
+                )
     for way, done in turns.items():
         finite = all(turn.finite for turn in done)
         figure = "finite" if finite else "not finite"
@@ -256,7 +265,11 @@ def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
         name = f"ours, of stock's seconds: {what}"
         if setting.on_gpu:
             yield at_most(
-                name, ratio, bound, "", "else our way costs time; a tenth of a whole step is noise"
+                name,
+                value=ratio,
+                bound=bound,
+                unit="",
+                source="else our way costs time; a tenth of a whole step is noise",
             )
         else:
             yield skipped(name, ON_A_GPU_ONLY, f"{ratio:.2f}")
@@ -265,7 +278,9 @@ def _seconds(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[Line]:
 def _memory(
     setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int, peak: int
 ) -> Iterator[Line]:
-    predicted = prediction(setting, config, side, completion, prompt) / GIB
+    predicted = (
+        prediction(setting, config=config, side=side, completion=completion, prompt=prompt) / GIB
+    )
     if not setting.on_gpu:
         reason = (
             "a process's memory on a CPU is no card's; tests/unit/planning judges the formulas "
@@ -274,9 +289,13 @@ def _memory(
         yield skipped("peak memory", reason, f"{predicted:.2g} GiB predicted")
         return
     source = "the dry run's prediction without the context"
-    yield at_most("peak memory", peak / GIB, predicted, "GiB", source)
+    yield at_most("peak memory", value=peak / GIB, bound=predicted, unit="GiB", source=source)
     yield at_most(
-        "prediction, of the peak", predicted / (peak / GIB), 1.5, "", "more would refuse what fits"
+        "prediction, of the peak",
+        value=predicted / (peak / GIB),
+        bound=1.5,
+        unit="",
+        source="more would refuse what fits",
     )
 
 
@@ -290,5 +309,11 @@ def prediction(
     )
     image = (side // shape.patch // shape.merge) ** 2
     lengths = Measured(["row"], [prompt], [image])
-    setup = make_setup(args, ModelConfig(attn_implementation="sdpa"), shape, Sharding(), lengths)
+    setup = make_setup(
+        args,
+        model=ModelConfig(attn_implementation="sdpa"),
+        shape=shape,
+        sharding=Sharding(),
+        lengths=lengths,
+    )
     return predict(setup, 80 * GIB).peak - (CONTEXT if setting.on_gpu else 0)

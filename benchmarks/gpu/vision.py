@@ -48,15 +48,21 @@ def run(setting: Setting) -> Iterator[Line]:
         exact = Qwen2_5_VisionTransformerPretrainedModel(config).bfloat16().float().train()
     tower = copy.deepcopy(exact).bfloat16()
     for each in (exact, tower):
-        restore_buffers(
-            each
-        )  # both have been through bfloat16, which rounds the rotary frequencies
+        # both have been through bfloat16, which rounds the rotary frequencies
+        restore_buffers(each)
     for name, sides in (sized(free_bytes(setting)) if setting.full else _SMALL).items():
         grids = torch.tensor([[1, *side] for side in sides])
         pixels = torch.randn(
             int(grids.prod(dim=1).sum()), 1176, generator=torch.Generator().manual_seed(0)
         )
-        lines = _image(setting, name, tower, exact, pixels.to(setting.device), grids)
+        lines = _image(
+            setting,
+            name=name,
+            tower=tower,
+            exact=exact,
+            pixels=pixels.to(setting.device),
+            grids=grids,
+        )
         yield from as_far_as_it_fits(setting, name, lines)
 
 
@@ -79,10 +85,10 @@ def _image(
         source = f"{SLACK} times the loop's own error in bfloat16"
         yield at_most(
             f"{name}, batched: {what}, from float32",
-            apart(batched[number], right[number]),
-            bound,
-            "",
-            source,
+            value=apart(batched[number], right[number]),
+            bound=bound,
+            unit="",
+            source=source,
         )
     del right, loop, batched
     ways = {
@@ -99,15 +105,21 @@ def _image(
         return
     waits = syncs(ways["batched"])
     source = f"else a block waits for a bound of its windows; the loop {syncs(ways['loop'])}"
-    yield at_most(f"{name}: waits for the device", waits, len(tower.blocks) - 1, "", source)
+    yield at_most(
+        f"{name}: waits for the device",
+        value=waits,
+        bound=len(tower.blocks) - 1,
+        unit="",
+        source=source,
+    )
     peaks = {way: peak_bytes(setting.device, go) / GIB for way, go in ways.items()}
     figure = "; ".join(f"{way} {times[way]:.3g} s, {peaks[way]:.2g} GiB" for way in ways)
     yield at_most(
         f"{name}: batched, of the loop's time",
-        times["batched"] / times["loop"],
-        1.0,
-        "",
-        f"else it has no use; {figure}",
+        value=times["batched"] / times["loop"],
+        bound=1.0,
+        unit="",
+        source=f"else it has no use; {figure}",
     )
     fits = peaks["batched"] <= 1.2 * peaks["loop"]
     yield holds(

@@ -39,7 +39,11 @@ def cases() -> list[Case]:
                 for index, answer in enumerate(row.get(label, ())):
                     found.append(
                         _case(
-                            path.stem, f"{path.stem}:{number}:{label}:{index}", row, label, answer
+                            path.stem,
+                            place=f"{path.stem}:{number}:{label}:{index}",
+                            row=row,
+                            label=label,
+                            answer=answer,
                         )
                     )
     return found
@@ -53,4 +57,12 @@ def _case(kind: str, place: str, row: dict[str, Any], label: str, answer: Any) -
     )
     choices = tuple(row["choices"]) if "choices" in row else None
     name = f"{place} {response[:40]!r} for {row['gold']!r}"
-    return Case(kind, name, response, row["gold"], label, choices, bool(row.get("rounding")))
+    return Case(
+        kind=kind,
+        name=name,
+        response=response,
+        gold=row["gold"],
+        label=label,
+        choices=choices,
+        rounding=bool(row.get("rounding")),
+    )

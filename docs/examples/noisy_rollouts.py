@@ -19,8 +19,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image
+from transformers import BaseImageProcessor
 
 from adora_vl.advantage import option
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.images import model_size
 from adora_vl.dedup.image_store import PASSING, can_cache
 from adora_vl.rollout.rollouts import RolloutGroup
@@ -65,7 +67,7 @@ def gaussian(image: Image.Image, step: int, generator: np.random.Generator) -> I
     return Image.fromarray((mixed.clip(0, 1) * 255).round().astype(np.uint8))
 
 
-def as_seen(image: Image.Image, image_processor: Any) -> Image.Image:
+def as_seen(image: Image.Image, image_processor: BaseImageProcessor) -> Image.Image:
     """The image as RGB in the size to which Qwen's processor resizes it.
 
     With any other processor it keeps its size.
@@ -75,8 +77,8 @@ def as_seen(image: Image.Image, image_processor: Any) -> Image.Image:
         return image
     size = image_processor.size
     factor = image_processor.patch_size * image_processor.merge_size
-    seen = model_size(*image.size, factor, size["shortest_edge"], size["longest_edge"])
-    return image.resize(seen, image_processor.resample)
+    width, height = model_size(*image.size, factor, size["shortest_edge"], size["longest_edge"])
+    return image.resize((width, height), image_processor.resample)
 
 
 def distorted(image: Image.Image, kind: str, level: float, seed: int) -> Image.Image:
@@ -139,12 +141,12 @@ class NoisyRollouts(Extension):
             )
         return round(count)
 
-    def check(self, keys: Any) -> None:
+    def check(self, keys: AdoraGRPOConfig) -> None:
         self.count(keys.num_generations)
         if keys.tools or keys.environment_factory:
             raise ValueError("share: tools show pictures, which would not be distorted")
 
-    def costs(self, keys: Any) -> str:
+    def costs(self, keys: AdoraGRPOConfig) -> str:
         return "each group is two requests, one of them with an image of its own"
 
     def level(self, step: int) -> float:

@@ -13,12 +13,13 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import BaseImageProcessor, PretrainedConfig
 
 from adora_vl.advantage import option
+from adora_vl.config import AdoraGRPOConfig
 from adora_vl.dedup.image_store import (
     ImageBank,
     ImageBanks,
@@ -88,7 +89,7 @@ def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
     return torch.where(own_B.isnan(), 1.0, scale_B)
 
 
-def black_patch(image_processor: Any, values: int) -> Tensor:
+def black_patch(image_processor: BaseImageProcessor, values: int) -> Tensor:
     """What the processor makes of a black patch, (values,)."""
     settings = effective_settings(image_processor, {})
     return normalized(image_processor, torch.zeros(1, values), settings)[0]
@@ -102,11 +103,11 @@ def blackened(patches_RD: Tensor, black_D: Tensor, key: str) -> Tensor:
 
 @contextmanager
 def half_black(
-    banks: ImageBanks, image_processor: Any, batch: Batch, place: str
+    banks: ImageBanks, image_processor: BaseImageProcessor, batch: Batch, seed: str
 ) -> Iterator[Tensor | None]:
     """Yields the `pixel_values` of the batch with about half of every image black.
 
-    It is the same half for all rollouts of a group, and `place` seeds it; None is yielded for a
+    It is the same half for all rollouts of a group, and `seed` seeds it; None is yielded for a
     batch without the column. `pixel_values` are pixels, or references to the bank of images that
     the training batch shares. Inside the block that bank is one of these half black images.
     """
@@ -116,19 +117,21 @@ def half_black(
         if pixels is None or grids is None or not len(grids):
             yield pixels
         elif pixels.is_floating_point():
-            yield _of_pixels(pixels, grids, image_processor, place)
+            yield _of_pixels(pixels, grids, image_processor, seed)
         else:
-            yield _of_references(pixels, grids, banks, bank, image_processor, place)
+            yield _of_references(pixels, grids, banks, bank, image_processor, seed)
 
 
-def _of_pixels(pixels: Tensor, grids: Tensor, image_processor: Any, place: str) -> Tensor:
+def _of_pixels(
+    pixels: Tensor, grids: Tensor, image_processor: BaseImageProcessor, seed: str
+) -> Tensor:
     """The half black pixels. Without a bank an image is known by its content alone."""
     black_D = black_patch(image_processor, pixels.size(1))
     images = []
     for image in torch.split(pixels, grids.prod(dim=-1).tolist()):
         content = image.float().cpu().numpy().tobytes()
         key = hashlib.blake2b(content, digest_size=16).hexdigest()
-        images.append(blackened(image, black_D, f"{place}/{key}"))
+        images.append(blackened(image, black_D, f"{seed}/{key}"))
     return torch.cat(images)
 
 
@@ -137,8 +140,8 @@ def _of_references(
     grids: Tensor,
     banks: ImageBanks,
     bank: ImageBank,
-    image_processor: Any,
-    place: str,
+    image_processor: BaseImageProcessor,
+    seed: str,
 ) -> Tensor:
     """References to half black copies, which are put into `bank` once each."""
     starts = first_patches(references, grids)
@@ -149,7 +152,7 @@ def _of_references(
         if start in copies:
             continue
         key, patches_RD, grid_3 = banks.of(start).image(start)
-        copy_RD = blackened(patches_RD, black_D, f"{place}/{key}")
+        copy_RD = blackened(patches_RD, black_D, f"{seed}/{key}")
         copies[start] = bank.hold(key, copy_RD, grid_3)
     return torch.cat([copies[start] for start in starts]).to(references.device)
 
@@ -173,7 +176,7 @@ class VisualTokens(Extension):
         if not 0 <= self.scale_min <= 1:
             raise ValueError(f"scale_min: {self.scale_min} must be between 0 and 1")
 
-    def check(self, keys: Any) -> None:
+    def check(self, keys: AdoraGRPOConfig) -> None:
         one_each = f"share: {self.share} gives each token an advantage of its own, and "
         if keys.loss_type == "vespo":
             raise ValueError(f"{one_each}loss_type: vespo takes one per rollout; leave that out")
@@ -185,7 +188,7 @@ class VisualTokens(Extension):
         if keys.tools or keys.environment_factory:
             raise ValueError("share: tools show pictures, which would not be blackened")
 
-    def check_model(self, model_config: Any) -> None:
+    def check_model(self, model_config: PretrainedConfig) -> None:
         if not sees_images(model_config):
             raise ValueError(f"share: {self.share} needs a model that sees images")
         if family_of(model_config) is None:
@@ -194,7 +197,7 @@ class VisualTokens(Extension):
                 f"{model_config.model_type} is none"
             )
 
-    def costs(self, keys: Any) -> str:
+    def costs(self, keys: AdoraGRPOConfig) -> str:
         return "each generation is passed twice more, once with half of every image black"
 
     def start(self, context: StepContext, images: DistinctImages) -> None:
@@ -213,14 +216,14 @@ class VisualTokens(Extension):
         rank = self.context.accelerator.process_index
         # Rollouts of groups without signal are not compared: nothing is learned from them.
         live_B = generation.of_rank(advantages.live_B, rank)
-        place = f"{self.context.config.seed}/{generation.key}/{generation.attempt}"
-        self.weigh(generation.batch, live_B, place)
+        seed = f"{self.context.config.seed}/{generation.key}/{generation.attempt}"
+        self.weigh(generation.batch, live_B, seed)
 
-    def weigh(self, batch: Batch, live_B: Tensor, place: str) -> None:
-        """Weigh the tokens of a batch. `place` is where the run is, which seeds what is black."""
+    def weigh(self, batch: Batch, live_B: Tensor, seed: str) -> None:
+        """Weigh the tokens of a batch. `seed` is where the run is, which seeds what is black."""
         mask_BC = loss_mask(batch)
         seen_BC = self.context.policy_logps(batch)
-        with half_black(self.images.banks, self.images.image_processor, batch, place) as pixels:
+        with half_black(self.images.banks, self.images.image_processor, batch, seed) as pixels:
             blind_BC = self.context.policy_logps(batch, pixels)
         dependency_BC = visual_dependency(seen_BC, blind_BC, mask_BC)
         images = batch.get("num_images") or [int("pixel_values" in batch)] * len(mask_BC)

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-Fault = Callable[
-    [Any, Callable[[], bool]], None
-]  # gets the stack of patches and whether it is time
+# gets the stack of patches and whether it is time
+Fault = Callable[[Any, Callable[[], bool]], None]
 
 
 @contextmanager

@@ -74,10 +74,11 @@ def run(
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in the repository; on failure the end of its output is the assertion's message."""
+    # so that a script finds `tests`
     ours = {
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": str(REPOSITORY),
-    }  # so that a script finds `tests`
+    }
     environment = {**os.environ, **ours, **(environment or {})}
     if command[0] == sys.executable:
         done = _forked(command[1:], environment, timeout)

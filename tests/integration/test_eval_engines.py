@@ -47,12 +47,10 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, parameter in model.named_parameters():
             if parameter.ndim >= 2 and "visual" not in name:
                 parameter.mul_(2)  # or the fresh model repeats one token whatever it is shown
-        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= (
-            10  # wanted, if allowed
-        )
-    model.generation_config.repetition_penalty = (
-        1.3  # Qwen2.5-VL's has 1.05; greedy means greedy for both engines
-    )
+        # wanted, if allowed
+        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= 10
+    # Qwen2.5-VL's has 1.05; greedy means greedy for both engines
+    model.generation_config.repetition_penalty = 1.3
     model.save_pretrained(folder / "model")
     write_split(rows, folder / "data", "test")
     return folder

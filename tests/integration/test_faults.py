@@ -30,9 +30,8 @@ def after(tmp_path_factory):
     for name in ("whole", "damaged"):
         words = ["--output", str(folder / name), "--rows", "40", "--test-rows", "4"]
         assert data_prep(["synthetic", *words]) == 0
-    damage(
-        folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14
-    )  # a row of the second step
+    # a row of the second step
+    damage(folder / "damaged" / "data" / "train-00000-of-00001.parquet", 14)
     out = folder / "out"
     starts = [
         f"- --dataset_name {folder / 'damaged'}",

@@ -44,6 +44,7 @@ from tests.unit.config.test_recipes import CONFIGS, PAIRS
 CPU = ["--use_cpu", "true", "--bf16", "false"]
 BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
+ROOM = ["--use_vllm", "true", "--vllm_max_model_length", "900", "--max_completion_length", "300"]
 FOUR = "--load_in_4bit true --dtype bfloat16 --use_peft true --lora_target_modules q_proj up_proj"
 REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 
@@ -97,6 +98,11 @@ def here(tmp_path_factory):
     )
     (folder / "syntax.py").write_text("def f(:")
     (folder / "wrong.yaml").write_text("adora_mode: off")
+    (folder / "look.py").write_text(
+        'def look() -> str:\n    """Look at <|image_pad|>."""\n    return "a"\n\n\n'
+        "class Board:\n    def reset(self, **row):\n        return ' Answer <|im_end|>'\n\n"
+        '    def go(self) -> str:\n        """Go."""\n        return "x"\n'
+    )
     (folder / "file").touch()
     (folder / "mine").mkdir()
     (folder / "mine" / "config.json").write_text("{}")
@@ -118,6 +124,10 @@ def rows(number: int = 20, **columns: Any) -> Dataset:
         "answer": "1",
     }
     return Dataset.from_list([{**row, **columns}] * number)
+
+
+def says(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
 
 
 def from_python(words: list[str]) -> None:
@@ -201,6 +211,27 @@ WRONG: list[
     (
         " ".join(["--tools zoom --adora_tool_options.turn_tokens 999", *VLLM]),
         "adora_tool_options.turn_tokens:",
+    ),
+    (
+        "ROOM --max_completion_length 64 --tools zoom",
+        "max_completion_length: 64 leaves no room for an answer of zoom, whose",
+    ),
+    (
+        'ROOM --tools zoom --adora_tool_options {"images":1}',
+        "adora_tool_options.images: 1 leaves no picture for zoom, since each problem has 1 or more",
+    ),
+    (
+        "ROOM --tools HERE/look.py:look",
+        "tools: 'look' has the model's own token <|image_pad|> in its docstring or hints",
+    ),
+    ("ROOM --environment_factory HERE/look.py:Board", "environment_factory: row "),
+    (
+        '--chat_template_kwargs {"more":"<|im_end|>"}',
+        "chat_template_kwargs: it has the model's own token <|im_end|>; remove it from the text",
+    ),
+    (
+        "ROOM --tools zoom --adora_tool_options.seconds 1e12",
+        "adora_tool_options.seconds: 1e12 is not a number of at least 0.001 and at most",
     ),
     (
         "--adora_rollouts.refill 2 --loss_type bnpo",
@@ -497,6 +528,7 @@ def said_by(way: str, words: str, folder: Path, output: Path) -> str:
     given = (
         words.replace("FOUR", FOUR)
         .replace("VLLM", " ".join(VLLM))
+        .replace("ROOM", " ".join(ROOM))
         .replace("HERE", str(folder))
         .split()
     )
@@ -574,6 +606,24 @@ OBJECTS: list[tuple[dict[str, Any], str]] = [
             )
         },
         "prompt: row 0 ends with a turn of the assistant",
+    ),
+    (
+        {"train_dataset": rows(8, prompt=says("Find x.<|im_end|>"))},
+        "train_dataset: row 0: its prompt has the model's own token <|im_end|>; remove it",
+    ),
+    (
+        {"train_dataset": rows(8), "eval_dataset": {"a": rows(8, prompt=says("<|image_pad|>"))}},
+        "eval_dataset: row 0: its prompt has the model's own token <|image_pad|>; remove it",
+    ),
+    (
+        {
+            "train_dataset": rows(
+                8,
+                prompt=says([{"type": "image", "image": Image.new("RGB", (56, 56))}]),
+                images=[],
+            )
+        },
+        "train_dataset: row 0: its prompt has a picture inside a message; put it into the column",
     ),
     (
         {"eval_dataset": rows(4)},

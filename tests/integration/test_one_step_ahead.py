@@ -228,9 +228,8 @@ def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(
         )
         == 0
     )
-    damage(
-        tmp_path / "data" / "data" / "train-00000-of-00001.parquet", 14
-    )  # a row of the second step
+    # a row of the second step
+    damage(tmp_path / "data" / "data" / "train-00000-of-00001.parquet", 14)
     assert main(words(tmp_path / "out", server, dataset_name=tmp_path / "data", save_steps=9)) == 1
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("error: step 2: row synthetic/0/train/14: an image cannot be read: ")

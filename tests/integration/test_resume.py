@@ -87,8 +87,8 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
     assert "checkpoint-3" in done.stdout
     assert "3 steps, the rollouts of 3, weights: all equal" in done.stdout
     rollouts = pd.read_parquet(next(tmp_path.glob("*/killed/rollouts")))
-    by_half = rollouts["drift"].isna().groupby([rollouts["step"], rollouts["rollout"] >= 4]).all()
-    assert by_half.xs(True, level="rollout").all(), "the last four of eight see a distorted image"
+    by_half = rollouts["drift"].isna().groupby([rollouts["step"], rollouts["rollout"] >= 2]).all()
+    assert by_half.xs(True, level="rollout").all(), "the last two of four see a distorted image"
     assert 0 < rollouts["drift"].max() < 1e-4, "the others are as close to the engine as ever"
     for steps in (rollouts["step"] <= 3, rollouts["step"] > 3):  # before and after the checkpoint
         assert 0.1 < rollouts[steps]["id"].str.startswith("own/").mean() < 0.8
@@ -108,7 +108,11 @@ def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_o
     """
     processes = 2 if where == "zero3" else 1
     with vllm_server(tmp_path) if where == "server" else nullcontext() as server:
-        adapter = sft_adapter(tmp_path / "sft", modules_to_save=None if server else ["lm_head"])
+        adapter = sft_adapter(
+            tmp_path / "sft",
+            modules_to_save=None if server else ["lm_head"],
+            lora_dropout=0.05,  # TRL's default
+        )
         words = ["--model_name_or_path", str(adapter), "--beta", "0.1", "--learning_rate", "1e-3"]
         if where != "server":
             words += ["--adora_rollouts.budget", "9"]

@@ -22,10 +22,11 @@ from tests.integration.machines import TwoMachines
 from tests.integration.stopping import Running
 from tests.integration.test_two_processes import distance
 
+# the fixture starts two processes six times
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
-]  # the fixture starts two processes six times
+]
 CYCLE = 2  # steps of one generation
 RUN = [
     "--config",

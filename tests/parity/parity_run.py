@@ -204,9 +204,8 @@ def main() -> None:
     moved = trainer.accelerator.gather(moved[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
     own_lengths = trainer.accelerator.gather(trainer.own_lengths).tolist()
-    tensors = Counter(
-        component_of(name) for name, _ in trainer.model.named_parameters()
-    )  # before an adapter adds some
+    # before an adapter adds some
+    tensors = Counter(component_of(name) for name, _ in trainer.model.named_parameters())
     looks |= {
         name: look(trainer, list(dataset)) for name, look in AFTER.items() if name in options.look
     }

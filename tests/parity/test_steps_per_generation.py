@@ -23,6 +23,7 @@ GROUP = 4
 ROWS = 8
 ACCUMULATED = 2
 UPDATES = 4
+# groups without signal, so that fewer live ones than updates x micro-batches
 SILENT = (
     0,
     1,
@@ -34,7 +35,7 @@ SILENT = (
     9,
     12,
     15,
-)  # groups without signal, so that fewer live ones than updates x micro-batches
+)
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:

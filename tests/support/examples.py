@@ -1,5 +1,6 @@
-"""The files of docs/examples, loaded as a run loads them."""
+"""The files of docs/examples, loaded as a run loads them, and other files beside packages."""
 
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -16,3 +17,12 @@ def entry(name: str) -> str:
 def example(name: str) -> Any:
     """What an entry such as `ngrpo.py:Ngrpo` names."""
     return from_file("adora_method", entry(name), fits=callable).value
+
+
+def loaded(file: Path) -> Any:
+    """A file that belongs to no package, as a module."""
+    spec = spec_from_file_location(f"_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -11,16 +11,15 @@ from PIL import Image
 
 from adora_vl.data.prompts import Message
 from adora_vl.models.families import KNOWN, has_linear_attention, misplaced_by_vllm, sees_images
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import BatchEncoding
 
     from adora_vl.evals.inference.requests import AnswerEngineSettings
 
-_TEMPLATE_TOKENS = (
-    256  # more than any chat template and the rounding of image sizes add to a prompt
-)
+# more than any chat template and the rounding of image sizes add to a prompt
+_TEMPLATE_TOKENS = 256
 
 
 class ChatProcessor:
@@ -84,9 +83,8 @@ class ChatProcessor:
             for name, value in (("min_pixels", min_pixels), ("max_pixels", max_pixels))
             if value
         }
-        refuse(
-            (given and not own, "max_pixels: the model sees no images; leave the pixel limits out")
-        )
+        if given and not own:
+            raise UserError("max_pixels: the model sees no images; leave the pixel limits out")
         self._limits: dict[str, int] = {**(own or {}), **given}
         self.pixel_limits = self._limits if given else {}
         least, most = (self._limits.get(name, 0) for name in ("min_pixels", "max_pixels"))
@@ -94,7 +92,8 @@ class ChatProcessor:
             f"min_pixels: {least} is over max_pixels, {most} (what is not given comes from the "
             "model's processor)"
         )
-        refuse((given and least > most, f"{over}; give both"))
+        if given and least > most:
+            raise UserError(f"{over}; give both")
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         self._tokenizer.padding_side = "left"
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
@@ -115,7 +114,8 @@ class ChatProcessor:
         from adora_vl.utils.launch import find_cpu_build
 
         problem = misplaced_by_vllm(self.config)
-        refuse((problem, f"model: {model!r} {problem}"))
+        if problem:
+            raise UserError(f"model: {model!r} {problem}")
         if (
             find_cpu_build()
             and self.dtype(dtype) == "float32"
@@ -225,9 +225,8 @@ class ChatProcessor:
         """
         most = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
         if not self.text_only:
-            unit = (
-                self._image_processor.patch_size * self._image_processor.merge_size
-            )  # pixels, of a token's side
+            # pixels, of a token's side
+            unit = self._image_processor.patch_size * self._image_processor.merge_size
             most += max_images * -(-self._limits["max_pixels"] // unit**2)
         return min(self.context, int(most))
 

@@ -23,7 +23,7 @@ from adora_vl.evals.options import DataOptions, HubDataOptions
 from adora_vl.evals.records import LoadedProblems, Problem
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.content import content_hash
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.hub import no_hub, why_missing
 
 Row = dict[str, Any]
@@ -43,9 +43,8 @@ class _Rows:
     encoded: Mapping[str, Any]
     hash: str
     origin: str
-    folder: (
-        Path | None
-    )  # where the paths of images lead; None for data from the hub, which has no files
+    # where the paths of images lead; None for data from the hub, which has no files
+    folder: Path | None
 
     def pictures(self, index: int, columns: Sequence[str]) -> list[bytes]:
         """The first usable image of a row: bytes, a struct of bytes or path, a path, or base64."""
@@ -105,9 +104,11 @@ def load_problems(
     split = split or options.split
     revision = options.data_revision if isinstance(options, HubDataOptions) else None
     if path.exists():
-        loaded = _local(path, split, image_columns, id_column)
+        loaded = _local(path, split=split, image_columns=image_columns, id_column=id_column)
     elif HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
-        loaded = _hub(options.data, split, revision, image_columns, config)
+        loaded = _hub(
+            options.data, split=split, revision=revision, image_columns=image_columns, config=config
+        )
     else:
         raise UserError(
             f"data: {options.data!r} is neither a file or folder here nor a hub id of the form "
@@ -135,14 +136,15 @@ def load_problems(
         if fault:
             faults.append(f"row {number} {fault}")
     refuse_rows(f"data: {loaded.origin}", faults)
-    refuse((not loaded.rows, f"data: {loaded.origin} has no rows"))
+    if not loaded.rows:
+        raise UserError(f"data: {loaded.origin} has no rows")
     names = kept or [name for name in needed if name != id_column]
     problems = []
     for index, row in enumerate(loaded.rows):
         fields = {"pid": str(row[id_column]), **{name: row.get(name) for name in names}}
         stored = partial(loaded.pictures, index, image_columns)
         problems.append(
-            pictured(fields, prompt(row), 1, stored)
+            pictured(fields, prompt=prompt(row), images=1, stored=stored)
             if seen
             else Problem(fields, prompt(row), 0, list)
         )
@@ -206,7 +208,13 @@ def _local(path: Path, split: str, image_columns: Sequence[str], id_column: str)
     if files[0].suffix == ".parquet":
         folder = path if path.is_dir() else path.parent
         held = content_hash(files)  # before they are read
-        return _from_table(_tables(files), image_columns, held, str(path), folder)
+        return _from_table(
+            _tables(files),
+            image_columns=image_columns,
+            data_hash=held,
+            origin=str(path),
+            folder=folder,
+        )
     return _from_json(files[0], id_column)
 
 
@@ -221,9 +229,8 @@ def _files(folder: Path, split: str) -> list[Path]:
         path for place in places for path in sorted(place.iterdir()) if path.suffix in _ENDINGS
     ]
     tables = [path for path in everything if path.suffix == ".parquet"]
-    if len(tables) == 1 and not _OF_A_SPLIT.match(
-        tables[0].name
-    ):  # MMStar's is named after the benchmark
+    # MMStar's is named after the benchmark
+    if len(tables) == 1 and not _OF_A_SPLIT.match(tables[0].name):
         return tables
     more = f" and {len(everything) - _NAMED} more" if len(everything) > _NAMED else ""
     names = ", ".join(path.name for path in everything[:_NAMED]) + more or "no Parquet or JSON file"
@@ -264,7 +271,11 @@ def _hub(
         ) from error
     # The library's own fingerprint of the data.
     return _from_table(
-        dataset.with_format("arrow")[:], image_columns, str(dataset._fingerprint), name, None
+        dataset.with_format("arrow")[:],
+        image_columns=image_columns,
+        data_hash=str(dataset._fingerprint),
+        origin=name,
+        folder=None,
     )
 
 
@@ -283,7 +294,11 @@ def _from_table(
     for row in rows:
         row.update(dict.fromkeys(binary))
     return _Rows(
-        rows, {column: table.column(column) for column in binary}, data_hash, origin, folder
+        rows=rows,
+        encoded={column: table.column(column) for column in binary},
+        hash=data_hash,
+        origin=origin,
+        folder=folder,
     )
 
 
@@ -318,7 +333,7 @@ def _from_json(path: Path, id_column: str) -> _Rows:
         ]
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise UserError(f"data: {str(path)!r} is not a list of objects, nor an object of them")
-    return _Rows(rows, {}, held, str(path), path.parent)
+    return _Rows(rows=rows, encoded={}, hash=held, origin=str(path), folder=path.parent)
 
 
 def _is_path(value: Any) -> bool:

@@ -56,8 +56,8 @@ def endpoint_of(options: EngineOptions) -> Endpoint | None:
                 "there"
             )
     return Endpoint(
-        check_url("base_url", options.base_url),
-        options.model,
+        url=check_url("base_url", options.base_url),
+        model=options.model,
         timeout_s=options.timeout,
         workers=options.concurrency,
     )

@@ -104,12 +104,31 @@ def _toolbox_of(options: EngineOptions, settings: AnswerEngineSettings) -> Toolb
         )
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.data.prompt_lengths import limits_of
+    from adora_vl.data.prompts import control_tokens
+    from adora_vl.tools.room import Room, refuse_no_room
     from adora_vl.tools.run import Toolbox, choose_tools, view_of
+    from adora_vl.tools.tries import unsteady_tools
 
     chosen = choose_tools(options.tools)
     chat = ChatProcessor.of(settings)
-    pixels = limits_of(chat.processor, chat.config, settings.min_pixels, settings.max_pixels)
-    return Toolbox(chosen, options.tool_options or ToolOptions(), view_of(chat.config, pixels))
+    pixels = limits_of(
+        chat.processor,
+        model=chat.config,
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+    )
+    view = view_of(chat.config, pixels)
+    limits = options.tool_options or ToolOptions()
+    toolbox = Toolbox(
+        chosen=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
+    )
+    room = Room(
+        key="max_tokens", completion=settings.max_tokens, context=None, prompt=None, pictures=None
+    )
+    refuse_no_room(toolbox, processor=chat.processor, template=settings.template, room=room)
+    for line in unsteady_tools(toolbox):
+        print(f"warning: {line}", file=sys.stderr)
+    return toolbox
 
 
 def check_loadable(settings: AnswerEngineSettings) -> None:

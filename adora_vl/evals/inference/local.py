@@ -70,16 +70,31 @@ class Conversations:
         def asked(number: int, rollout: Rollout) -> RolloutAsk:
             seed = requests[number].seed
             spans = len(rollout.spans)
-            seed = rollout_seed(seed, f"segment-{spans}", 0, 0) if spans else seed
+            seed = (
+                rollout_seed(seed, position=f"segment-{spans}", group=0, member=0)
+                if spans
+                else seed
+            )
             images = [*requests[number].images, *(picture.image for picture in rollout.pictures)]
             return RolloutAsk(
-                [*prompts[number], *rollout.tokens], images, number, seed, room(number, rollout)
+                ids=[*prompts[number], *rollout.tokens],
+                images=images,
+                together=number,
+                seed=seed,
+                limit=room(number, rollout),
             )
 
         def ask(going: dict[int, Rollout]) -> dict[int, Rollout]:
             asks = [asked(number, rollout) for number, rollout in going.items()]
             return {
-                number: gone_on(rollout, one, answer, self.longest, turn, self._ended)
+                number: gone_on(
+                    rollout,
+                    ask=one,
+                    answer=answer,
+                    longest=self.longest,
+                    turn=turn,
+                    ended=self._ended,
+                )
                 for (number, rollout), one, answer in zip(
                     going.items(), asks, self.sample(asks), strict=True
                 )
@@ -97,7 +112,11 @@ class Conversations:
 
         begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
         played = play(
-            begun, ask, answered, lambda *one: room(*one) > 0, self._any_rank if turns else bool
+            begun,
+            ask=ask,
+            answered=answered,
+            may_go_on=lambda *one: room(*one) > 0,
+            any_rank=self._any_rank if turns else bool,
         )
         return [
             self._reply(played[number], ids) if fault is None else Unanswerable(fault)

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Self
 
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.cli import MistakesError, read_json
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, unwritable, written_to
 
 # in the output folder of `run`
@@ -55,9 +55,8 @@ def read_predictions(
     line for each row (counted from 1) that is no JSON object, has a fault (`row_fault`), or has an
     id that an earlier row has.
     """
-    refuse(
-        (not path.is_file(), f"predictions: no file {str(path)!r}; make it with the `infer` verb")
-    )
+    if not path.is_file():
+        raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -79,7 +78,8 @@ def read_predictions(
     if faults and "lacks the field" in faults[0]:
         faults.append(": where fields have other names, say --columns pid=NAME response=NAME")
     refuse_rows(f"predictions: {path}", faults)
-    refuse((not rows, f"predictions: {path} has no rows"))
+    if not rows:
+        raise UserError(f"predictions: {path} has no rows")
     return [row for _, row in rows.values()]
 
 
@@ -178,9 +178,8 @@ def _parsed(line: bytes) -> Prediction | str:
 def _completed(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
     """The row with its id as a text, and with the fields that have another name in the file."""
     for ours, theirs in columns.items():
-        found = _inside(row, theirs)
-        if found:
-            row[ours] = found[0]
+        for value in _inside(row, theirs):
+            row[ours] = value
     if "pid" not in row and id_column in row:
         row["pid"] = row[id_column]
     if isinstance(row.get("pid"), int) and not isinstance(row["pid"], bool):
@@ -211,7 +210,8 @@ def columns_of(words: Sequence[str]) -> dict[str, str]:
     found = {}
     for word in words:
         ours, sign, theirs = word.partition("=")
-        refuse((not (ours and sign and theirs), f"columns: {word!r:.60} is not OURS=THEIRS"))
+        if not (ours and sign and theirs):
+            raise UserError(f"columns: {word!r:.60} is not OURS=THEIRS")
         found[ours] = theirs
     return found
 

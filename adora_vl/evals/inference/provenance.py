@@ -12,7 +12,7 @@ from typing import Any
 from adora_vl import __version__
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
 from adora_vl.evals.options import OF_THE_RUN
-from adora_vl.utils.errors import UserError, refuse
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import read_object, replace_file
 from adora_vl.utils.versions import installed
 
@@ -85,18 +85,15 @@ def settle(output: Path, fields: Fields, *, has_predictions: bool, asked: Fields
     if not has_predictions:
         write_json(path, {"fields": fields, "versions": versions(), "asked": asked})
         return
-    refuse(
-        (
-            not path.is_file(),
-            f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output",
+    if not path.is_file():
+        raise UserError(
+            f"output: {str(output)!r} has predictions but no {FILE_NAME}; use another --output"
         )
-    )
     whole = read(path)
     stored = whole["fields"]
     for name in [*fields, *(name for name in stored if name not in fields)]:
-        more = name == "samples" and stored.get(name, 1) <= fields.get(
-            name, 1
-        )  # those that are there already stay
+        # those that are there already stay
+        more = name == "samples" and stored.get(name, 1) <= fields.get(name, 1)
         if stored.get(name) != fields.get(name) and not more:
             raise UserError(
                 f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, "

@@ -153,16 +153,14 @@ class AnswerEngineSettings:
     min_pixels: int | None = None
     max_pixels: int | None = None
     batch_size: int | None = None
-    max_images: int = (
-        1  # of a request at most, as the bytes of text: vLLM's context length is set from them
-    )
+    # of a request at most, as the bytes of text: vLLM's context length is set from them
+    max_images: int = 1
     max_text_bytes: int = 4096
     endpoint: Endpoint | None = None  # of the engine `openai`
     toolbox: Toolbox | None = None  # what the model may call between its turns
     max_tool_calling_iterations: int = 3  # turns that are answered
-    template: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # arguments of the chat template, of the model's training
+    # arguments of the chat template, of the model's training
+    template: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def described(self) -> dict[str, Any]:

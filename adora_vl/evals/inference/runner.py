@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from adora_vl.data.prompts import conversation_with_images
+from adora_vl.data.prompts import control_token_in, conversation_with_images
 from adora_vl.evals.inference.predictions import (
     IMAGE_FAILED,
     PREDICTIONS,
@@ -146,8 +146,9 @@ def infer(
     `in_data`: number of problems in the data, of which `problems` may be the first. With several
     `ranks` each answers a slice into a part of its own, and rank 0 merges the parts in the order of
     the problems. Raises `UserError` if `output` holds predictions made with other settings, or rows
-    of problems not asked for now.
+    of problems not asked for now, and as `refuse_control_tokens` does.
     """
+    refuse_control_tokens(problems, system_prompt)
     make_folder("output", output)
     asks = [Ask(problem, sample) for problem in problems for sample in range(samples)]
     answer_to = partial(
@@ -164,7 +165,7 @@ def infer(
         done = {key(row) for row in read_rows(output / PREDICTIONS)}
         answer_slice(done)
         ranks.barrier("end")
-        return Summary(len(asks), len(done), 0, 0, 0.0)
+        return Summary(total=len(asks), resumed=len(done), asked=0, image_failed=0, seconds=0.0)
     with PredictionLog(output / PREDICTIONS) as log, _nothing_left(output):
         absorbed = absorb_parts(output, log)
         asked = {"answers": len(asks), "in_data": samples * (in_data or len(problems))}
@@ -187,16 +188,21 @@ def infer(
             seconds = answer_slice(before)
             ranks.barrier("end")
             absorbed |= absorb_parts(output, log)
-        late = (
-            resumed and pending and (settings.endpoint or samples > 1)
-        )  # such answers are last in the file
+        # such answers are last in the file
+        late = resumed and pending and (settings.endpoint or samples > 1)
         if absorbed or late:
             sort_rows(output / PREDICTIONS, [ask.key for ask in asks])
     rows = read_rows(output / PREDICTIONS)
     ends = Counter(row["finish_reason"] for row in rows if key(row) not in before)
     missing = len(asks) - len(rows)
     return Summary(
-        len(asks), resumed, pending, ends[IMAGE_FAILED], seconds, missing, ends[TOO_LONG]
+        total=len(asks),
+        resumed=resumed,
+        asked=pending,
+        image_failed=ends[IMAGE_FAILED],
+        seconds=seconds,
+        missing=missing,
+        too_long=ends[TOO_LONG],
     )
 
 
@@ -307,6 +313,26 @@ def answer(
         if generation.thinking_opened:
             row["thinking_opened"] = True
     return rows
+
+
+def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None = None) -> None:
+    """Hold what a model will be asked, as it stands at last, against its own tokens: one in the
+    system prompt, a template or the facts of a picture would begin a turn, or show no picture.
+
+    Raises `UserError` for the first one.
+    """
+    token = control_token_in(system_prompt)
+    if token is not None:
+        raise UserError(
+            f"system_prompt: it has the model's own token {token}; remove it from the text"
+        )
+    for problem in problems:
+        token = control_token_in(problem.prompt)
+        if token is not None:
+            raise UserError(
+                f"data: what is asked of {problem.pid} has the model's own token {token}; remove "
+                "it from the text"
+            )
 
 
 def bounded(

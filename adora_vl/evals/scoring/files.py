@@ -29,7 +29,10 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
     assert options.output is not None
     output = score_path(options.output)
     check_json(
-        "output", output, "a score file", lambda score: {"benchmark", "items"} <= score.keys()
+        "output",
+        path=output,
+        what="a score file",
+        is_ours=lambda score: {"benchmark", "items"} <= score.keys(),
     )
     make_folder("output", output.parent)
     scored = score_file(benchmark, predictions, options)

@@ -128,9 +128,8 @@ def by_rules(question: Question) -> Extraction:
             else Extraction(box, "box")
         )
     found = extract_number(question.response, question.text)
-    if (
-        question.kind == "integer"
-    ):  # `5.0` is the integer that was asked for, also to a rule set with a strict `int`
+    # `5.0` is the integer that was asked for, also to a rule set with a strict `int`
+    if question.kind == "integer":
         return Extraction(re.sub(r"^(-?\d+)\.0+$", r"\1", found.text), found.how)
     return found
 
@@ -175,12 +174,12 @@ def judge_of(options: ExtractionOptions) -> ChatClient:
     if not options.judge_model:
         raise UserError(f"--judge-model {needs}")
     endpoint = Endpoint(
-        check_url("judge_url", options.judge_url),
-        options.judge_model,
-        KEY_VARIABLE,
-        options.judge_timeout,
-        options.judge_attempts,
-        options.judge_wait,
+        url=check_url("judge_url", options.judge_url),
+        model=options.judge_model,
+        key_variable=KEY_VARIABLE,
+        timeout_s=options.judge_timeout,
+        attempts=options.judge_attempts,
+        wait_s=options.judge_wait,
         body={"temperature": 0, "max_tokens": 256},
     )
     cache = options.judge_cache

@@ -36,11 +36,12 @@ def lengths(tokens: Sequence[int]) -> dict[str, float | int] | None:
     return {"mean": statistics.fmean(ordered), "median": statistics.median(ordered), **high}
 
 
+# the last two: at a call that nobody answers, or whose answer has no room
 _CUT = (
     "length",
     "calls",
     "room",
-)  # the last two: at a call that nobody answers, or whose answer has no room
+)
 
 
 def reflection(responses: Sequence[str]) -> dict[str, Any] | None:
@@ -172,7 +173,9 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> G
         failed = row.get("error") or row["finish_reason"]
     if failed is not None:
         grade = grade._replace(verdict=FAILED, extracted=None, reason=failed)
-    return Graded(row["pid"], grade, row.get("n_tokens"), row.get("sample", 0))
+    return Graded(
+        pid=row["pid"], grade=grade, n_tokens=row.get("n_tokens"), sample=row.get("sample", 0)
+    )
 
 
 class HasRules(Protocol):

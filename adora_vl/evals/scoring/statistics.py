@@ -50,9 +50,8 @@ _T_95 = (
 def student_95(degrees: float) -> float:
     """The 97.5 % quantile of Student's t distribution, for at least one degree of freedom."""
     whole = max(1, int(degrees))
-    return (
-        _T_95[whole - 1] if whole <= len(_T_95) else _T_95[-1]
-    )  # beyond 30 it is at most 4 % too wide
+    # beyond 30 it is at most 4 % too wide
+    return _T_95[whole - 1] if whole <= len(_T_95) else _T_95[-1]
 
 
 def half_width(values: Sequence[float]) -> float:

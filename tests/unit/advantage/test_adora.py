@@ -132,9 +132,8 @@ def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(subtests):
 
 def test_criteria_combine():
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0, 0.1], [1.0, 1.0, 1.0, 0.1]])
-    lengths = torch.tensor(
-        [[1, 5, 5, 5], [9, 9, 9, 5], [1, 1, 1, 5]]
-    )  # hard but short, easy but long, neither
+    # hard but short, easy but long, neither
+    lengths = torch.tensor([[1, 5, 5, 5], [9, 9, 9, 5], [1, 1, 1, 5]])
     both = ("length", "difficulty")
     assert adora_weights(rewards, lengths, criteria=both).tolist() == [1.0, 1.0, pytest.approx(0.1)]
     result = adora_weights(rewards, lengths, criteria=both, combine="all")

@@ -104,9 +104,8 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
     set_aside(run)
     make(run, 2)  # of the run after it
     (run / STAGING).mkdir(exist_ok=True)
-    (run / "checkpoint-2").rename(
-        run / STAGING / "checkpoint-2"
-    )  # whole, and killed before it got its place
+    # whole, and killed before it got its place
+    (run / "checkpoint-2").rename(run / STAGING / "checkpoint-2")
     before = files(run)
     places = (
         ASIDE + "/checkpoint-4",
@@ -126,9 +125,8 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
 def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(tmp_path):
     """A model, a prepared data set, or a project, which `--output_dir` names by mistake."""
     names = ("README.md", "config.json", "model.safetensors", "manifest.json", "rollouts/mine")
-    (tmp_path / "begun" / "completions").mkdir(
-        parents=True
-    )  # TRL's, of a run whose engine did not start
+    # TRL's, of a run whose engine did not start
+    (tmp_path / "begun" / "completions").mkdir(parents=True)
     for name, overwrite in product(names, (False, True)):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"made_by": "somebody else"}')
@@ -331,10 +329,11 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
         run = shutil.copytree(finished, tmp_path / str(number) / "run")
         do(run)
         before = contents(run.parent)
+        # and a late file
         for refuse in (
             lambda run=run: refuse_own_files(run, True),
             lambda run=run: set_aside(run),
-        ):  # and a late file
+        ):
             with pytest.raises(UserError, match=REFUSED) as caught:
                 refuse()
             assert f"'{name}'" in str(caught.value)
@@ -378,9 +377,8 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
         f", which deletes {goes} and {count} more once the new run has a whole checkpoint"
     )
 
-    shutil.copytree(
-        run / "checkpoint-2", run / "checkpoint-best"
-    )  # sealed too, but no run gives that name
+    # sealed too, but no run gives that name
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-best")
     put(run / "eval" / "predictions.jsonl")
     kept = contents(run / "checkpoint-best")
     assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3, max_steps=2)) == 0
@@ -528,9 +526,8 @@ def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved
 
 
 def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
-    subprocess.run(
-        ["cp", "-r", str(run), str(tmp_path / "copy")], check=True
-    )  # as users copy: with other times
+    # as users copy: with other times
+    subprocess.run(["cp", "-r", str(run), str(tmp_path / "copy")], check=True)
     assert own_files(tmp_path / "copy") == []
     (tmp_path / "link").symlink_to(run)
     refuse_own_files(tmp_path / "link", True)
@@ -545,9 +542,8 @@ def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
     put(tmp_path / STAGING / "mine")
     with pytest.raises(UserError, match=REFUSED.replace(".* holds .*", f".* holds '{STAGING}'")):
         refuse_own_files(tmp_path, False)
-    put(
-        tmp_path / "manifest.json", '{"made_by": "adora_vl.train"}'
-    )  # of a run that was killed while it saved
+    # of a run that was killed while it saved
+    put(tmp_path / "manifest.json", '{"made_by": "adora_vl.train"}')
     refuse_own_files(tmp_path, False)
 
 

@@ -55,7 +55,11 @@ NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
     "adora_rollouts.ahead": ([-1, 5, 0.5], [0, 4], "a whole number of at least 0 and at most 4"),
     "adora_record_gb": ([0, -1], [0.5], "a number above 0"),
     "adora_max_ratio": ([0, 0.9, -1], [1, None], "a number of at least 1 or null"),
-    "adora_reward_timeout": ([0, -1], [0.1, None], "a number above 0 or null"),
+    "adora_reward_timeout": (
+        [0, -1, 1e10],
+        [0.1, None],
+        "a number of at least 0.001 and at most 1000000000 or null",
+    ),
     "adora_tool_options.max_pixels": (
         [783, 1.5],
         [784, None],
@@ -132,6 +136,21 @@ THEIRS = {
     "top_k": -2,
     "min_p": 1.5,
     "repetition_penalty": 0,
+    "epsilon_high": -0.1,
+    "delta": 0,
+    "off_policy_mask_threshold": 0,
+    "sapo_temperature_pos": 0,
+    "sapo_temperature_neg": -1,
+    "vespo_k_pos": -1,
+    "vespo_lambda_pos": -1,
+    "vespo_k_neg": -1,
+    "vespo_lambda_neg": -1,
+    "top_entropy_quantile": 0,
+    "entropy_coef": -0.01,
+    "entropy_coef_min": -1,
+    "entropy_coef_max": -1,
+    "entropy_coef_delta": -1,
+    "entropy_target": -1,
 }
 
 

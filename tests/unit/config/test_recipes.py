@@ -89,9 +89,8 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
             check_rows(plan, ROWS.get(name, 2101))
             assert plan.generation_batch == plan.prompts_per_generation * config.num_generations
             assert model.model_name_or_path and script.dataset_name
-            if (
-                launcher != "cpu"
-            ):  # a micro-batch has whole groups, where the card has room for them
+            # a micro-batch has whole groups, where the card has room for them
+            if launcher != "cpu":
                 parts = 2 if name == "adora_7b_16gb_4bit" else 1
                 assert parts * config.per_device_train_batch_size % config.num_generations == 0
 
@@ -192,9 +191,8 @@ def test_the_numbers_of_a_run():
     assert (numbers.global_batch, numbers.optimizer_batch, numbers.generation_batch) == (16, 64, 64)
     assert (numbers.prompts_per_generation, numbers.cycle) == (8, 4)
     assert "8 prompts per generation (64 rollouts)" in numbers.describe()
-    halves = plan(
-        per_device_train_batch_size=4, gradient_accumulation_steps=2
-    )  # of groups, on each process
+    # of groups, on each process
+    halves = plan(per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert halves.prompts_per_generation == 2
     for updates, changes in (
         (1, {}),

@@ -305,6 +305,7 @@ def test_quoted_figures_of_open_questions_are_told_apart(
             "groups": {},
             "items": items,
             "rules": {},
+            "data_set": {"sources": ["geometry3k"], "splits": ["test"], "problems": 601},
             "fingerprint": {"fields": {"prompt": prompt}},
         }
         (tmp_path / "score.json").write_text(json.dumps(score))

@@ -342,7 +342,7 @@ def test_a_data_set_of_the_hub_is_streamed_again_only_for_another_commit(tmp_pat
     commits = ["1" * 40]
     asked = []
 
-    def opened(name: str, columns: Any, revision: str | None, *_: Any) -> Any:
+    def opened(name: str, columns: Any, revision: str | None, **_: Any) -> Any:
         asked.append(revision)
         local = open_local(jsonl(tmp_path / "in", [{"q": "?", "a": 1}]), columns)
         return replace(local, kind="hub", revision=commits[-1])
@@ -438,8 +438,8 @@ def test_each_held_out_split_is_evaluated_under_its_own_name(sets: list[Path]) -
     config = parse([*CPU, "--eval_strategy", "steps", "--eval_steps", "1", "--use_vllm", "true"])[1]
     plan = take_evaluations(config, [str(folder) for folder in sets], "{problem} Go.")
     assert plan is not None and [task.benchmark.name for task in plan.tasks] == [
-        "geometry3k_large",
-        "geometry3k_small",
+        "problems_large",
+        "problems_small",
     ]
     assert all(task.problems[0].prompt.endswith(" Go.") for task in plan.tasks)
 

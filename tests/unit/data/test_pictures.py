@@ -15,8 +15,9 @@ from PIL import ExifTags, Image, ImageDraw, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from adora_vl.data.dataloader import DistinctRows, KeptImage, shown_rows
+from adora_vl.data.dataloader import DistinctRows, shown_rows
 from adora_vl.data.images import (
+    KeptImage,
     UnreadableImageError,
     as_shown,
     clean_image,

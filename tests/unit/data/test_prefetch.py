@@ -239,9 +239,8 @@ def test_where_it_runs(subtests):
 def recorded(folder: Path) -> list[dict[str, Any]]:
     """The steps in the log, without the times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    lines = [
-        line for line in lines if line["kind"] != "end"
-    ]  # the mean loss of one command, not of the run
+    # the mean loss of one command, not of the run
+    lines = [line for line in lines if line["kind"] != "end"]
     timed = ("seconds", "time", "runtime", "per_second", "/ms_", "mb", "MB")
     return [
         {key: value for key, value in line.items() if not any(word in key for word in timed)}

@@ -65,9 +65,8 @@ def test_a_sound_row_passes(row):
 def test_a_value_that_would_end_a_run_is_named_by_its_column_in_one_line(row, column, data):
     row = {**row, column: data.draw(broken_values[column])}
     if column == "problem" and "<image>" in str(row["problem"]):
-        row["images"] = data.draw(
-            st.sampled_from([[], [PIXELS] * 2])
-        )  # as many as it has would be their places
+        # as many as it has would be their places
+        row["images"] = data.draw(st.sampled_from([[], [PIXELS] * 2]))
     problem = problem_with_row(row)
     assert problem is not None and problem.startswith(f"{column}: ") and "; " in problem
     assert len(problem.splitlines()) == 1 and len(problem) < 300

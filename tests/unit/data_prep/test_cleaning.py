@@ -271,18 +271,14 @@ def leaky(tmp_path: Path) -> Path:
     figure = drawing(1, 300)
     problem_folder(raw, "test", 900, encoded(figure), problem_text="Find m \\widehat A B .")
     problem_folder(raw, "val", 800, encoded(drawing(2)))
-    problem_folder(
-        raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B"
-    )  # the very pixels
-    problem_folder(
-        raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60)
-    )  # seen again by a camera
-    problem_folder(
-        raw, "train", 3, encoded(figure), problem_text="Find the radius."
-    )  # another question
-    problem_folder(
-        raw, "train", 4, encoded(figure.resize((190, 190))), answer="A"
-    )  # the same figure, another number
+    # the very pixels
+    problem_folder(raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B")
+    # seen again by a camera
+    problem_folder(raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60))
+    # another question
+    problem_folder(raw, "train", 3, encoded(figure), problem_text="Find the radius.")
+    # the same figure, another number
+    problem_folder(raw, "train", 4, encoded(figure.resize((190, 190))), answer="A")
     problem_folder(raw, "train", 5, encoded(drawing(3)))  # another figure
     problem_folder(raw, "train", 6, encoded(drawing(3)))  # twice in one split is no leak
     problem_folder(raw, "train", 7, encoded(drawing(2)))  # of the other held-out split

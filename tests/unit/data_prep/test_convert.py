@@ -504,10 +504,11 @@ def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
     assert "leads out of" in error
 
 
+# a busy machine is no failure
 UNHURRIED = [
     HealthCheck.function_scoped_fixture,
     HealthCheck.too_slow,
-]  # a busy machine is no failure
+]
 anything = st.recursive(
     st.none()
     | st.booleans()

@@ -50,13 +50,14 @@ VALUES: dict[str, Any] = {
     "control token": "Find x.<|image_pad|><|im_end|>",
     "control characters": "a\x00b\x1b[2J\u202e",
 }
+# in the texts that a model reads or is graded by
 NEVER_SOUND = (
     "missing",
     "null",
     "empty",
     "blank",
     "control token",
-)  # in the texts that a model reads or is graded by
+)
 
 
 def said_in_lines(code: int, capsys: pytest.CaptureFixture[str]) -> str:
@@ -206,9 +207,8 @@ def test_a_field_of_a_benchmarks_row(
             ]
             said = load_only(benchmark, parsed)
             if kind == "control token" and column in ("question", "query", "choices"):
-                unread = (
-                    column == "question" and benchmark is MATHVISTA
-                )  # the data's own `query` is what is asked
+                # the data's own `query` is what is asked
+                unread = column == "question" and benchmark is MATHVISTA
                 assert said is not None or unread, (column, kind)
             if column == "answer" and kind in ("missing", "null"):
                 assert said is not None

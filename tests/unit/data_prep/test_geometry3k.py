@@ -13,9 +13,10 @@ from datasets import Dataset, Features, Value
 from PIL import Image
 
 from adora_vl.data.dataset import load_split, schema, stored_rows
+from adora_vl.geometry.forms import form_of
 from data_prep.cli import main
 from data_prep.geometry3k import problems_of_folders, readable
-from data_prep.logic_forms import facts_in_words, form_of
+from data_prep.logic_forms import facts_in_words
 from data_prep.redraw import can_be_drawn, drawn
 from tests.conftest import Case
 from tests.unit.data_prep.data_prep_support import (
@@ -171,9 +172,8 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
         ["5", "5 \\sqrt { 3 }"],
     )
     assert row["meta"]["shapes"] == ["Circle", "Triangle"]
-    _problem_folder(
-        tmp_path / "points", choices=["C", "D"]
-    )  # `D` would be read as the letter of a choice
+    # `D` would be read as the letter of a choice
+    _problem_folder(tmp_path / "points", choices=["C", "D"])
     assert prepare("intergps", tmp_path / "points", tmp_path / "out2") == 0
     assert only_row(tmp_path / "out2")["answer"] == "B"
     assert stored_image(row).getpixel((2, 2)) == (0, 0, 0) and stored_image(row).getpixel(

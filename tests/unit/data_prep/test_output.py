@@ -152,9 +152,8 @@ def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_pa
 
 
 def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "adora_vl.data.dataset._GROUP_BYTES", 64 * 1000
-    )  # a picture has about 200 bytes
+    # a picture has about 200 bytes
+    monkeypatch.setattr("adora_vl.data.dataset._GROUP_BYTES", 64 * 1000)
     monkeypatch.setattr("adora_vl.data.dataset._GROUP_ROWS", 64)
     assert write_split(generate(100), tmp_path, "train") == 100
     (path,) = split_files(tmp_path)["train"]

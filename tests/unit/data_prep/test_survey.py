@@ -175,9 +175,8 @@ def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "data.html' is not a page of ours" in error and error.count("\n") == 1
     assert (tmp_path / "data.html").read_text() == "<h1>my thesis</h1>"
-    monkeypatch.setattr(
-        "data_prep.cli.survey", None
-    )  # no row is read before the page's place is known
+    # no row is read before the page's place is known
+    monkeypatch.setattr("data_prep.cli.survey", None)
     assert main(["inspect", str(tmp_path / "data")]) == 2
     assert (
         main(

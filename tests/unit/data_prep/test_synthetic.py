@@ -161,8 +161,8 @@ def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_pa
 
 
 # What the revisions stand for. Where this test fails, equal arguments give other rows than before.
-# If so intended, the revision in adora_vl/synthetic/generated.py has to change too, so that no run resumes
-# on data that changed under it.
+# If so intended, the revision in adora_vl/synthetic/generated.py has to change too, so that no run
+# resumes on data that changed under it.
 _ROWS_OF = {
     prepare.SYNTHETIC_REVISION: "02b6374e669f8045b791dbca52d34f0204cd0a220b642bc1436b3c7495f32235",
     prepare.KNIGHTS_REVISION: "9577b2e7929d3d0b5131ddfa636eaa6dd0d44b594e340ac1a3bda7828f089798",

@@ -14,9 +14,10 @@ from transformers import processing_utils
 
 from adora_vl.builtin import TINY_FAMILIES
 from adora_vl.builtin.processor import processor_around
-from adora_vl.data import dataloader as rows_module
+from adora_vl.data import images as images_module
 from adora_vl.data import loading
-from adora_vl.data.dataloader import DistinctRows, kept
+from adora_vl.data.dataloader import DistinctRows
+from adora_vl.data.images import kept
 from adora_vl.data.prompts import conversation
 from adora_vl.dedup.image_store import (
     ImageBank,
@@ -198,7 +199,7 @@ def test_a_generation_renders_tokenizes_and_hashes_each_prompt_once(processor, m
         lambda conversations, **_: len(conversations),
     )
     counted(type(processor.tokenizer), "__call__", "tokenized", lambda _, text, **__: len(text))
-    counted(rows_module, "content_digest", "hashed", lambda _: 1)
+    counted(images_module, "content_digest", "hashed", lambda _: 1)
     cache = ImageCache(2**20)
     bank = ImageBank(0)
     read_prompts(

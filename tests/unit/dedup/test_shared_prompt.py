@@ -250,10 +250,11 @@ def assert_same(model: Any, rows: Batch) -> None:
         assert (own[name] - gradient).norm() <= bound * max(gradient.norm(), 1e-3 * scale), name
 
 
+# rollouts alone in their call, and with others
 TWO_GROUPS = [
     (5, [4, 1, 9, 4, 2]),
     (11, [3, 3, 3]),
-]  # rollouts alone in their call, and with others
+]
 KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
@@ -401,9 +402,9 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(known, monkeypa
         )
     add_fused_lm_head(model)
 
-    def packed(*given: Any) -> Any:
-        seen.append(given[3])
-        return pack(*given)
+    def packed(*arguments: Any, **named: Any) -> Any:
+        seen.append(named["groups"])
+        return pack(*arguments, **named)
 
     monkeypatch.setattr(packed_module, "pack", packed)
 

@@ -55,9 +55,8 @@ SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # without sharing.
 LINEAR_BOUND = 1e-6
 DECAY_BOUND = 2e-3
-GRIDS = torch.tensor(
-    [[1, 4, 6], [1, 2, 4], [1, 4, 6]]
-)  # of three pictures: 6, 2 and 6 image tokens
+# of three pictures: 6, 2 and 6 image tokens
+GRIDS = torch.tensor([[1, 4, 6], [1, 2, 4], [1, 4, 6]])
 # The pictures of each row: none, one, eight of which some come again, two, none.
 ROWS: list[list[int]] = [[], [0], [1, 1, 2, 0, 1, 2, 2, 1], [2, 1], []]
 
@@ -222,9 +221,8 @@ def one_of_many(monkeypatch):
     """This process takes itself for one of two."""
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
-    monkeypatch.setattr(
-        distributed, "all_reduce", lambda tensor, op: None
-    )  # the other one has no more passes
+    # the other one has no more passes
+    monkeypatch.setattr(distributed, "all_reduce", lambda tensor, op: None)
 
 
 def test_rows_without_images_leave_the_tower_at_rest(subtests):

@@ -324,9 +324,8 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     asked = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
     logged: list[dict[str, float]] = []
     built: list[dict[str, Any]] = []
-    monkeypatch.setattr(
-        evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]]
-    )  # those of the second rank
+    # those of the second rank
+    monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]])
 
     def log(trainer: Any, values: dict[str, float]) -> None:
         logged.append(values)

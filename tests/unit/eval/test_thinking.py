@@ -19,7 +19,6 @@ from adora_vl.evals.scoring.score import score
 from adora_vl.evals.scoring.table import table
 from adora_vl.rollout.rollouts import RolloutAnswer
 from data_prep.filter import tallies
-from eval.command import score_defaults
 from eval.logicvista import by_rules as letters_by_rules
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support import benchmark_data
@@ -51,9 +50,7 @@ def choice(pid: str, response: str, **fields: Any) -> dict[str, Any]:
 
 
 def scored(rows: list[dict[str, Any]], **options: Any) -> Scored:
-    asked = score_defaults(MATHVISTA)
-    vars(asked).update(options)
-    return score(MATHVISTA, rows, asked)
+    return score(MATHVISTA, rows, MATHVISTA.score_options(**options))
 
 
 @pytest.mark.parametrize("rules", ["official", "vlmevalkit"])
@@ -148,7 +145,7 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
     right: dict[str, Any] = {}
     for response in (f"<think>Hm.</think>\n\n{said}", f"<think>{said}</think>", f"<think>{said}"):
         row = {**fields, **renamed, "pid": "1", "response": response, "finish_reason": "stop"}
-        right[response] = score(benchmark, [row], score_defaults(benchmark)).score["correct"]
+        right[response] = score(benchmark, [row], benchmark.score_options()).score["correct"]
     assert list(right.values()) == [1, 0, 0]
 
 

@@ -103,9 +103,8 @@ def test_other_data_has_another_hash(tmp_path):
         hashes.add(
             mathvista.load(options(write_mathvista(tmp_path / name, rows, "json"), "testmini"))[1]
         )
-        rows[0]["decoded_image"]["bytes"] = (
-            rows[0]["decoded_image"]["bytes"][:-1] + b"?"
-        )  # of the same size
+        # of the same size
+        rows[0]["decoded_image"]["bytes"] = rows[0]["decoded_image"]["bytes"][:-1] + b"?"
     assert len(hashes) == 4
 
 

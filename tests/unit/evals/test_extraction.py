@@ -196,9 +196,8 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
 
 
 def test_nobody_there_is_a_failure_and_a_report_of_no_answer_is_none(tmp_path, serve):
-    result = scored(
-        tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=ROWS[1:2]
-    )  # nobody is there
+    # nobody is there
+    result = scored(tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=ROWS[1:2])
     assert result["extraction_failed"] == 1
     server = serve(lambda body, call: completion("<answer>NONE</answer>"))
     result = scored(tmp_path, server.url, rows=ROWS[1:2])

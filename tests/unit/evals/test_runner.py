@@ -345,10 +345,11 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
     rows = read_predictions(tmp_path / "whole" / "predictions.jsonl")
     output = tmp_path / "parts"
     ask_as(output, Echo(), ALONE, count=1)
+    # the one row that is in the file already, too
     for rank, kept in (
         (0, rows[4:6]),
         (1, [rows[0], *rows[9:11]]),
-    ):  # the one row that is in the file already, too
+    ):
         with PredictionLog(part_path(output, rank)) as log:
             log.append(kept)
     with part_path(output, 1).open("a") as file:

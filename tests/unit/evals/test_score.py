@@ -57,7 +57,7 @@ def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
     of_the_set = {"source": "geometry3k", "split": "test"}
     rows = [prediction("1", r"\boxed{5}", metadata=of_the_set)]
     write_lines(tmp_path / "p.jsonl", rows)
-    options = command.score_defaults(GEOMETRY3K)
+    options = GEOMETRY3K.score_options()
     score = score_file(GEOMETRY3K, tmp_path / "p.jsonl", options).score
     assert score["data_set"] == {"sources": ["geometry3k"], "splits": ["test"], "problems": 1}
     write_lines(tmp_path / "p.jsonl", [*rows, prediction("2", "5", metadata={"source": "mine"})])

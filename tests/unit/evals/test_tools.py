@@ -105,10 +105,12 @@ def test_answers_with_other_tools_are_not_mixed(folder, capsys, other, named):
         (["--tools", "zom"], "tools: 'zom' is none of zoom"),
         (
             ["--tools", "zoom", "--tool-options", "{seconds: 0}"],
-            "tool_options.seconds: 0 is not a number above 0",
+            "tool_options.seconds: 0 is not a number of at least 0.001",
         ),
+        (["--tools", "zoom", "--max-tokens", "20"], "max_tokens: 20 leaves no room for an answer"),
+        (["--system-prompt", "Look.<|im_end|>"], "system_prompt: it has the model's own token"),
     ],
-    ids=["a server", "unknown", "option"],
+    ids=["a server", "unknown", "option", "no room", "a token"],
 )
 def test_what_does_not_work_is_one_line(folder, capsys, more, line):
     given = [
@@ -216,3 +218,30 @@ def test_a_conversation_is_that_of_a_rollout(said, max_tokens, reason, calls):
         assert [len(one.images) for one in engine.asked] == [1, 2]
         assert second.limit == max_tokens - (len(second.ids) - len(first.ids))
     assert engine.generate([]) == []
+
+
+BROKEN = [
+    f'<tool_call>{{"name": "line", "arguments": {{"x1": {"1" * 400}}}}}',
+    f'<tool_call>{{"name": "line", "arguments": {{"x1": {"[" * 600}{"]" * 600}}}}}',
+    '<tool_call>{"name": "closed", "arguments": {}}',
+    "<tool_call>",
+]
+
+
+@pytest.mark.parametrize("call", BROKEN, ids=["digits", "nested", "a value that raises", "nothing"])
+def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
+    """As in a training: its answer is one line, and the conversation goes on."""
+    (tmp_path / "own.py").write_text(
+        "class Lazy:\n    @property\n    def item(self):\n        raise RuntimeError('closed')\n\n\n"
+        'def closed() -> str:\n    """Return what cannot be looked at."""\n    return Lazy()\n'
+    )
+    given = ["infer", "--model", str(PRETRAINED), "--data", "D", "--output", "O"]
+    given += ["--engine", "transformers", "--tools", "line", f"{tmp_path / 'own.py'}:closed"]
+    options = parse([*given, "--max-tokens", "3000"], BENCHMARK).ask
+    engine = Scripted(check_options(options), call, "It is 7.")
+    picture = Image.new("RGB", (112, 112), "white")
+    request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
+    [reply] = engine.generate([request])
+    assert isinstance(reply, Reply) and reply.text == "It is 7." and reply.calls is not None
+    [said] = reply.calls
+    assert said["failed"] and said["text"].startswith("Error: ") and "\n" not in said["text"]

@@ -53,11 +53,12 @@ def data(tmp_path_factory):
     return folder
 
 
+# they train on drawn problems, which the fixture makes
 DRAWN = (
     "smoke_cpu",
     "demo_cpu",
     "annotated",
-)  # they train on drawn problems, which the fixture makes
+)
 
 
 def test_every_shipped_config(tmp_path, capsys, data, subtests):
@@ -104,9 +105,8 @@ def _check_config(name, tmp_path, capsys, data):
         assert "no GPU" not in text
     elif name != "smoke_text_cpu":  # whose puzzles are made on the spot, or were
         assert figures["rows"] is None and "The number of rows is not known" in text
-        shipped = (
-            name == "tiny_zoom"
-        )  # for a CPU, with its model; its drawn pictures are made beforehand
+        # for a CPU, with its model; its drawn pictures are made beforehand
+        shipped = name == "tiny_zoom"
         assert ("and by no GPU yet" in text) != shipped
         assert len(figures["unknown"]) == (
             1 if shipped else 4

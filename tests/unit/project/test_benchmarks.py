@@ -185,7 +185,11 @@ def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts
 
     def digest(seconds: float, text: str) -> dict[str, str]:
         turn = {"by": "tool", "text": text, "tokens": 3, "images": [], "seconds": seconds}
-        columns = {"step": [1, 1], "completion": ["a", "b"], "turns": [None, [turn]]}
+        columns: dict[str, list[Any]] = {
+            "step": [1, 1],
+            "completion": ["a", "b"],
+            "turns": [None, [turn]],
+        }
         write_part(tmp_path / ROLLOUTS, as_table(columns, {}), 1, 1)
         return recorded(tmp_path)
 

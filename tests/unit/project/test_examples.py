@@ -28,7 +28,7 @@ from tests.support.tiny_run import STEPS, train
 from tests.unit.advantage.methods_support import random_batch, run
 
 
-def made(method, rewards, lengths=None):
+def advantages_of(method, rewards, lengths=None):
     """What a method makes of these groups by itself."""
     lengths = torch.ones_like(rewards) if lengths is None else lengths
     groups = Groups(rewards, lengths, lengths < 0)
@@ -42,7 +42,7 @@ def test_canon_compares_a_rollout_with_one_half_of_its_group():
     # The mean of the short ones is 1/2, that of the long ones 1.
     for inter, expected in ((1.0, [0.0, -1.0, 0.5, 0.5]), (0.0, [0.5, -0.5, 0.0, 0.0])):
         method = canon(measure="length", inter=Schedule(inter))
-        assert made(method, rewards, lengths).tolist() == [expected]
+        assert advantages_of(method, rewards, lengths).tolist() == [expected]
     upper_half = example("canon.py:upper_half")
     assert upper_half(torch.tensor([[5.0, 5, 9, 1]])).tolist() == [[0.5, 0.5, 1.0, 0.0]]
     assert upper_half(torch.tensor([[1.0, 2, math.nan]])).tolist() == [[0.0, 1.0, 0.0]]
@@ -58,11 +58,13 @@ def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
     ngrpo = example("ngrpo.py:Ngrpo")
     rewards = torch.tensor([[1.0] + [0.0] * 7])
     assert group_advantages(rewards)[0, :2].tolist() == pytest.approx([2.474, -0.354], abs=2e-3)
-    assert made(ngrpo(), rewards)[0, :2].tolist() == pytest.approx([1.764, -0.504], abs=1e-3)
+    assert advantages_of(ngrpo(), rewards)[0, :2].tolist() == pytest.approx(
+        [1.764, -0.504], abs=1e-3
+    )
     # Wrong throughout: the mean is (0 + 0 + 1) / 3, the deviation sqrt(1 / 3).
     wrong = -(1 / 3) / (math.sqrt(1 / 3) + 1e-4)
-    assert made(ngrpo(), torch.zeros(1, 2)).tolist() == [pytest.approx([wrong] * 2)]
-    assert made(ngrpo(), torch.ones(1, 4)).tolist() == [[0.0] * 4]
+    assert advantages_of(ngrpo(), torch.zeros(1, 2)).tolist() == [pytest.approx([wrong] * 2)]
+    assert advantages_of(ngrpo(), torch.ones(1, 4)).tolist() == [[0.0] * 4]
     groups = random_batch()
     assert torch.equal(run("ngrpo", groups, ngrpo(virtual=0)), run("grpo", groups))
 
@@ -99,8 +101,8 @@ def test_noisy_rollouts_fade_as_in_the_authors_repository():
     """Its Geometry3K run: 60 generations, half of the strength at the 40th, steepness 30."""
     annealing = example("noisy_rollouts.py:sigmoid_annealing")
     for generation, share in ((0, 1.0), (40, 0.5), (44, 1 / (1 + math.exp(2)))):
-        found = annealing(generation / 60, middle=40 / 60, steepness=30)
-        assert found == pytest.approx(share, abs=1e-6)
+        factor = annealing(generation / 60, middle=40 / 60, steepness=30)
+        assert factor == pytest.approx(share, abs=1e-6)
     assert annealing(0.0, middle=1.0, steepness=1e300) == 1.0, "nothing overflows"
     levels = [noisy_at(0).level(10 * step) for step in range(61)]
     assert (levels[0], levels[40], levels[-1]) == (499, 250, 0), "whole steps, rounded down"
@@ -169,6 +171,8 @@ def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
     }
     answers = [[{"role": "assistant", "content": text}] for text in forms]
     assert reward(answers) == list(forms.values())
+    begun = [[{"role": "assistant", "content": r"a</think> \boxed{4}"}]] * 2
+    assert reward(begun, thinking_opened=[True, False]) == [1.0, 0.0]
 
 
 def test_visual_tokens_weigh_a_batch_by_hand():
@@ -223,26 +227,28 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
     assert hidden_R.float().mean().item() == pytest.approx(0.5, abs=0.05)
     grid = looks[0]["image_grid_thw"]
     pixels: Any = {"pixel_values": first.repeat(2, 1), "image_grid_thw": grid.repeat(2, 1)}
-    with half_black(ImageBanks(), processor, pixels, "x") as found:
-        assert torch.equal(*found.split(len(first))) and not torch.equal(found[: len(first)], first)
+    with half_black(ImageBanks(), processor, pixels, "x") as pixels_now:
+        assert torch.equal(*pixels_now.split(len(first))) and not torch.equal(
+            pixels_now[: len(first)], first
+        )
     banks = ImageBanks()
     bank = banks.new("train")
-    held = [bank.hold(f"image{n}", one, grid[0]) for n, one in enumerate((first, second))]
+    references_of = [bank.hold(f"image{n}", one, grid[0]) for n, one in enumerate((first, second))]
     order = [0, 0, 1, 0]  # two rollouts of one image, one of another, and the first again
     references: Any = {
-        "pixel_values": torch.cat([held[number] for number in order]),
+        "pixel_values": torch.cat([references_of[number] for number in order]),
         "image_grid_thw": grid.repeat(4, 1),
     }
-    with half_black(banks, processor, references, "42/1/0") as found:
+    with half_black(banks, processor, references, "42/1/0") as pixels_now:
         other = banks.of_training()
-        assert other is banks.of(int(found[0])) is not bank and len(other) == 2
-        starts = found.view(4, -1)[:, 0].tolist()
+        assert other is banks.of(int(pixels_now[0])) is not bank and len(other) == 2
+        starts = pixels_now.view(4, -1)[:, 0].tolist()
         assert starts[0] == starts[1] == starts[3] != starts[2], "an image is passed once"
         assert torch.equal(other.pixels(starts[:1])[0], blackened(first, black_D, "42/1/0/image0"))
     assert banks.of_training() is bank
     nothing: Any = {}
-    with half_black(banks, processor, nothing, "x") as found:
-        assert found is None
+    with half_black(banks, processor, nothing, "x") as pixels_now:
+        assert pixels_now is None
 
 
 @pytest.mark.slow

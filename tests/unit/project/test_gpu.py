@@ -128,9 +128,8 @@ def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
 @pytest.mark.parametrize(("gap", "verdict"), [(0.9, Verdict.OK), (3.0, Verdict.FAIL)])
 def test_pinned_weights_are_judged_by_the_noise_of_two_unpinned_runs(gap, verdict):
     unpinned = torch.ones(100)
-    noise = torch.linspace(
-        -0.01, 0.01, 100
-    )  # ten times 1e-3, which no rounding of a GPU's sums keeps to
+    # ten times 1e-3, which no rounding of a GPU's sums keeps to
+    noise = torch.linspace(-0.01, 0.01, 100)
     assert (
         offload.same_weights(unpinned - gap * noise, unpinned, unpinned + noise).verdict is verdict
     )
@@ -328,7 +327,7 @@ def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
 def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(monkeypatch):
     towers: list[torch.nn.Module] = []
 
-    def noted(setting, name, tower, exact, *pixels):
+    def noted(setting, name, tower, exact, **inputs):
         towers.extend((tower, exact))
         yield skipped(name, "a test")
 
@@ -412,7 +411,7 @@ def test_one_card_is_told_what_two_would_show(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(server, "find_cpu_build", lambda: False)
     monkeypatch.setattr(
-        server, "_synced", lambda setting, way, *_: iter([holds(way, "1", "1", True, "")])
+        server, "_synced", lambda setting, way, **_: iter([holds(way, "1", "1", True, "")])
     )
     for check, before in ((cards, 0), (server, 1)):
         *found, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))

@@ -348,9 +348,8 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
             and groups["id"].nunique().eq(1).all()
             and (groups["weight"].nunique() == 1).all()
         )
-        line = metrics[
-            step
-        ]  # float32: a mean of 16 numbers up to 1 is off by 16 x 6e-8 at most, in any order
+        # float32: a mean of 16 numbers up to 1 is off by 16 x 6e-8 at most, in any order
+        line = metrics[step]
         assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-6)
         assert groups["pass_rate"].first().mean() == pytest.approx(
             line["adora/pass_rate"], abs=1e-6
@@ -364,9 +363,8 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         } <= line.keys()
         assert line["seconds/rollout"] > 0 and line["seconds/policy"] > 0
     uneven = table.groupby(["step", "group"])["reward"].transform("nunique") > 1
-    weighted = (
-        table["advantage_raw"] * table["weight"]
-    )  # one float32 product of a number below 4: 2.4e-7 at most
+    # one float32 product of a number below 4: 2.4e-7 at most
+    weighted = table["advantage_raw"] * table["weight"]
     assert table.loc[uneven, "advantage"].tolist() == pytest.approx(
         weighted[uneven].tolist(), abs=1e-6
     )
@@ -386,9 +384,8 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
         recorded(run / "rollouts").to_pandas() for run in (adora_run, resumed_run.folder)
     )
     pd.testing.assert_frame_equal(again, whole)
-    pd.testing.assert_frame_equal(
-        pd.read_parquet(resumed_run.folder / "rollouts"), whole
-    )  # as a stranger reads it
+    # as a stranger reads it
+    pd.testing.assert_frame_equal(pd.read_parquet(resumed_run.folder / "rollouts"), whole)
     before, after = (
         [
             (line["step"], line["kind"], line.get("loss"), line.get("reward"))

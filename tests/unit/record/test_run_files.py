@@ -295,7 +295,7 @@ def test_figures_that_are_not_finite_are_null():
 
 
 ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
-NEUTRAL = {"adora_extensions": {}}
+NEUTRAL: dict[str, Any] = {"adora_extensions": {}}
 
 
 RECIPES: list[tuple[dict[str, Any], str]] = [

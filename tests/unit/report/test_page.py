@@ -285,6 +285,47 @@ def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     )
 
 
+def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_path, capsys):
+    """The folder of a run is passed on with links in it, and the page is passed on, too."""
+    secret = base64.b64encode(b"secret").decode()
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    run = write_run(tmp_path / "run", 1)
+    [picture] = (run / "rollouts" / "_images").glob("*.png")
+    stored = picture.read_bytes()
+    picture.unlink()
+    picture.symlink_to(tmp_path / "secret.png")
+    page = make_page(tmp_path / "page.html", run)
+    assert secret not in json.dumps(unpacked(page))
+    assert "1 diagram left out: a link leads out of the run's folder." in capsys.readouterr().out
+    picture.unlink()
+    (run / "kept.png").write_bytes(stored)
+    picture.symlink_to(run / "kept.png")
+    page = make_page(tmp_path / "within.html", run)
+    assert base64.b64encode(stored).decode() in json.dumps(unpacked(page)), "a link within it"
+    (tmp_path / "alias").symlink_to(run)
+    page = make_page(tmp_path / "alias.html", tmp_path / "alias")
+    assert base64.b64encode(stored).decode() in json.dumps(unpacked(page)), "a link to the run"
+    picture.unlink()
+    picture.write_bytes(stored)
+    images = run / "rollouts" / "_images"
+    images.rename(tmp_path / "moved")
+    images.symlink_to(tmp_path / "moved")
+    assert base64.b64encode(stored).decode() not in json.dumps(
+        unpacked(make_page(tmp_path / "folder.html", run))
+    )
+    for name in ("metrics.jsonl", "manifest.json", "rollouts"):
+        stranger = write_run(tmp_path / name.partition(".")[0], 1)
+        outside = tmp_path / f"outside-{name}"
+        if (stranger / name).exists():
+            (stranger / name).rename(outside)
+        else:
+            outside.write_text('{"step": 1, "kind": "train", "secret": 1}')
+        (stranger / name).symlink_to(outside)
+        assert main([str(stranger), "--output", str(tmp_path / "none.html")]) == 2
+        assert "is a link out of " in capsys.readouterr().err
+        assert not (tmp_path / "none.html").exists()
+
+
 def unpacked(page: Path) -> dict[str, Any]:
     """Both blocks of data."""
     blocks = re.findall(r'id="(?:data|texts)">([^<]*)<', page.read_text())
@@ -301,10 +342,11 @@ def test_the_page_is_self_contained(tmp_path):
         )
         assert (attributes.get("href") or "#").startswith("#")
     assert ATTACK not in text and "<script>document" not in text and "<img" not in text
+    # names, which nothing fetches
     namespaces = {
         "http://www.w3.org/2000/svg",
         "http://www.w3.org/1998/Math/MathML",
-    }  # names, which nothing fetches
+    }
     assert set(re.findall(r"https?://[^\s\"']*", text)) <= namespaces
     assert unpacked(attacked)["runs"][0]["groups"][0]["id"] == ATTACK
     for name in _SCRIPTS:

@@ -176,9 +176,8 @@ def test_the_last_complete_box_is_the_answer() -> None:
 def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() -> None:
     assert grade(r"The answer is 5, \boxed{5", "5").extracted is None
     for place, row in ANSWERS:
-        if (
-            row["verdict"] == "unparseable" and "answer" in row
-        ):  # the reward presets count such a box
+        # the reward presets count such a box
+        if row["verdict"] == "unparseable" and "answer" in row:
             assert grade(boxed(written(row["answer"])), row["reference"]).extracted is not None, (
                 place
             )

@@ -22,7 +22,7 @@ import torch
 from PIL import Image, ImageDraw
 from transformers import TrainerState
 
-from adora_vl.data.dataloader import kept
+from adora_vl.data.images import kept
 from adora_vl.rewards.choose import ChosenRewards, choose_rewards, try_rewards
 from adora_vl.rewards.explain import main as explain
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
@@ -220,11 +220,14 @@ def test_a_changed_neighbour_of_a_reward_file_is_another_reward(tmp_path, subtes
     files = {
         "r.py": "import json, adora_vl.types\nfrom scale_of_r import SCALE\n"
         "def f(completions, **kwargs):\n    from package_of_r.inner import late\n"
+        # a package of the user's own, though its name is one of ours
+        "    if not completions: import eval.lengths\n"
         "    return [SCALE] * len(completions)",
         "scale_of_r.py": "SCALE = 1",
         "package_of_r/inner/__init__.py": "from .. import beside; from .late import VALUE",
         "package_of_r/inner/late.py": "VALUE = 1",
         "package_of_r/beside.py": "VALUE = 1",
+        "eval/lengths.py": "VALUE = 1",
         "adora_vl/types.py": "ours, which a checkout has beside the file",
         "unused.py": "never imported",
     }
@@ -644,9 +647,8 @@ def test_reward_models_and_the_time_of_presets_are_left_alone():
     assert around[0] is model
     assert call(around[1], [r"\boxed{5}"], answer=["5"]) == [1.0]
     call(around[1], ["5"])
-    with pytest.raises(
-        UserError, match="step 1: .*no column 'answer'"
-    ):  # a mistake of the data stays one
+    # a mistake of the data stays one
+    with pytest.raises(UserError, match="step 1: .*no column 'answer'"):
         guard.check(0)
 
 

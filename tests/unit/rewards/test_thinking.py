@@ -181,9 +181,13 @@ def test_every_reward_function_is_given_which_prompts_open_the_block() -> None:
     def own(completions: list[Any], thinking_opened: list[bool], **columns: Any) -> list[float]:
         return [float(opened) for opened in thinking_opened]
 
-    functions = RewardFunctions([own], [None], {}, lambda value: value, lambda: None)  # type: ignore[arg-type,return-value]
+    def no_loop() -> Any:
+        raise AssertionError("no reward function is a coroutine")
+
+    functions = RewardFunctions([own], [None], {}, lambda value: value, no_loop)
+    rows: list[Any] = [{"prompt": "p"}, {"prompt": "p"}]
     grades = functions(
-        [{"prompt": "p"}, {"prompt": "p"}],
+        rows,
         ["p", "p"],
         ["c", "c"],
         [[0], [0]],

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import distributed, nn
 from transformers import GenerationConfig
 
-from adora_vl.data.dataloader import kept
+from adora_vl.data.images import kept
 from adora_vl.rollout import engine_settings as sync
 from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -114,9 +114,8 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
         with subtests.test(f"{mode} {asked}"):
             engine = generation_with(asked, mode)
             assert engine.generation_kwargs.get("detokenize") is detokenize
-            SamplingParams(
-                **engine.generation_kwargs
-            )  # vLLM refuses strings to stop at without a text
+            # vLLM refuses strings to stop at without a text
+            SamplingParams(**engine.generation_kwargs)
 
 
 def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(monkeypatch):

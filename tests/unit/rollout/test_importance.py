@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from adora_vl.rollout import importance
+from adora_vl.rollout.engine_logps import engine_logp
 from tests.support.step_context import step_context
 
 
@@ -26,7 +27,7 @@ def test_the_mean_is_over_tokens_and_not_over_ranks():
 
 def test_what_one_of_the_two_has_no_score_for(subtests):
     cases: dict[str, tuple[list[float], list[float], int, float]] = {
-        "a token that the engine could not score is left out": (
+        "a token that the engine was not asked for is left out": (
             [1.0, 2.0],
             [math.nan, 1.5],
             1,
@@ -34,6 +35,7 @@ def test_what_one_of_the_two_has_no_score_for(subtests):
         ),
         "a policy that is NaN is no agreement": ([math.nan, 1.0], [1.0, 1.0], 1, math.inf),
         "an engine that scores nothing is none": ([1.0, 1.0], [math.nan, math.nan], 1, math.inf),
+        "an engine that gives no number is none": ([1.0, 1.0], [-math.inf, 1.0], 1, math.inf),
         "nothing sampled is no drift": ([1.0, 1.0], [0.0, 0.0], 0, 0.0),
     }
     for name, (trainer, engine, counts, mean) in cases.items():
@@ -52,6 +54,27 @@ def test_the_message_says_how_far_where_and_why():
     assert all(cause in message for cause in importance.CAUSES)
 
 
+def test_what_an_engine_says_is_never_taken_for_what_it_was_not_asked(subtests):
+    """vLLM gives NaN where weights overflow, and TRL's client reads that as None."""
+    for value in (math.nan, -math.inf, math.inf, None):
+        with subtests.test(value):
+            said = engine_logp(value)
+            sums = importance.drift_sums(
+                torch.tensor([[-1.0, -1.0]]), torch.tensor([[said, -1.0]]), torch.ones(1, 2)
+            )
+            assert importance.merge_drift(sums[None]).mean == math.inf
+            ratio = importance.importance_ratio(
+                torch.tensor([[-1.0, -1.0]]),
+                torch.tensor([[said, -1.0]]),
+                torch.ones(1, 2),
+                mode="token_mask",
+                clip_min=None,
+                clip_max=2.0,
+            )
+            assert ratio.tolist() == [[0.0, 1.0]], "such a token teaches nothing"
+    assert engine_logp(-0.5) == -0.5
+
+
 RATIOS = {
     "token_truncate": [[2.0, 0.5, 1.0], [1.0, 0.25, 1.0]],
     "token_mask": [[0.0, 0.5, 1.0], [1.0, 0.25, 1.0]],
@@ -61,7 +84,7 @@ RATIOS = {
 
 
 def test_the_importance_ratio_by_hand(subtests):
-    """Row 0 is 8, 0.5, (masked): its product is 4. Row 1 is (no score), 0.25, 1."""
+    """Row 0 is 8, 0.5, (masked): its product is 4. Row 1 is (not asked for), 0.25, 1."""
     for mode, expected in RATIOS.items():
         with subtests.test(mode):
             log = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))

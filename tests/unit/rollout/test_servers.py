@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ from tests.support.asks import asks_of
 from tests.support.step_context import step_context
 
 IMAGE = 290
+VOCABULARY = 300  # of the stand-ins, and of the policy
 SAMPLING: dict[str, Any] = {
     "temperature": 1.0,
     "top_p": 1.0,
@@ -70,6 +72,9 @@ def engine_of(
     answer_s: float = 60.0,
 ) -> Any:
     """The engine of a run with these servers and weights by file."""
+    if model is None:
+        text = SimpleNamespace(vocab_size=VOCABULARY)
+        model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
     engine: Any = object.__new__(AdoraVLLMGeneration)
     accelerator = Accelerator(cpu=True)
     engine.__dict__.update(
@@ -133,7 +138,31 @@ def spoilers() -> dict[str, Any]:
     def without(key: str) -> Any:
         return lambda reply: {"choices": [{**one, key: []} for one in reply["choices"]]}
 
+    def spoiled(change: Callable[[dict[str, Any]], None]) -> Any:
+        def spoil(reply: dict[str, Any]) -> dict[str, Any]:
+            for choice in reply["choices"]:
+                change(choice)
+            return reply
+
+        return spoil
+
+    def longer(choice: dict[str, Any]) -> None:
+        choice["token_ids"] = choice["token_ids"] * 2
+        for column in choice["logprobs"].values():
+            column *= 2
+
+    def unknown(choice: dict[str, Any], token: int) -> None:
+        choice["token_ids"][-1] = token
+        scored = choice["logprobs"]
+        if "tokens" in scored:
+            scored["tokens"][-1] = f"token_id:{token}"
+        else:
+            scored["content"][-1]["token"] = f"token_id:{token}"
+
     return {
+        "more tokens than were asked for": spoiled(longer),
+        "a token that the policy does not have": spoiled(partial(unknown, token=VOCABULARY)),
+        "a token below zero": spoiled(partial(unknown, token=-1)),
         "too few": lambda reply: {"choices": reply["choices"][:1]},
         "no tokens": without("token_ids"),
         "no JSON of ours": lambda reply: {"detail": "what?"},
@@ -209,9 +238,8 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
     for ask in (lambda: sampled(engine, rows(2)), engine.sync_weights):
         with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
             ask()
-    other = Served(
-        Accelerator(cpu=True), engine._place_features, None
-    )  # another rank, which is told
+    # another rank, which is told
+    other = Served(Accelerator(cpu=True), engine._place_features, None)
     told = [None, 0, "no vLLM server is left"]
     hear = "adora_vl.rollout.served.broadcast_object_list"
     monkeypatch.setattr(hear, lambda given, from_process: given.__setitem__(slice(None), told))
@@ -223,6 +251,7 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
 
 def nn_model() -> Any:
     model = build_model(build_processor(["Find x."]).tokenizer)
+    model.resize_token_embeddings(VOCABULARY)
     freeze(model, ["vision_tower"])
     return model
 

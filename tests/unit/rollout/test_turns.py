@@ -4,6 +4,7 @@ ranks make the same calls.
 
 import asyncio
 import copy
+import random
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,11 +18,14 @@ from PIL import Image
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.methods import AdvantagePipeline
+from adora_vl.config.blocks import ToolOptions
 from adora_vl.dedup.images import DistinctImages
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.rollouts import Call, DrawnProblem, Rollout, RolloutGroup, Span
 from adora_vl.rollout.turns import CALL, Turns, play
+from adora_vl.tools.ours import View
+from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import RewardGuard
@@ -73,6 +77,63 @@ def answered(
         step=4,
         seed="7/train/3/0/1/0",
     )
+
+
+PIECES = [
+    *(
+        CALL,
+        "</tool_call>",
+        '{"name": "line", "arguments": {',
+        '"x1": ',
+        "}}",
+        "1" * 400,
+        "[" * 600,
+    ),
+    *('{"name": "mark", "arguments": {"x": 1, "y": 1, "label": "', '"}}', "<|im_end|>", "\\ud800"),
+    *(
+        "<|image_pad|>",
+        '{"name": "odd", "arguments": {}}',
+        "</tool_response>",
+        "é😀\x00",
+        " 7 ",
+        "NaN",
+    ),
+]
+
+
+def test_no_turn_of_a_policy_ends_a_run():
+    """Of any pieces, with tools of ours and one whose answers cannot be looked at."""
+
+    class Odd(dict[str, str]):
+        def get(self, *_: Any) -> Any:
+            raise RuntimeError("closed")
+
+    def odd() -> str:
+        """Return something odd."""
+        return Odd()  # type: ignore[return-value]
+
+    box = Toolbox(choose_tools(["line", "mark", odd]), ToolOptions(), View(784, 3136, 28))
+    turns = Turns(box, PROCESSOR, {}, lambda image: 4, None, TOKENIZER.decode)
+    draw = random.Random(0)
+    called = 0
+    for number in range(300):
+        text = "".join(draw.choices(PIECES, k=draw.randrange(1, 8)))
+        before = sampled(text)
+        after = turns(
+            before,
+            [Image.new("RGB", (56, 56))],
+            prompt=100,
+            longest=10_000,
+            step=4,
+            seed=f"7/{number}",
+        )
+        assert after.ended in ("", "room", "stop")
+        called += bool(after.calls)
+        for call in after.calls:
+            assert call.failed == call.text.startswith("Error: ") and "\n" not in call.text
+        if after.spans[1:]:
+            assert after.tokens.count(IMAGE) - before.tokens.count(IMAGE) == 4 * len(after.pictures)
+    assert called > 50
 
 
 @pytest.mark.parametrize("end", [(END,), ()], ids=["ended", "stopped at a string"])

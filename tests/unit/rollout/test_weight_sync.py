@@ -145,11 +145,12 @@ def test_only_an_adapter_that_vllm_computes_whole_goes_alone(form):
     assert (lora_settings(model) is not None) == (form in {"plain", "rslora", "head"})
 
 
+# PEFT activates one such adapter at a time
 ALONE = {
     "modules_to_save",
     "tokens",
     "biases of the base",
-}  # PEFT activates one such adapter at a time
+}
 OTHERS = {
     kind.name: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind.name != "LORA"
 }

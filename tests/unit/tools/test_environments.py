@@ -4,6 +4,7 @@ refused.
 
 import random
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -11,6 +12,7 @@ from adora_vl.config.blocks import ToolOptions
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup
 from adora_vl.tools.environments import environments_of
 from adora_vl.tools.run import Toolbox, choose_tools
+from adora_vl.tools.tries import unsteady_tools
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
@@ -129,9 +131,28 @@ def like(**methods):
             "row r0: reset says '[0-9.]+' to one rollout of a problem and '[0-9.]+' to another",
         ),
         (like(reset=lambda: [][0]), "row r0: reset: IndexError: list index out of range"),
+        (
+            like(reset=lambda: " Answer <|image_pad|>"),
+            "row r0: reset says <.image_pad.>, which is a token of the model's own",
+        ),
         (like(reset=lambda: 3), "row r0: reset returned a int; return a text or None"),
     ],
 )
 def test_what_is_no_environment_is_refused(asked, why):
     with pytest.raises(UserError, match=f"^environment_factory: {why}"):
         environments_of(asked, 10.0).entered([group(0, "Which?")], 7, anew=True)
+
+
+def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_named():
+    class Dice(Doors):
+        def throw(self) -> float:
+            """Throw."""
+            return float(np.random.default_rng().random())
+
+    made = environments_of(Dice, 10.0)
+    toolbox = Toolbox(choose_tools([], made), ToolOptions(), None)
+    [entered] = made.entered([group(0, "Which?")], 7, anew=True)
+    inside = [rollout.environment for rollout in entered.rollouts]
+    [line] = unsteady_tools(toolbox, [], inside)
+    assert line.startswith("tools: 'throw' answers"), "open counts, and both count alike"
+    assert unsteady_tools(toolbox) == [], "a method is not called before its environment has begun"

@@ -2,20 +2,24 @@
 it.
 """
 
+import io
 import json
 import random
 import time
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image, ImageDraw
 
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import with_tools
 from adora_vl.tools.ours import OURS, View
 from adora_vl.tools.run import Toolbox, choose_tools
+from adora_vl.tools.tries import unsteady_tools
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.own_files import OverdueError
 
 SMALL = View(56 * 56, 56 * 56, 28)
 THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)
@@ -204,6 +208,272 @@ def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, how, answer):
     assert len(images) == 1 and images[0].getpixel((0, 0)) == (255, 255, 255)
     assert all(one.width * one.height <= SMALL.high for one in pictures)
     assert "own.py" in toolbox.chosen.hashes
+
+
+class Raises:
+    """Whatever is asked of it fails, its own words too."""
+
+    def __init__(self, error: BaseException) -> None:
+        object.__setattr__(self, "error", error)
+
+    def __getattribute__(self, name):
+        if name == "__class__":
+            return Raises
+        raise object.__getattribute__(self, "error")
+
+
+class SpeechlessError(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+class Panic(BaseException):
+    """As compiled code raises it."""
+
+
+class Endless(list):
+    def __iter__(self):
+        while True:
+            yield ""
+
+
+class Odd(dict):
+    def get(self, *_):
+        raise RuntimeError("closed")
+
+
+class LatePicture(Image.Image):
+    def load(self):
+        raise OSError("the file is gone")
+
+
+def cyclic():
+    value = []
+    value.append(value)
+    return value
+
+
+def odd_values():
+    """Values that tools return, and some that raise when they are looked at."""
+    yield from (None, True, 3, 1.5, float("nan"), 10**5000, 1j, b"x", object(), type, print, ...)
+    yield from (
+        "",
+        "text",
+        "\ud800",
+        "x" * 10**6,
+        [],
+        (),
+        {},
+        set(),
+        cyclic(),
+        [[["deep"]]],
+        [None],
+    )
+    yield from (np.zeros(3), np.float32(1), np.array("x"), torch.zeros(2), torch.tensor(1.0))
+    yield from (Raises(RuntimeError("closed")), Raises(Panic()), Raises(SpeechlessError()))
+    yield from (Raises(StopIteration()), Raises(RecursionError()), Raises(MemoryError()))
+    yield from (Odd(), Endless(), {"type": np.array(["text", "image"])}, {"type": "image"})
+    yield from ({"type": "image", "image": "no picture"}, {"type": ["text"]}, {1: object()})
+    yield from (Image.new("RGB", (0, 5)), LatePicture(), Image.new("L", (300, 1)))
+    yield from (Image.new(mode, (56, 56)) for mode in ("RGBA", "LA", "P", "CMYK", "F", "1", "LAB"))
+    yield (one for one in "generator")
+    yield [Image.new("L", (56, 56)), "and", Raises(RuntimeError("closed"))]
+
+
+def test_whatever_a_tool_returns_is_an_answer():
+    returned = iter(())
+
+    def odd():
+        """Odd."""
+        return next(returned)
+
+    odd.__annotations__["return"] = str
+    toolbox = box(odd)
+    for value in odd_values():
+        returned = iter([value])
+        text, pictures = said(toolbox, written("odd"))
+        assert text.count("\n") == 0 or not text.startswith("Error: ")
+        text.encode()
+        assert len(text) <= 2000
+        for shown in pictures:
+            assert shown.mode == "RGB" and min(shown.size) >= 28
+
+
+def test_whatever_a_tool_raises_is_an_answer():
+    errors = [Panic("p"), SpeechlessError(), StopIteration(3), SystemExit(1), OverdueError()]
+    raised = iter(errors)
+
+    def raising() -> str:
+        """Raise."""
+        raise next(raised)
+
+    toolbox = box(raising)
+    for _ in errors:
+        text, _ = said(toolbox, written("raising"))
+        assert text.startswith("Error: ") and "\n" not in text
+
+
+def random_value(draw, depth=0):
+    """A value as JSON has them, also ones that no tool is made for."""
+    kind = draw.randrange(10 if depth < 4 else 8)
+    if kind == 8:
+        return [random_value(draw, depth + 1) for _ in range(draw.randrange(4))]
+    if kind == 9:
+        return {
+            draw.choice("abxy"): random_value(draw, depth + 1) for _ in range(draw.randrange(4))
+        }
+    return [
+        None,
+        draw.random() < 0.5,
+        draw.randrange(-5, 70),
+        draw.uniform(-1e3, 1e3),
+        draw.choice([1e308, -1e308, 5e-324, -0.0]),
+        10 ** draw.randrange(1, 400) * draw.choice([1, -1]),
+        draw.choice(["", "0", "a" * 3000, "\ud800", "<|im_end|>", "\x00", "-" * 400, "picture"]),
+        draw.choice([0, 1, 56, 57]),
+    ][kind]
+
+
+def test_whatever_a_model_writes_into_a_call_is_an_answer():
+    """Every tool of ours and one that takes anything, with arguments of any type, count and depth."""
+
+    def anything(a, b) -> str:
+        """Take anything.
+
+        Args:
+            a: Anything.
+            b: Anything.
+        """
+        return f"{a:>5}{b.x}"
+
+    anything.__annotations__ |= {"a": Any, "b": list[dict[str, float]]}
+    draw = random.Random(1)
+    toolbox = box(*OURS, anything)
+    names = [*OURS, "anything"]
+    for _ in range(3000):
+        name = draw.choice(names)
+        known = toolbox._by_name[name]["function"]["parameters"]["properties"]
+        chosen = [*known, "more"] if draw.random() < 0.1 else [*known]
+        arguments = {key: random_value(draw) for key in chosen if draw.random() < 0.9}
+        text = json.dumps({"name": name, "arguments": arguments})
+        if draw.random() < 0.2:
+            text = text.replace("[", "[" * draw.choice([9, 600, 990]), 1)
+        answer = toolbox.answer(f"<tool_call>{text}</tool_call>", [picture()], seed="0", last=False)
+        [call] = answer.calls
+        assert call.failed == call.text.startswith("Error: ") and call.name.encode() is not None
+        assert len(call.text) <= 2000 and "\n" not in call.text
+    big = "1" * 400
+    for arguments in (
+        f'"x1": {big}',
+        f'"x1": 1, "picture": {big}',
+        f'"x1": {"[" * 600}{"]" * 600}',
+    ):
+        text = f'{{"name": "zoom", "arguments": {{{arguments}, "y1": 0, "x2": 5, "y2": 5}}}}'
+        assert said(toolbox, f"<tool_call>{text}")[0].startswith("Error: ")
+
+
+@pytest.mark.parametrize("kind", ["transparent", "16 bits", "floats", "on its side"])
+def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(kind):
+    drawn = Image.new("RGBA", (84, 56), (0, 0, 0, 0))
+    ImageDraw.Draw(drawn).line((0, 0, 83, 55), fill=(0, 0, 0, 255), width=3)
+    grey = np.linspace(0, 1, 84 * 56).reshape(56, 84)
+    stream = io.BytesIO()
+    tags = Image.Exif()
+    tags[ExifTags.Base.Orientation] = 6
+    drawn.convert("RGB").save(stream, "JPEG", exif=tags)
+    pictures = {
+        "transparent": drawn,
+        "16 bits": Image.fromarray((grey * 65535).astype(np.uint16)),
+        "floats": Image.fromarray(grey.astype(np.float32)),
+        "on its side": Image.open(stream),
+    }
+
+    def show() -> Image.Image:
+        """Show."""
+        return pictures[kind]
+
+    _, [shown] = said(box(show, max_pixels=84 * 84), written("show"))
+    assert shown.size == ((56, 84) if kind == "on its side" else (84, 56))
+    values = np.asarray(shown.convert("L")).astype(int)
+    if kind == "transparent":
+        assert values.max() == 255 and values.min() == 0 and (values == 255).mean() > 0.8
+    elif kind != "on its side":
+        assert abs(values - grey * 255).max() <= 1
+    pictures[kind].load()
+    assert shown is not pictures[kind]
+
+
+def test_what_a_tool_draws_on_is_its_own_and_what_it_returned_is_the_answers():
+    images = [picture()]
+    before = images[0].tobytes()
+    kept = []
+
+    def draw(images: list) -> Image.Image:
+        """Draw."""
+        images[0].load()[0, 0] = (1, 2, 3)
+        kept.append(images[0])
+        return images[0]
+
+    toolbox = box(draw, max_pixels=448 * 448)
+    _, [first] = said(toolbox, written("draw"), images)
+    assert images[0].tobytes() == before and first.getpixel((0, 0)) == (1, 2, 3)
+    kept[0].putpixel((0, 0), (9, 9, 9))
+    assert first.getpixel((0, 0)) == (1, 2, 3)
+
+
+def test_no_text_of_a_tool_may_have_a_token_of_the_models_own():
+    def look() -> str:
+        """Look at <|image_pad|>."""
+
+    def other() -> str:
+        """Look at <end>."""
+
+    with pytest.raises(UserError, match=r"^tools: 'look' has the model's own token <.image_pad"):
+        box(look)
+    with pytest.raises(UserError, match="^tools: 'other' has the model's own token <end>"):
+        Toolbox(choose_tools([other]), ToolOptions(), SMALL, ("<end>",))
+
+
+def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
+    def machine(sides: int) -> float:
+        """Throw.
+
+        Args:
+            sides: Of the die.
+        """
+        return np.random.default_rng().random()
+
+    def shown(how: str) -> Image.Image:
+        """Show.
+
+        Args:
+            how: In which way.
+        """
+        return Image.effect_noise((56, 56), time.perf_counter_ns() % 97 + 1)
+
+    def named(sides: int) -> float:
+        """Throw.
+
+        Args:
+            sides: Of the die.
+        """
+        return random.random() + float(np.random.random()) + float(torch.rand(()))
+
+    def refuses(value: float) -> str:
+        """Refuse.
+
+        Args:
+            value: A number.
+        """
+        raise ValueError("never")
+
+    def looks(images: list) -> str:
+        """Look."""
+        return str(images[0].size)
+
+    lines = unsteady_tools(box(machine, shown, named, refuses, looks, "zoom"), [picture()])
+    assert [line.split("'")[1] for line in lines] == ["machine", "shown"]
+    assert all("answers the same call in two ways" in line for line in lines)
 
 
 def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not(

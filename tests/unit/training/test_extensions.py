@@ -79,7 +79,7 @@ def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(mine
     (mine / "mine.py").write_text(SOURCE + "# edited")
     assert before.keys() == {"mine.py"} and extension_hashes(keys) != before
     nothing = parse(CPU)[1]
-    assert chosen_extensions(nothing) == extension_hashes(nothing) == {}
+    assert chosen_extensions(nothing) == {} and extension_hashes(nothing) == {}
     assert costs_of(nothing) == []
 
 
@@ -91,7 +91,7 @@ def test_the_extension_of_the_page_is_one(mine):
     keys = config("{my_extensions.py:NothingFromTheLongest: {share: 0.3}}")
     (extension,) = chosen_extensions(keys).values()
     log: dict[str, float] = {}
-    extension.start(step_context(log), None)  # type: ignore[arg-type]  # it needs no images
+    extension.start(step_context(log), None)
     mask = torch.arange(9) < torch.tensor([2, 9, 4, 5])[:, None]
     batch: Batch = {"completion_mask": mask, "advantages": torch.ones(4)}
     extension.after_weighing(Generation([], "train", 0, "0/0", 0, 4, batch=batch))

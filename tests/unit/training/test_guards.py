@@ -4,6 +4,7 @@ on.
 
 import errno
 import math
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -336,14 +337,14 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
     names, reasons = zip(*unreadable_rows(rows), strict=True)
     assert names == ("row/1", "row/2", "row/3")
     assert (
-        "truncated" in reasons[0]
-        and "cannot identify" in reasons[1]
+        "truncated" in reasons[0].lower()
+        and reasons[1] == "not in any known picture format"
         and "FileNotFoundError" in reasons[2]
     )
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     guard.check(rows[:1], 6)
     with pytest.raises(
-        RunError, match=rf"^step 7: row row/1: .*truncated.*and 2 more rows.* {tmp_path}$"
+        RunError, match=rf"^step 7: row row/1: .*[Tt]runcated.*and 2 more rows.* {tmp_path}$"
     ):
         guard.check(rows, 6)
 
@@ -393,3 +394,25 @@ def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(
         "error (rank 1 of 2): step 5: no space left on the disk; make room there, and the same "
         "command goes on from checkpoint-4\n"
     )
+
+
+def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_sampled(tmp_path):
+    guard = GenerationGuard(
+        step_context(save_now=lambda: tmp_path), control_tokens=("<|im_end|>", "<end>")
+    )
+    user = {"role": "user", "content": "Which?"}
+    guard.check([{"id": "a", "prompt": [user]}, {"id": "b", "prompt": "<|im_end|> of a text"}], 6)
+    for prompt, fault in (
+        (
+            [user, {"role": "assistant", "content": "A<|im_end|>"}],
+            "the model's own token <|im_end|>",
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": "<end>"}]}], "own token <end>"),
+        ("Which <|image_pad|>?", "the model's own token <|image_pad|>"),
+        (
+            [{"role": "user", "content": [{"image": PIL.Image.new("L", (8, 8))}]}],
+            "a picture inside",
+        ),
+    ):
+        with pytest.raises(UserError, match=f"^step 7: row c: its prompt has .*{re.escape(fault)}"):
+            guard.check([{"id": "c", "prompt": prompt}], 6)

@@ -77,9 +77,8 @@ def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_do
 def test_a_call_that_failed_is_missing_even_where_it_failed_for_the_whole_group():
     found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0, 1, 2, 3])
     assert sums(found) == [None] * 4 and found.missing_share == 1
-    found = rewards(
-        [1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0]
-    )  # the function applies, so three more are missing
+    # the function applies, so three more are missing
+    found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0])
     assert sums(found) == [None] * 4
 
 
@@ -151,9 +150,8 @@ def leave(name: str, options: Any, scale: Any) -> None:
     )
     if name in BY_TOKENS:
         expected_PG = expected_PG * lengths_PG.sum() / lengths_PG[:30].gather(1, places).sum()
-    if (
-        name == "adora" and options.assign == "random"
-    ):  # seeded by the number of groups with signal: the same
+    # seeded by the number of groups with signal: the same
+    if name == "adora" and options.assign == "random":
         assert expected_PG.any()
     torch.testing.assert_close(found_PG[:30].gather(1, places), expected_PG, rtol=1e-5, atol=1e-6)
     assert (found_PG[whole_PG.roll(-7, dims=0).isnan()] == 0).all()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,8 @@ from PIL import Image
 from transformers import TrainerState
 
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER, content_digest, kept
+from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.images import content_digest, kept
 from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     Call,
@@ -155,7 +156,7 @@ class EngineAhead(Engine, ServersAhead):
         Engine.__init__(self)
         self.ahead = ahead
 
-    def give_weights(self) -> None:
+    def give_weights(self, *, anew: bool = False) -> None:
         pass
 
     def begin(self, asks: Any, settings: Any = None) -> Ticket:
@@ -167,9 +168,6 @@ class EngineAhead(Engine, ServersAhead):
 
     def waited(self) -> dict[str, float]:
         return {}
-
-    def awake(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def rows_after(numbers: list[int], distance: int) -> list[Row]:

@@ -106,9 +106,8 @@ def _is_there(patch):
     owner = pydoc.locate(patch.owner)
     if owner is None or hasattr(owner, patch.name) or not inspect.isclass(owner):
         return hasattr(owner, patch.name)
-    return f"self.{patch.name} = " in "".join(
-        inspect.getsource(cls) for cls in owner.__mro__[:-1]
-    )  # a constructor's
+    # a constructor's
+    return f"self.{patch.name} = " in "".join(inspect.getsource(cls) for cls in owner.__mro__[:-1])
 
 
 def test_what_is_replaced_is_there_in_the_installed_version_and_replaced_somewhere():

@@ -108,9 +108,8 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
     def use(address: str) -> None:
         hub.no_hub.cache_clear()
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[
-            2
-        ]  # the address of a file is made at import
+        # the address of a file is made at import
+        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{{files}")
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)

@@ -39,6 +39,21 @@ def test_a_path_of_any_letters_can_be_copied_into_a_shell(name):
     assert str(folder) in words and str(folder / "eval") in words
 
 
+@pytest.mark.parametrize(
+    ("file", "is_named"), [("eval.py", False), ("eval/__init__.py", False), ("eval/a.json", True)]
+)
+def test_the_evaluation_is_not_a_file_of_the_users(monkeypatch, tmp_path, file, is_named):
+    """A folder without `__init__.py` hides no package, so results in `eval/` change nothing."""
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    words = shlex.split(evaluate_command(Path("run"), "DATA", Path("out"), 40))
+    if is_named:
+        assert words[1:3] == ["-m", "eval.problems"]
+    else:
+        assert words[:2] == ["adora-vl-eval", "problems"]
+
+
 def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))

@@ -60,9 +60,8 @@ HELLO = [{"role": "user", "content": "hello"}]
 
 def test_waits_grow_and_what_the_server_asks_for_is_waited(serve, monkeypatch):
     waits: list[float] = []
-    clock = SimpleNamespace(
-        sleep=waits.append, monotonic=time.monotonic
-    )  # the servers of other tests sleep, too
+    # the servers of other tests sleep, too
+    clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
     monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
     server = serve(lambda body, call: (503, b"") if call < 4 else completion("hi"))
     assert client(server, wait_s=1.0).chat(HELLO).text == "hi"

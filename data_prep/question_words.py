@@ -1,0 +1,233 @@
+"""The question of a logic form as a person would ask it, such as `Find the area`."""
+
+import re
+from collections.abc import Sequence
+
+from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.shapes import COLOURS, CORNERS, terms_of
+
+_MEASURES = {
+    "AreaOf": "the area of {}",
+    "PerimeterOf": "the perimeter of {}",
+    "CircumferenceOf": "the circumference of {}",
+    "RadiusOf": "the radius of {}",
+    "DiameterOf": "the diameter of {}",
+    "HeightOf": "the height of {}",
+    "AltitudeOf": "the altitude of {}",
+    "BaseOf": "the base of {}",
+    "SideOf": "the side of {}",
+    "LegOf": "a leg of {}",
+    "HypotenuseOf": "the hypotenuse of {}",
+    "SinOf": "sin {}",
+    "CosOf": "cos {}",
+    "TanOf": "tan {}",
+    "HalfOf": "half of {}",
+    "SquareOf": "the square of {}",
+}
+_TWO = {
+    "RatioOf": "the ratio of {} to {}",
+    "Div": "the ratio of {} to {}",
+    "ScaleFactorOf": "the scale factor from {} to {}",
+    "Add": "{} + {}",
+    "SumOf": "{} + {}",
+    "Sub": "{} - {}",
+    "Mul": "{} times {}",
+}
+_FACTS = {
+    "Parallel": "{} is parallel to {}",
+    "Perpendicular": "{} is perpendicular to {}",
+    "Tangent": "{} is tangent to {}",
+    "Similar": "{} is similar to {}",
+    "Congruent": "{} is congruent to {}",
+    "BisectsAngle": "{} bisects {}",
+    "InscribedIn": "{} is inscribed in {}",
+    "CircumscribedTo": "{} is circumscribed about {}",
+    "PointLiesOnLine": "{} lies on {}",
+    "PointLiesOnCircle": "{} lies on {}",
+    "IsMidpointOf": "{} is the midpoint of {}",
+    "IsDiameterOf": "{} is a diameter of {}",
+    "IsChordOf": "{} is a chord of {}",
+    "IsRadiusOf": "{} is a radius of {}",
+    "IsMedianOf": "{} is a median of {}",
+    "IsAltitudeOf": "{} is an altitude of {}",
+    "IsMidsegmentOf": "{} is a midsegment of {}",
+    "IsDiagonalOf": "{} is a diagonal of {}",
+    "IsHypotenuseOf": "{} is the hypotenuse of {}",
+    "IsCentroidOf": "{} is the centroid of {}",
+    "IsIncenterOf": "{} is the incenter of {}",
+    "IsOrthocenterOf": "{} is the orthocenter of {}",
+    "IsPerpendicularBisectorOf": "{} is a perpendicular bisector of {}",
+}
+_KINDS = ("Right", "Isosceles", "Equilateral", "Regular")
+# Heads that name something and say nothing of it.
+_SILENT = (
+    "Circle",
+    "Triangle",
+    "Quadrilateral",
+    "Line",
+    "Shape",
+    "Polygon",
+    "Angle",
+    "Arc",
+    "UseTheorem",
+    "Point",
+)
+
+
+def question_in_words(form: Form) -> str | None:
+    """What the question of a form says and asks, as sentences; None where a part of it has no words
+    here.
+    """
+    said: list[str] = []
+    asked: list[str] = []
+    for term in terms_of(form.question):
+        if term.head == "Find":
+            wanted = noun(term.arguments[0]) if term.arguments else None
+            if wanted is None:
+                return None
+            asked.append(f"Find {wanted}.")
+            continue
+        sentence = _sentence(term)
+        if sentence is None:
+            return None
+        if sentence:
+            is_word = re.match("[a-z]{2}", sentence) is not None  # and no letter of the problem
+            said.append(f"{sentence[0].upper()}{sentence[1:]}." if is_word else f"{sentence}.")
+    return " ".join(dict.fromkeys([*said, *asked])) if asked else None
+
+
+def _sentence(term: Term) -> str | None:
+    """A fact as a sentence without its point; empty where it says nothing, None where there are no
+    words for it.
+    """
+    head = term.head
+    if head in _SILENT:
+        return ""
+    if head in CORNERS or head in _KINDS:
+        return _kind(term)
+    if head == "Equals" and len(term.arguments) == 2:
+        return _equation(term)
+    if head in ("Tangent", "Similar") and "$" in "".join(term.arguments[0].names):
+        if head == "Tangent":
+            return "segments that appear to be tangent are tangent"
+        return (
+            f"the two {_plain_head(term.arguments[0]).lower().replace('shape', 'figure')}s are "
+            "similar"
+        )
+    if head == "RightAngle":
+        angle = noun(term.arguments[0])
+        return None if angle is None else f"{angle} is a right angle"
+    parts = [noun(argument) for argument in term.arguments]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    if head == "IntersectAt" and len(known) > 2:
+        return f"{', '.join(known[:-2])} and {known[-2]} meet at {known[-1]}"
+    words = _FACTS.get(head)
+    return words.format(*known) if words and len(known) == 2 else None
+
+
+def _kind(term: Term) -> str | None:
+    """`ABCD is a rectangle`, `triangle ABC is isosceles`; empty for a kind without a name, which
+    the question has.
+    """
+    if term.head in _KINDS:
+        shape = noun(term.arguments[0]) if term.arguments and term.arguments[0].arguments else None
+        return None if shape is None else f"{shape} is {term.head.lower()}"
+    if len(term.names) != CORNERS[term.head]:
+        return ""
+    article = "an" if term.head[0] in "AEIO" else "a"
+    return f"{''.join(term.names)} is {article} {term.head.lower()}"
+
+
+def _equation(term: Term) -> str | None:
+    left, right = (noun(side) for side in term.arguments)
+    if left is None or right is None or term.arguments[0].head in CORNERS:
+        return "" if term.arguments[0].head in CORNERS else None
+    if term.arguments[1].head in ("AltitudeOf", "HypotenuseOf", "BaseOf", "SideOf", "HeightOf"):
+        return f"{left} is {right}"
+    is_angle = any(part.head in ("MeasureOf", "Angle") for part in term.arguments[0].walk())
+    is_number = re.fullmatch(r"[\d.]+", right) is not None
+    return (
+        f"{left.removeprefix('the measure of ')} = "
+        f"{right}{' degrees' if is_angle and is_number else ''}"
+    )
+
+
+def noun(term: Term) -> str | None:
+    """A term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`; None where it has no
+    words here.
+    """
+    head = term.head
+    names = term.names
+    if not term.arguments:
+        return _leaf(head)
+    if head in COLOURS:
+        inner = _plain_head(term.arguments[0]).lower()
+        kind = "figure" if inner == "shape" else inner
+        return f"the {head.lower()} {'region' if head == 'Shaded' and inner == 'shape' else kind}"
+    if head in _KINDS:
+        inner_noun = noun(term.arguments[0])
+        return inner_noun and inner_noun.replace("the ", f"the {head.lower()} ", 1)
+    if head in ("Line", "Point"):
+        return "the line" if "$" in names[0] else "".join(names)
+    if head in ("Angle", "Arc", "Circle", "Sector", "Cirle", "Shape", "Polygon") or head in CORNERS:
+        return _named(head, names)
+    if head in ("LengthOf", "MeasureOf"):
+        return _measured(term)
+    if head in ("Minor", "Major"):
+        inner_noun = noun(term.arguments[0])
+        return inner_noun and f"{head.lower()} {inner_noun}"
+    parts = [noun(argument) for argument in term.arguments]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    if len(known) == 1:
+        if head == "RatioOf":
+            return f"{known[0]} as a fraction"
+        words = _MEASURES.get(head)
+        trigonometric = head in ("SinOf", "CosOf", "TanOf")
+        return (
+            words.format(known[0].removeprefix("angle ") if trigonometric else known[0])
+            if words
+            else None
+        )
+    if head in ("SumOf", "Add"):
+        return " + ".join(known)
+    words = _TWO.get(head)
+    return words.format(*known) if words and len(known) == 2 else None
+
+
+def _leaf(text: str) -> str | None:
+    if text in ("Radius", "Diameter"):
+        return f"the {text.lower()}"
+    return None if "$" in text or "_" in text else text
+
+
+def _named(head: str, names: Sequence[str]) -> str:
+    """`triangle ABC`; `the triangle` for one without a name."""
+    kind = {"Cirle": "circle", "Shape": "figure", "Polygon": "polygon"}.get(head, head.lower())
+    unnamed = any("$" in name for name in names) or (head == "Shape" and names == ["A"])
+    if unnamed or any(re.fullmatch(r"[A-Za-z]'?|\d+", name) is None for name in names):
+        return f"the {kind}"
+    return f"{kind} {''.join(names)}"
+
+
+def _measured(term: Term) -> str | None:
+    inner = term.arguments[0]
+    name = noun(inner)
+    if name is None or (len(term.names) == 2 and not inner.arguments):
+        return None if len(term.names) != 2 else "".join(term.names)
+    if term.head == "LengthOf":
+        return (
+            name
+            if inner.head == "Line" or inner.head in _MEASURES or not inner.arguments
+            else f"the length of {name}"
+        )
+    return name if not inner.arguments and len(name) == 1 else f"the measure of {name}"
+
+
+def _plain_head(term: Term) -> str:
+    while term.head in (*COLOURS, *_KINDS) and term.arguments:
+        term = term.arguments[0]
+    return term.head

@@ -1,0 +1,138 @@
+"""Rows of problems whose facts determine their answers: question in words, the solver's answer, the
+figure.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from adora_vl.conversion.columns import PRESETS
+from adora_vl.conversion.pipeline import SplitReads
+from adora_vl.conversion.problem import RawProblem
+from adora_vl.data.images import png_bytes
+from adora_vl.geometry.exact import rounded
+from adora_vl.geometry.expressions import number_of
+from adora_vl.geometry.figure import Verdict, written
+from adora_vl.geometry.forms import Form
+from adora_vl.geometry.verdict import verdict
+from adora_vl.utils.cli import amount
+from data_prep.logic_forms import facts_in_words
+from data_prep.question_words import question_in_words
+from data_prep.redraw import can_be_drawn, drawn
+
+if TYPE_CHECKING:
+    from datasets import Features
+
+SOLVED = "geometry3k, solved"  # the source of such rows
+ROUND = "Round to the nearest hundredth."
+_FIRST_TEST = 2401  # Geometry3K's numbers from here on are its test split
+# A label counts as the value where it was rounded as books round: by so much, or by this share.
+_ROUNDED = 0.06
+_ROUNDED_SHARE = 0.006
+
+
+@dataclass(frozen=True)
+class Text:
+    """A problem's wording and label, from a table."""
+
+    split: str
+    problem: str
+    answer: str
+
+
+def features_with_figure() -> Features:
+    """The schema with the columns `facts` and `figure` behind it."""
+    return replace(
+        PRESETS["geometry3k"].columns, extras=(("facts", "facts"), ("figure", "figure"))
+    ).features
+
+
+def solved_problems(
+    forms: Mapping[str, Form], texts: Mapping[str, Text] | None
+) -> dict[str, SplitReads]:
+    """The rows of all forms that the facts determine, by split; says how many are left out, and
+    why.
+
+    Without `texts` the question of the form is put into words, and the split goes by Geometry3K's
+    numbers. With them a label that the facts contradict is refused when its row is read.
+    """
+    reads: dict[str, list[Callable[[], RawProblem]]] = {}
+    left_out: Counter[str] = Counter()
+    chosen = (
+        forms if texts is None else {name: form for name, form in forms.items() if name in texts}
+    )
+    ordered = sorted(chosen.items(), key=lambda item: (len(item[0]), item[0]))
+    for name, form in tqdm(ordered, desc="solve", unit="form", disable=None):
+        text = texts[name] if texts is not None else _text_of(name, form)
+        found = verdict(form, looks=False, repair=False)
+        if found.status != "answered":
+            left_out[f"are {found.status}"] += 1
+            continue
+        if text is None or not can_be_drawn(drawable(form, found)):
+            left_out["cannot be put into words or drawn"] += 1
+            continue
+        reads.setdefault(text.split, []).append(partial(_row, name, form, text, found))
+    for reason, count in sorted(left_out.items()):
+        print(f"{amount(count, 'problem')} left out: they {reason}")
+    return {split: SplitReads(partial(iter, rows), len(rows)) for split, rows in reads.items()}
+
+
+def drawable(form: Form, found: Verdict) -> Form:
+    """The form with its own places; with those of its figure where some point of it has none."""
+    if can_be_drawn(form) or found.figure is None:
+        return form
+    return replace(form, points={name: (x, -y) for name, (x, y) in found.figure.at.items()})
+
+
+def _text_of(name: str, form: Form) -> Text | None:
+    problem = question_in_words(form)
+    if problem is None:
+        return None
+    is_test = name.isdecimal() and int(name) >= _FIRST_TEST
+    return Text(split="test" if is_test else "train", problem=problem, answer="")
+
+
+def _row(name: str, form: Form, text: Text, found: Verdict) -> RawProblem:
+    """One row, with the picture redrawn.
+
+    Raises `RowError` where its label is another than the facts give.
+    """
+    assert found.value is not None, "it is answered"
+    problem, answer = with_rounding(text.problem, found)
+    row_id = f"geometry3k/{text.split}/{name}"
+    facts = facts_in_words(form, problem)
+    raw = RawProblem(
+        id=row_id,
+        split=text.split,
+        source=SOLVED,
+        origin=f"problem {name}",
+        images=(png_bytes(drawn(drawable(form, found))),),
+        problem=problem,
+        answer=answer if not text.answer else text.answer,
+        extras={
+            "facts": facts,
+            "figure": written(found.figure) if found.figure is not None else None,
+        },
+        notes={} if facts else {"no_facts": row_id},
+    )
+    label = number_of(text.answer) if text.answer else None
+    if label is not None and abs(label - found.value) > max(_ROUNDED, _ROUNDED_SHARE * abs(label)):
+        wrong = f"the label is {text.answer!r:.60}, and the facts of its diagram give {answer}"
+        raise raw.refuse("other_answer", wrong, "correct the label or the facts of")
+    return raw
+
+
+def with_rounding(problem: str, found: Verdict) -> tuple[str, str]:
+    """The problem and its answer; one without a short form is rounded, and the problem says so."""
+    assert found.value is not None, "it is answered"
+    if found.answer is not None:
+        return problem, found.answer
+    return (problem if "ound to the nearest" in problem else f"{problem} {ROUND}"), rounded(
+        found.value, 2
+    )

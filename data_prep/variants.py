@@ -1,0 +1,340 @@
+"""`python -m data_prep variants`: the problems of a prepared folder with other numbers, drawn to
+scale.
+
+A variant is decided by the seed, the id of its original and its own number alone: neither
+`--workers` nor `--limit` changes one. Kept are those that the facts determine, with a figure of the
+same kind and a picture that can be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from adora_vl.conversion.pipeline import (
+    MAX_WORKERS,
+    Cleaning,
+    SplitReads,
+    ordered_map,
+    prepare,
+    recorded,
+    usable_cores,
+)
+from adora_vl.conversion.problem import RawProblem
+from adora_vl.data.dataset import read_manifest, stored_rows
+from adora_vl.data.images import png_bytes
+from adora_vl.geometry.choose import outcome
+from adora_vl.geometry.figure import Figure, Verdict, figure_from, figure_of, written
+from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.measures import unit_of
+from adora_vl.geometry.primitives import read
+from adora_vl.geometry.shapes import UnreadError, terms_of
+from adora_vl.geometry.solve import Budget, Problem
+from adora_vl.geometry.verdict import EVALUATIONS, answer_of
+from adora_vl.utils.cli import MAX_SEED, optional, path, whole
+from adora_vl.utils.errors import UserError
+from data_prep.logic_forms import facts_in_words
+from data_prep.question_words import question_in_words
+from data_prep.redraw import can_be_drawn, drawn_legibly
+from data_prep.solved_rows import features_with_figure, with_rounding
+from data_prep.survey import print_counts
+
+FAMILY = "variant"
+MAX_PER = 1000
+TRIES = 6  # for each variant
+_PIXELS = 400.0  # of the longer side of the places that a variant begins from
+_KEPT_ANGLES = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0)
+# factors of all lengths, of each, of an angle
+_ALL = (0.7, 1.4)
+_EACH = (0.8, 1.25)
+_ANGLE = (0.8, 1.25)
+_STEPS = (-3, -2, -1, 1, 2, 3)  # of the constant beside a letter
+# shares of the figure's size; degrees
+_LEAST_APART = 0.05
+_LEAST_WIDE = 0.12
+_LEAST_ANGLE = 12.0
+_LINEAR = re.compile(r"(\d*[a-z]) ?([+-]) ?(\d+)")
+
+
+@dataclass(frozen=True)
+class Variation(Cleaning):
+    """How many variants of each row are made, by which seed, and whether of the test split."""
+
+    per: int = 8
+    seed: int = 0
+    for_evaluation: bool = False
+
+
+def prepare_variants(
+    folder: Path, output: Path, options: Variation, *, workers: int = 1, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write the variants of a prepared folder's rows that have a figure. Returns the manifest.
+
+    Raises `UserError` where the folder has no such rows.
+    """
+    split = "test" if options.for_evaluation else "train"
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise UserError(
+            f"folder: {str(folder)!r} is no prepared dataset; make one with --source facts"
+        )
+    if not manifest["counts"].get(split):
+        raise UserError(
+            f"folder: {str(folder)!r} has no split {split!r}; variants are of train, or of test "
+            "with --for-evaluation"
+        )
+
+    def begin() -> tuple[dict[str, Any], dict[str, SplitReads]]:
+        arguments = recorded(asdict(options))
+        description = {
+            "source": "variants",
+            "input": str(folder),
+            "revision": None,
+            "arguments": arguments,
+        }
+        return description, {
+            split: SplitReads(partial(_problems, folder, split, options, workers), None)
+        }
+
+    return prepare(
+        output, options, begin, features_with_figure(), workers=workers, overwrite=overwrite
+    )
+
+
+def _problems(folder: Path, split: str, options: Variation, workers: int) -> Iterator[Any]:
+    """One call for each variant, in the order of the originals."""
+    originals = (
+        (row["id"], row["figure"]) for row in stored_rows(folder, split) if row.get("figure")
+    )
+    number = 0
+    is_empty = True
+    with ordered_map(workers) as mapped:
+        for variants in mapped(
+            partial(variants_of, per=options.per, seed=options.seed, split=split), originals
+        ):
+            is_empty = False
+            for variant in variants:
+                if options.limit is not None and number >= options.limit:
+                    return
+                number += 1
+                yield partial(_same, variant)
+    if is_empty:
+        raise UserError(
+            f"folder: no row of {str(folder)!r} has a figure; make the folder with --source facts"
+        )
+
+
+def _same(raw: RawProblem) -> RawProblem:
+    return raw
+
+
+def variants_of(original: tuple[str, str], *, per: int, seed: int, split: str) -> list[RawProblem]:
+    """The variants of one original, by its id and its stored figure; fewer than `per` where tries
+    fail.
+    """
+    row_id, text = original
+    try:
+        figure = figure_from(text)
+    except ValueError as error:
+        raise UserError(
+            f"folder: the figure of {row_id} cannot be read ({error}); prepare the folder again"
+        ) from error
+    variants = []
+    for number in range(1, per + 1):
+        for attempt in range(TRIES):
+            rng = random.Random(f"{seed}/{row_id}/{number}/{attempt}")
+            variant = _variant(
+                row_id, figure=figure, row_id=f"{row_id}~{number}", split=split, rng=rng
+            )
+            if variant is not None:
+                variants.append(variant)
+                break
+    return variants
+
+
+def _variant(
+    original: str, figure: Figure, row_id: str, split: str, rng: random.Random
+) -> RawProblem | None:
+    """One try; None where the numbers do not fit, or the picture could not be read."""
+    form = varied(figure, rng)
+    if form is None:
+        return None
+    problem = question_in_words(form)
+    solved = solved_alike(form)
+    if problem is None or solved is None:
+        return None
+    found, at = solved
+    drawn_form = replace(form, points={name: (x, -y) for name, (x, y) in at.items()})
+    if not can_be_drawn(drawn_form) or not _is_clear(drawn_form):
+        return None
+    picture = drawn_legibly(drawn_form)
+    if picture is None:
+        return None
+    problem, answer = with_rounding(problem, found)
+    assert found.figure is not None, "it is solved by its facts"
+    stored = replace(found.figure, form=drawn_form)
+    return RawProblem(
+        id=row_id,
+        split=split,
+        source="variants",
+        origin=row_id,
+        images=(png_bytes(picture),),
+        problem=problem,
+        answer=answer,
+        family=FAMILY,
+        kind=original,
+        extras={"facts": facts_in_words(drawn_form, problem), "figure": written(stored)},
+    )
+
+
+def varied(figure: Figure, rng: random.Random) -> Form | None:
+    """The form of a figure with other numbers, its points where the figure has them; None where no
+    number can change.
+
+    Equal numbers of one kind stay equal, and a whole number stays whole.
+    """
+    scale = rng.uniform(*_ALL)
+    chosen: dict[tuple[str, str], str] = {}
+
+    def changed(text: str) -> str:
+        terms = list(terms_of([text]))
+        if len(terms) != 1 or terms[0].head != "Equals" or len(terms[0].arguments) != 2:
+            return text
+        left, right = terms[0].arguments
+        if right.arguments or not left.arguments:
+            return text
+        key = (unit_of(left), right.head.strip())
+        if key not in chosen:
+            chosen[key] = _other_value(key[0], text=key[1], scale=scale, rng=rng)
+        return str(Term(head="Equals", arguments=(left, Term(head=chosen[key]))))
+
+    form = figure.form
+    facts = tuple(changed(fact) for fact in form.facts)
+    question = tuple(changed(part) for part in form.question)
+    if all(old == new for (_, old), new in chosen.items()):
+        return None
+    xs = [x for x, _ in figure.at.values()]
+    ys = [y for _, y in figure.at.values()]
+    factor = _PIXELS / max(max(xs) - min(xs), max(ys) - min(ys), 1e-9)
+    points = {name: (factor * x, -factor * y) for name, (x, y) in figure.at.items()}
+    return replace(form, facts=facts, question=question, points=points)
+
+
+def _other_value(unit: str, text: str, scale: float, rng: random.Random) -> str:
+    linear = _LINEAR.fullmatch(text)
+    if linear:
+        return f"{linear[1]}{linear[2]}{max(1, int(linear[3]) + rng.choice(_STEPS))}"
+    if not re.fullmatch(r"\d+(?:\.\d+)?", text):
+        return text
+    value = float(text)
+    if unit == "degrees":
+        if value in _KEPT_ANGLES:
+            return text
+        new = value * rng.uniform(*_ANGLE)
+    elif unit in ("length", "area"):
+        new = value * rng.uniform(*_EACH) * (scale if unit == "length" else scale**2)
+    else:
+        return text
+    if value == int(value):
+        return str(max(1, round(new)))
+    return f"{max(0.1, round(new, 1)):g}"
+
+
+def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]] | None:
+    """The answer of a variant and its places; None where the facts do not determine a figure of the
+    same kind.
+    """
+    try:
+        reading = read(form)
+    except (UnreadError, ValueError, IndexError):
+        return None
+    if reading.goal is None or reading.assumed or reading.unread:
+        return None
+    problem = Problem(reading)
+    found = outcome(problem, Budget(EVALUATIONS), starts=4)
+    if found.status != "answered" or found.solution is None or found.value is None or found.doubled:
+        return None
+    if found.solution.faults or found.value <= 0:
+        return None
+    figure = figure_of(problem, found.solution, form)
+    value = float(f"{found.value:.10g}")
+    answer = answer_of(found.value, reading)
+    solved = Verdict(status="answered", value=value, answer=answer, how="facts", figure=figure)
+    return solved, figure.at
+
+
+def _is_clear(form: Form) -> bool:
+    """Whether points and marked angles of a figure are far enough from each other to be seen."""
+    used = {name for line in form.lines for name in line}
+    places = {name: complex(*form.points[name]) for name in sorted(used) if name in form.points}
+    if len(places) < 2:
+        return False
+    wide = max(place.real for place in places.values()) - min(
+        place.real for place in places.values()
+    )
+    high = max(place.imag for place in places.values()) - min(
+        place.imag for place in places.values()
+    )
+    size = max(wide, high)
+    if min(wide, high) < _LEAST_WIDE * size:
+        return False
+    if any(
+        abs(first - second) < _LEAST_APART * size
+        for first, second in combinations(places.values(), 2)
+    ):
+        return False
+    return all(size_of >= _LEAST_ANGLE for size_of in _marked_angles(form))
+
+
+def _marked_angles(form: Form) -> Iterator[float]:
+    """The angles in degrees, as drawn, of the corners that a fact marks."""
+    import math
+    from cmath import phase
+
+    for term in terms_of(form.facts):
+        if term.head != "Equals" or term.arguments[0].head != "MeasureOf":
+            continue
+        names = term.arguments[0].arguments[0].names
+        if len(names) == 3 and set(names) <= form.points.keys():
+            first, corner, last = (complex(*form.points[name]) for name in names)
+            if first != corner and last != corner:
+                yield abs(math.degrees(phase((first - corner).conjugate() * (last - corner))))
+
+
+def add_variants(commands: Any) -> None:
+    """Add the command to the parser of `python -m data_prep`."""
+    command = commands.add_parser(
+        "variants", help="the solved problems of a prepared folder with other numbers, to scale"
+    )
+    add = command.add_argument
+    add("folder", type=path, metavar="DIR", help="a folder that `geometry3k --source facts` made")
+    add("--output", type=path, required=True, metavar="DIR")
+    add("--overwrite", action="store_true", help="replace another prepared dataset there")
+    add(
+        "--per",
+        type=whole(1, MAX_PER),
+        default=8,
+        metavar="K",
+        help="variants of each problem, default: %(default)s",
+    )
+    add("--seed", type=whole(0, MAX_SEED), default=0, metavar="S", help="default: %(default)s")
+    add("--limit", type=optional(whole(1)), metavar="N", help="only the first N variants")
+    add("--for-evaluation", action="store_true", help="of the test split, for measuring alone")
+    what = "processes, default: the cores, here %(default)s"
+    add("--workers", type=whole(1, MAX_WORKERS), default=usable_cores(), metavar="N", help=what)
+    command.set_defaults(run=_variants)
+
+
+def _variants(arguments: argparse.Namespace) -> None:
+    names = ("per", "seed", "limit", "for_evaluation")
+    options = Variation(**{name: getattr(arguments, name) for name in names})
+    more = {name: getattr(arguments, name) for name in ("workers", "overwrite")}
+    manifest = prepare_variants(arguments.folder, output=arguments.output, options=options, **more)
+    print_counts(arguments.output, manifest)
