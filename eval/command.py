@@ -91,6 +91,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
             sub.add_argument(
                 "--columns",
                 nargs="+",
+                type=_column,
                 default=(),
                 metavar="OURS=THEIRS",
                 help="fields under another name: pid=index response=prediction",
@@ -109,6 +110,14 @@ def build_parser(benchmark: Benchmark) -> Parser:
         if verb != "infer":
             add_options(sub, benchmark.score_options)
     return parser
+
+
+def _column(word: str) -> str:
+    """A word `OURS=THEIRS` as it is. Raises what argparse makes a line of that names the option."""
+    ours, sign, theirs = text(word).partition("=")
+    if not (ours and sign and theirs):
+        raise argparse.ArgumentTypeError(f"{word!r:.60} is not OURS=THEIRS")
+    return word
 
 
 def _add_inference(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:

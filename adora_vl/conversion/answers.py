@@ -23,6 +23,7 @@ from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import GivenTwiceError, read_json, shown
 
 _LETTER = re.compile(r"\(?([A-Z])[).]?")
+_SMALL_LETTER = re.compile(r"\(?([a-h])[).]?")
 # before an option: `A. 3`, `(A) 3`
 _LETTERED = re.compile(r"\(?([A-Z])(?:[).:、]|\s[-–])\s*(?=\S)")
 _ANSWER_BLOCK = re.compile(
@@ -239,6 +240,9 @@ def letter_of(answer: str, choices: Sequence[str], answer_is: str, refuse: Refus
             return letters[index]
         wrong = f"the answer {answer} is the index of none of {len(choices)} options"
         raise refuse("letter_without_choice", wrong, "correct it in")
+    small = _SMALL_LETTER.fullmatch(answer)
+    if small and answer not in choices:
+        answer = small[1].upper()
     match = _LETTER.fullmatch(answer)
     by_letter = match[1] if match and match[1] in letters else None
     by_text = [letter for letter, choice in zip(letters, choices, strict=True) if choice == answer]

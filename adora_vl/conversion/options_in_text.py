@@ -5,9 +5,9 @@ from itertools import pairwise
 
 from adora_vl.conversion.placeholders import in_words
 
-# A letter before an option: `A:40`, `A. 40`, `(A) 40`, `A、40`.
+# A letter before an option: `A:40`, `A. 40`, `(A) 40`, `(a) 40`, `A、40`.
 _MARK = re.compile(
-    r"(?<![A-Za-z0-9\\∠△])(?:[(（\[]\s*([A-H])\s*[)）\]]|([A-H])\s*[).:：、．])\s*(?=\S)"
+    r"(?<![A-Za-z0-9\\∠△])(?:[(（\[]\s*([A-Ha-h])\s*[)）\]]|([A-H])\s*[).:：、．])\s*(?=\S)"
 )
 _HEADING = re.compile(r"\s*(?:(?:answer\s+)?(?:choices|options)|选项)\s*[:：]?\s*\Z", re.IGNORECASE)
 _HOW_TO_ANSWER = re.compile(r"answer|choose|select|option|letter|boxed|选", re.IGNORECASE)
@@ -41,7 +41,7 @@ def _last_row(problem: str) -> list[re.Match[str]]:
     row: list[re.Match[str]] = []
     rows: list[list[re.Match[str]]] = []
     for mark in _MARK.finditer(problem):
-        letter = mark[1] or mark[2]
+        letter = (mark[1] or mark[2]).upper()
         if letter == "A":
             row = [mark]
             rows.append(row)

@@ -61,7 +61,12 @@ def picture_bytes(value: Any, files: FileRoot) -> bytes:
     Raises `PictureError`.
     """
     if isinstance(value, dict):
-        value = value.get("bytes") if value.get("bytes") is not None else picture_of(value)
+        inner = picture_of(value)
+        value = value.get("bytes") if value.get("bytes") is not None else inner
+        if isinstance(value, dict) and value.get("bytes") is not None:
+            value = value["bytes"]
+        elif isinstance(value, dict):
+            value = value.get("path")
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     if not isinstance(value, str) or not value.strip():

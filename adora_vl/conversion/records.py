@@ -96,19 +96,14 @@ def read_record(
         )
         pictures = read(_images, record, context, refuse)
         images, spelled, has_none = pictures or ((), "", False)
-        in_text = None
-        if answer is not None and not columns.choices:
-            in_text = _options_in_text(problem, answer, columns, refuse)
-        if in_text is not None:
-            problem, choices, answer = in_text
-            notes["options_in_text"] = row_id
-        elif answer is not None and choices is not None:
-            letter = read(letter_of, answer, choices, columns.answer_is, refuse)
-            answer = gold_of(letter, choices) if letter else ""
-        elif answer is not None and not columns.text_answers and is_sentence(answer):
-            read(_refuse_sentence, answer, refuse)
-        elif answer is not None and None in (found, pictures):
-            read(check_gold, answer, refuse)
+        sure = None not in (found, pictures)
+        if answer is not None:
+            settled = read(_settled, problem, answer, choices, columns, sure, refuse)
+            asked = settled or _Asked(problem, answer, choices)
+        else:
+            asked = _Asked(problem, "", choices)
+    if asked.in_text:
+        notes["options_in_text"] = row_id
     if named:
         notes["options"] = row_id
     if stated:
@@ -117,12 +112,12 @@ def read_record(
         notes["spelling"] = f"{row_id} ({spelled})"
     if context.said:
         notes["format"] = context.said
-    placed = place_images(problem, len(images))
+    placed = place_images(asked.problem, len(images))
     if isinstance(placed, str):
         wrong, _, remedy = placed.partition("; ")
         if has_none and not columns.images:
             remedy = "name the column with the pictures, images=COLUMN, or take the mark out"
-        raise refuse("placeholder", f"the problem {shown(problem)} {wrong}", f"{remedy}, in")
+        raise refuse("placeholder", f"the problem {shown(asked.problem)} {wrong}", f"{remedy}, in")
     if placed.parts:
         notes["parts"] = row_id
     if has_none and columns.images:
@@ -135,22 +130,62 @@ def read_record(
         origin=origin,
         images=tuple(images[number] for number in placed.order),
         problem=placed.text,
-        answer=answer,
-        choices=None if choices is None else tuple(choices),
-        value_answer=choices is not None,
+        answer=asked.answer,
+        choices=None if asked.choices is None else tuple(asked.choices),
+        value_answer=asked.choices is not None,
         text_only=has_none,
         extras=extras,
         notes=notes,
     )
 
 
-def _options_in_text(
-    problem: str, answer: str, columns: Columns, refuse: Refuse
-) -> tuple[str, list[str], str] | None:
-    """The problem without the options in its text, these, and the reference answer; None where it
-    has none, or the answer is none of them.
+@dataclass(frozen=True)
+class _Asked:
+    """A problem with its reference answer and options.
+
+    `in_text`: the options stood in the problem.
     """
-    found = None if columns.keep_options_in_text else options_in_text(problem)
+
+    problem: str
+    answer: str
+    choices: list[str] | None
+    in_text: bool = False
+
+
+def _settled(
+    problem: str,
+    answer: str,
+    choices: list[str] | None,
+    columns: Columns,
+    sure: bool,
+    refuse: Refuse,
+) -> _Asked:
+    """What is asked, with the right option's text as the answer where there are options.
+
+    `sure`: the rest of the row is sound, and the answer of an open question is checked with it.
+    Raises `RowError` for an answer that is none of the options, or no answer.
+    """
+    if not columns.choices and not columns.keep_options_in_text:
+        found = _with_options_in_text(problem, answer, columns, refuse)
+        if found is not None:
+            return found
+    if choices is not None:
+        letter = letter_of(answer, choices, columns.answer_is, refuse)
+        return _Asked(problem, gold_of(letter, choices), choices)
+    if not columns.text_answers and is_sentence(answer):
+        _refuse_sentence(answer, refuse)
+    if not sure:
+        check_gold(answer, refuse)
+    return _Asked(problem, answer, None)
+
+
+def _with_options_in_text(
+    problem: str, answer: str, columns: Columns, refuse: Refuse
+) -> _Asked | None:
+    """The problem without the options in its text, which become choices; None where it has none, or
+    the answer is none of them.
+    """
+    found = options_in_text(problem)
     if found is None:
         return None
     rest, choices = found
@@ -158,7 +193,7 @@ def _options_in_text(
         letter = letter_of(answer, choices, columns.answer_is or "value", refuse)
     except RowError:
         return None
-    return rest, choices, gold_of(letter, choices)
+    return _Asked(rest, gold_of(letter, choices), choices, in_text=True)
 
 
 def _refuse_sentence(answer: str, refuse: Refuse) -> None:

@@ -268,9 +268,7 @@ def _formula(text: str) -> str:
 def _spelled(text: str) -> str:
     """`text` in one spelling, with its name, degree signs and units."""
     if not (text.isascii() and text.isprintable()):
-        categories = (unicodedata.category(char) for char in text if char not in "\t\n\r")
-        if not {"Cc", "Cf", "Cn", "Co", "Cs"}.isdisjoint(categories):
-            raise NotReadError("hidden_characters")
+        _refuse_hidden(text)
     if not text.isascii():
         text = _RAISED.sub(_normal, _SMALL.sub(_normal, text))
         text = _DOUBLE_RAISED.sub(r"\1", text.translate(_SYMBOLS))
@@ -281,17 +279,8 @@ def _spelled(text: str) -> str:
         text = _FACTORIAL_BEFORE.sub(r"(\1)=", text)
     if "{,}" in text:
         text = _DECIMAL_COMMA_OF_TEX.sub(".", text)
-    if "\\" in text:
-        text = without_layout(text)
     if "\\" in text or "~" in text:
-        text = _SPACING.sub(" ", upright(text))
-        if "\\SI" in text or "\\qty" in text:
-            text = _MEASURED.sub(r" \1 \2 ", text)
-        text = _EMPTY_GROUP.sub("", text)
-        wrapped = 1
-        while wrapped:  # the innermost ones first: `\textbf{5\text{ cm}}`
-            text, wrapped = _TEXT.subn(r" \1\2 ", text)
-        text = _UNBRACED.sub(" ", text)
+        text = _unwrapped(without_layout(text))
     if "^" in text and "o" in text:
         text = _SMALL_O.sub(r"^\\circ ", text)
     text = in_degrees(text)
@@ -303,6 +292,26 @@ def _spelled(text: str) -> str:
     if "$" in text and len(_DOLLAR.findall(text)) == 2 and "\n" not in text:
         text = _undecorated(_DOLLAR.sub(" ", text))
     return text
+
+
+def _refuse_hidden(text: str) -> None:
+    categories = (unicodedata.category(char) for char in text if char not in "\t\n\r")
+    if not {"Cc", "Cf", "Cn", "Co", "Cs"}.isdisjoint(categories):
+        raise NotReadError("hidden_characters")
+
+
+def _unwrapped(text: str) -> str:
+    r"""`text` without spaces of LaTeX and without what sets it as text: `5 cm` for
+    `\textbf{5\text{ cm}}`.
+    """
+    text = _SPACING.sub(" ", upright(text))
+    if "\\SI" in text or "\\qty" in text:
+        text = _MEASURED.sub(r" \1 \2 ", text)
+    text = _EMPTY_GROUP.sub("", text)
+    wrapped = 1
+    while wrapped:  # the innermost ones first
+        text, wrapped = _TEXT.subn(r" \1\2 ", text)
+    return _UNBRACED.sub(" ", text)
 
 
 def _normal(found: re.Match[str]) -> str:

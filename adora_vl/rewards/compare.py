@@ -143,7 +143,8 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
             answer = in_radians_or_degrees(answer, dimension)
         elif answer.unit.dimension != dimension:
             return Compared("wrong", "different_unit")
-        answer = in_unit(answer, reference.unit)
+        else:
+            answer = in_unit(answer, reference.unit)
     elif answer.unit and answer.unit.dimension == RADIANS and not _may_be_radians(answer):
         return Compared("wrong", "different_unit")
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"

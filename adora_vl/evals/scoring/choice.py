@@ -166,7 +166,7 @@ class _Reader:
             r"(?: the)? (?:correct|right|answer|best|only one)\b)"
         )
         self.judged = re.compile(
-            rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*[:.)）、–—-]"
+            rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*(?:[:.)）、–—-]|is\b)"
             rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:({_YES})|({_NOT_SO}))(?![A-Za-z])",
             re.IGNORECASE,
         )
@@ -194,6 +194,14 @@ class _Reader:
         behind = self.joined_behind.match(text, match.end(group), match.end(group) + 60)
         return behind is not None or (
             _OR_BEFORE.search(before) is not None and self.joined_before.search(before) is not None
+        )
+
+    def several(self, text: str) -> bool:
+        """Whether a text states several letters as its answer, or begins with them."""
+        found = [self.leading.match(text), self.in_brackets.match(text)]
+        return any(
+            match is not None and self.joined(text, match)
+            for match in (*found, *self.stated.finditer(text))
         )
 
     def without_options(self, text: str) -> str:
@@ -344,6 +352,8 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
             return Extraction(reader.letters[found], how)
     if other:
         return Extraction(other, "nearest")
+    if reader.several(text) or reader.several(plain(box)):
+        return Extraction("", "several_letters")
     if refuses(text):
         return Extraction("", "refusal")
     value = (
