@@ -208,9 +208,8 @@ def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
             agree = [
                 problem.agrees for problem in problems if (problem.verdict.status, problem.verdict.how) == (status, how)
             ]
-            right = sum(1 for each in agree if each)
-            wrong = sum(1 for each in agree if each is False)
-            line += f"  {right} as labelled, {wrong} not" if right or wrong else ""
+            known = [agrees for agrees in agree if agrees is not None]
+            line += f"  {known.count(True)} as labelled, {known.count(False)} not" if known else ""
         lines.append(line)
     answered = [problem for problem in problems if problem.verdict.status == "answered"]
     lines.append(f"  answered: {len(answered)} of {len(problems)} ({len(answered) / len(problems):.1%})")
