@@ -229,7 +229,7 @@ class Problem:
         v = self.start(number)
         if self.system.unknowns:
             v, _ = self.improved(v, budget, steps=_LETTER_STEPS, first=self.system.first_unknown)
-        for pull in _PULLS:
+        for pull in _PULLS if self.places else ():
             v, _ = self.improved(v, budget, steps=_PULLED_STEPS, pull=pull)
         v, residual = self.improved(v, budget, steps=_STEPS)
         if not math.isfinite(residual) or residual > loose:
@@ -411,7 +411,7 @@ class Problem:
         solutions: list[Solution] = []
         for number in range(most):
             flawless = sum(1 for solution in solutions if solution.faults == 0)
-            if budget.left <= 0 or (number >= starts and (flawless >= _WANTED or not solutions)):
+            if budget.left <= 0 or (number >= starts and flawless >= _WANTED):
                 break
             solution = self.solution(number, budget, loose)
             if solution is None:
