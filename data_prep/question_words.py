@@ -1,4 +1,4 @@
-"""The question of a logic form as a person would ask it: `Find the area of the parallelogram.`"""
+"""The question of a logic form as a person would ask it, such as `Find the area`."""
 
 import re
 from collections.abc import Sequence

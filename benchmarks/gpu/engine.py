@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoProcessor, PretrainedConfig
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.doctor.engine import FEATURES
 from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.checks import Status

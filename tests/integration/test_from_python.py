@@ -15,10 +15,10 @@ from datasets import Dataset
 from PIL import Image
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
-from adora_vl.config.where import Where
-from adora_vl.start.checked import Asked, ModelSource
-from adora_vl.start.objects import Datasets, model_keys
-from adora_vl.start.road import walk
+from adora_vl.config.run_context import RunContext
+from adora_vl.preflight.python_inputs import Datasets, model_keys
+from adora_vl.preflight.resolved_run import ModelSource, RunRequest
+from adora_vl.preflight.run_checks import walk
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -170,8 +170,8 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
     run = walk(
-        Asked(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
-        Where.of_launch("leave"),
+        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
+        RunContext.of_launch("leave"),
     )
     assert (
         run.rewards.entries == ("seen", "Board")
@@ -181,8 +181,8 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
     ):
         walk(
-            Asked(args, source, rows, seen, environment=type("seen", (Board,), {})),
-            Where.of_launch("leave"),
+            RunRequest(args, source, rows, seen, environment=type("seen", (Board,), {})),
+            RunContext.of_launch("leave"),
         )
     assert run.evaluated["own"][0]["prompt"][0] == run.dataset[0]["prompt"][0], (
         "TRL's evaluations tell of them, too"
