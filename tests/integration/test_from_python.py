@@ -164,7 +164,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         vllm_max_model_length=1200,
         num_generations=4,
         per_device_train_batch_size=8,
-        max_completion_length=100,
+        max_completion_length=200,
         report_to="none",
     )
     rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
