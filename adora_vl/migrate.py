@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adora_vl.config.key_list import read_keys
+from adora_vl.config.help import read_keys
 from adora_vl.utils.cli import Parser, dotted, exit_code_of, path, read_mapping, yaml_line
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file

@@ -7,26 +7,27 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
-from adora_vl.checkpoint.library_state import Losses, MovingReference
+from adora_vl.checkpoint.trl_state import Losses, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.advantage import method_run
-from adora_vl.config.batch_plan import Shape
+from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.dataloader import NoPrefetch
 from adora_vl.data.prompts import control_tokens
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
+from adora_vl.packing.images import DistinctImages
+from adora_vl.packing.policy_pass import PolicyPass, bound_of, computing_dtype, has_dropout
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.record import metrics, trackers
-from adora_vl.record.recorder import GenerationLog, Recorder
+from adora_vl.record.recorder import MetricsLogger, Recorder
 from adora_vl.rollout.agreement import SelfCheck, drift_measured
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
-from adora_vl.rollout.sources import EngineNow, PolicyNow, Sampler, ServersAhead
-from adora_vl.rollout.turns import Tools, Turns
-from adora_vl.start.checked import Checked
+from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
+from adora_vl.rollout.turns import ToolLoop, Tools
 from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import (
@@ -36,12 +37,11 @@ from adora_vl.training.guards import (
     ReferenceGuard,
     RewardGuard,
 )
-from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
 from adora_vl.training.pool_ahead import PoolAhead
-from adora_vl.training.scores import Ends, Grader, RewardFunctions
+from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
 
@@ -51,7 +51,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
 
     reward_funcs: list[Any]
     toolbox: Tools | None = None  # what the policy may call
-    run: Checked
+    run: ResolvedRun
     clock: metrics.PhaseClock
 
     def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
@@ -69,7 +69,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             save_now=self.save_here,
         )
         self.context = context
-        self.shape = Shape.of(args)
+        self.shape = BatchLayout.of(args)
         dataset = self.train_dataset
         draws = self.toolbox is not None
         self.images = DistinctImages(
@@ -112,7 +112,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             loop=lambda: self.async_loop,
         )
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        ends = Ends.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
+        ends = StopCriteria.of({*self.eos_token_ids, pad_id}, args.generation_kwargs or {}, decode)
         grader = Grader(
             context=context,
             guard=reward_guard,
@@ -129,9 +129,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.extensions = [*self.run.extensions.values()]
         for extension in self.extensions:
             extension.start(context, self.images)
-        self.sampler: Sampler = PolicyNow(self._turn)
+        self.sampler: Sampler = TransformersSampler(self._turn)
         if self.use_vllm:
-            who = ServersAhead if args.adora_rollouts.ahead else EngineNow
+            who = AsyncServerSampler if args.adora_rollouts.ahead else VLLMSampler
             self.sampler = who(context, self.images, self.vllm_generation)
         self.ratio, self.recorder = (
             ImportanceRatio(context),
@@ -139,7 +139,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         )
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
-        noted = GenerationLog(
+        noted = MetricsLogger(
             context=context,
             recorder=self.recorder,
             figures=self._metrics,
@@ -148,7 +148,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             notice=notice,
             bytes_sent=sent,
         )
-        judge = Judge(
+        judge = BatchBuilder(
             context=context,
             images=self.images,
             processor=self.processing_class,
@@ -195,14 +195,14 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             )
         self._add_callbacks(context, args)
 
-    def _turns(self) -> Turns | None:
+    def _turns(self) -> ToolLoop | None:
         """How calls are answered; None without tools."""
         options = self.args.adora_tool_options
         toolbox = self.toolbox
         if toolbox is None:
             return None
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        return Turns(
+        return ToolLoop(
             tools=toolbox,
             processor=self.processing_class,
             template=self.args.chat_template_kwargs or {},

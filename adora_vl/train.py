@@ -18,18 +18,18 @@ from adora_vl.utils import errors
 from adora_vl.utils.cli import EXIT_INTERRUPTED, imports
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, written_to
-from adora_vl.utils.hidden import masked, masked_text
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave, watch_launcher
+from adora_vl.utils.secrets import masked, masked_text
 from adora_vl.utils.versions import check_versions
 
 with imports():
-    from adora_vl.config.key_list import asks_for_help, help_text
-    from adora_vl.config.reading import Given, read
-    from adora_vl.config.where import take_options
+    from adora_vl.config.command import CliArgs, read
+    from adora_vl.config.help import asks_for_help, help_text
+    from adora_vl.config.run_context import take_options
     from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
-    from adora_vl.start.checked import Checked
+    from adora_vl.preflight.resolved_run import ResolvedRun
     from adora_vl.trainer import AdoraGRPOTrainer
 
 # Seconds before a rank other than the first reports its own mistake. Where torch is imported Python
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _ALONE_S = 20.0
 
 
-def build_trainer(run: Checked) -> AdoraGRPOTrainer:
+def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
     """Weights are loaded here, and nowhere before."""
     from adora_vl.trainer import AdoraGRPOTrainer
 
@@ -57,7 +57,7 @@ def build_trainer(run: Checked) -> AdoraGRPOTrainer:
     )
 
 
-def load(run: Checked, log: Path) -> AdoraGRPOTrainer:
+def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
     """As `build_trainer`, what is said goes into `log`.
 
     Raises `UserError` for `model_init_kwargs`, else `RunError`.
@@ -164,7 +164,7 @@ def note_stop(manifest: dict[str, Any], output_dir: Path, step: int) -> None:
     print(manifest["command"], file=sys.stderr)
 
 
-def train(given: Given) -> int:
+def train(given: CliArgs) -> int:
     """Train, save the model with its processor into `output_dir`, and print what happened and where
     to look.
     """

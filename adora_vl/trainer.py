@@ -31,28 +31,28 @@ from adora_vl.checkpoint.universal import expect_universal, is_universal, load_s
 from adora_vl.checkpoint.writer import noted, set_aside
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
-from adora_vl.config.where import Where
+from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
-from adora_vl.dedup.policy_pass import evaluating, generation_logps
-from adora_vl.dedup.prompts import PromptBatch
-from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.models.adapter import begin_with, in_float32, name_base, trained_alone
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copied_policy
+from adora_vl.packing.policy_pass import evaluating, generation_logps
+from adora_vl.packing.prompts import PromptBatch
+from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.parts import TrainerParts
+from adora_vl.preflight.python_inputs import Datasets, config_of, model_keys, refuse_objects
+from adora_vl.preflight.resolved_run import ModelSource, ResolvedRun, RunRequest
+from adora_vl.preflight.run_checks import walk
 from adora_vl.record import metrics, trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.prompt_tokens import folder_settings_left_out
-from adora_vl.rollout.sources import ServersAhead
+from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
-from adora_vl.start.checked import Asked, Checked, ModelSource
-from adora_vl.start.objects import Datasets, config_of, model_keys, refuse_objects
-from adora_vl.start.road import walk
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import errors_with_step
 from adora_vl.types import Batch, Row
@@ -82,10 +82,10 @@ class AdoraGRPOTrainer(TrainerParts):
         rollout_func: Any = None,
         environment_factory: Any = None,
         *,
-        run: Checked | None = None,
+        run: ResolvedRun | None = None,
     ) -> None:
         """The parameters of stock TRL 1.16, which loads the weights first and builds its own
-        generation class. Ours makes every stop of `adora_vl/start/road.py` before, unless `run` has
+        generation class. Ours makes every stop of `adora_vl/preflight/run_checks.py` before, unless `run` has
         made them, and puts its class in place.
 
         Raises `UserError` for what cannot work, in one line.
@@ -106,7 +106,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 keys=keys, peft_config=peft_config, loaded=loaded, processor=processing_class
             )
             rows = Datasets(train_dataset, eval_dataset)
-            asked = Asked(
+            asked = RunRequest(
                 config=args,
                 model=source,
                 rows=rows,
@@ -114,7 +114,7 @@ class AdoraGRPOTrainer(TrainerParts):
                 tools=tools or (),
                 environment=environment_factory,
             )
-            run = walk(asked, Where.of_launch("leave"))
+            run = walk(asked, RunContext.of_launch("leave"))
             train_dataset = run.dataset
             eval_dataset = run.evaluated
         args = run.config
@@ -672,7 +672,7 @@ class AdoraGRPOTrainer(TrainerParts):
         """
         self.prefetch.finish()
         self.run.folder.release()
-        if isinstance(self.sampler, ServersAhead):
+        if isinstance(self.sampler, AsyncServerSampler):
             self.sampler.close()
         if self.use_vllm and self.vllm_mode == "colocate":
             self.vllm_generation.llm.llm_engine.engine_core.shutdown()

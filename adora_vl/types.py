@@ -52,7 +52,7 @@ class Batch(TypedDict, total=False):
     importance_sampling_ratio: Tensor  # (B, C) or (B, 1), policy over engine
     tool_mask: Tensor  # (B, C)
     mm_token_type_ids: Tensor  # (B, P + C), 1 at the tokens of images
-    pixel_values: Tensor  # patches, or references to them (adora_vl.dedup.image_store)
+    pixel_values: Tensor  # patches, or references to them (adora_vl.packing.image_store)
     image_grid_thw: Tensor  # (images, 3)
     num_images: list[int]  # (B,)
     # added by this package

@@ -108,7 +108,7 @@ def place_of(phase: str) -> tuple[Any, Any, str]:
     """The trainer's class, and what is patched for this phase: owner and name."""
     from adora_vl.checkpoint import store
     from adora_vl.trainer import AdoraGRPOTrainer
-    from adora_vl.training.scores import RewardFunctions
+    from adora_vl.training.scoring import RewardFunctions
 
     places = {
         "rollout": (AdoraGRPOTrainer, "_generate_and_score_completions"),

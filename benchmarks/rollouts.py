@@ -76,7 +76,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     from adora_vl.rollout.llm import PolicyLLM
-    from adora_vl.rollout.rollouts import RolloutAsk
+    from adora_vl.rollout.rollouts import SamplingRequest
 
     longest = 512 + options.tokens
     start = time.process_time()
@@ -112,7 +112,7 @@ def main() -> None:
                 for place, group in enumerate(groups)
             ]
             asks = [
-                RolloutAsk(
+                SamplingRequest(
                     ids=ids,
                     images=images,
                     together=group if together else row,

@@ -207,7 +207,7 @@ def train(words: Sequence[str], folder: Path) -> list[dict[str, Any]]:
 
     Returns the log's lines.
     """
-    from adora_vl.config.reading import read
+    from adora_vl.config.command import read
     from adora_vl.prepare import prepare
     from adora_vl.record.metrics import METRICS, read_metrics
     from adora_vl.train import build_trainer

@@ -39,9 +39,9 @@ from adora_vl.data.dataset import schema  # noqa: E402
 from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.models.shape import SHAPES  # noqa: E402
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk  # noqa: E402
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
-from adora_vl.training.scores import RewardFunctions  # noqa: E402
+from adora_vl.training.scoring import RewardFunctions  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
 from benchmarks.step import answer_lengths, mrope  # noqa: E402
 
@@ -109,14 +109,14 @@ class Recorded:
     def sync_weights(self) -> None:
         pass
 
-    def sample(self, asks: list[RolloutAsk], _: Any = None) -> list[RolloutAnswer]:
+    def sample(self, asks: list[SamplingRequest], _: Any = None) -> list[SamplingResult]:
         generator = torch.Generator().manual_seed(17)
         answers = []
         for place in range(len(asks)):
             length = self.lengths[place % len(self.lengths)] if Recorded.calls else SHORT
             ids = torch.randint(ORDINARY, 600, (length,), generator=generator)
             likely = [-math.log(self.vocabulary)] * length  # what an untrained model gives
-            answers.append(RolloutAnswer([*ids[:-1].tolist(), self.stop], [*likely]))
+            answers.append(SamplingResult([*ids[:-1].tolist(), self.stop], [*likely]))
         Recorded.calls += 1
         return answers
 

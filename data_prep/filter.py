@@ -35,8 +35,8 @@ from adora_vl.evals.records import Prediction
 from adora_vl.evals.scoring.score import graded_rows
 from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import amount
-from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.hashing import content_hash
 
 # in the output: id, right answers and answers of every problem of the split
 RATES_FILE = "pass_rates.jsonl"

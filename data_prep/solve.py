@@ -240,9 +240,8 @@ def _counts(problems: Sequence[Solved], *, labelled: bool) -> str:
                 for problem in problems
                 if (problem.verdict.status, problem.verdict.how) == (status, how)
             ]
-            right = sum(1 for each in agree if each)
-            wrong = sum(1 for each in agree if each is False)
-            line += f"  {right} as labelled, {wrong} not" if right or wrong else ""
+            known = [agrees for agrees in agree if agrees is not None]
+            line += f"  {known.count(True)} as labelled, {known.count(False)} not" if known else ""
         lines.append(line)
     answered = [problem for problem in problems if problem.verdict.status == "answered"]
     lines.append(
@@ -369,8 +368,9 @@ def _draw(found: Verdict, arguments: argparse.Namespace) -> None:
         if arguments.picture is not None:
             print("no picture: there is no figure with places")
         return
-    # Pillow and matplotlib are of no use for logic forms
-    from adora_vl.data.images import png_bytes
+    from adora_vl.data.images import (
+        png_bytes,
+    )  # Pillow and matplotlib are of no use for logic forms
     from data_prep.redraw import can_be_drawn, drawn
 
     place = arguments.picture or arguments.facts.with_suffix(".png")

@@ -19,7 +19,8 @@ from adora_vl.data.images import png_bytes
 from adora_vl.geometry.exact import rounded
 from adora_vl.geometry.expressions import number_of
 from adora_vl.geometry.figure import Verdict, written
-from adora_vl.geometry.forms import Form
+from adora_vl.geometry.forms import Form, points_of
+from adora_vl.geometry.shapes import terms_of
 from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.cli import amount
 from data_prep.logic_forms import facts_in_words
@@ -77,6 +78,9 @@ def solved_problems(
         if text is None or not can_be_drawn(drawable(form, found)):
             left_out["cannot be put into words or drawn"] += 1
             continue
+        if not shows_what_is_asked(form):
+            left_out["ask for a point that the picture does not have"] += 1
+            continue
         reads.setdefault(text.split, []).append(partial(_row, name, form, text, found))
     for reason, count in sorted(left_out.items()):
         print(f"{amount(count, 'problem')} left out: they {reason}")
@@ -88,6 +92,16 @@ def drawable(form: Form, found: Verdict) -> Form:
     if can_be_drawn(form) or found.figure is None:
         return form
     return replace(form, points={name: (x, -y) for name, (x, y) in found.figure.at.items()})
+
+
+def shows_what_is_asked(form: Form) -> bool:
+    """Whether all points that the question names stand in the picture."""
+    drawn_points = {name for row in form.rows for name in row}
+    drawn_points |= {
+        name for (centre, _), points in form.rounds.items() for name in (centre, *points)
+    }
+    asked = {name for term in terms_of(form.question) for name in points_of(term)}
+    return asked <= drawn_points
 
 
 def _text_of(name: str, form: Form) -> Text | None:

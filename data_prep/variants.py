@@ -9,8 +9,10 @@ same kind and a picture that can be read.
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import re
+from cmath import phase
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -43,7 +45,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words
 from data_prep.redraw import can_be_drawn, drawn_legibly
-from data_prep.solved_rows import features_with_figure, with_rounding
+from data_prep.solved_rows import features_with_figure, shows_what_is_asked, with_rounding
 from data_prep.survey import print_counts
 
 FAMILY = "variant"
@@ -60,6 +62,10 @@ _STEPS = (-3, -2, -1, 1, 2, 3)  # of the constant beside a letter
 _LEAST_APART = 0.05
 _LEAST_WIDE = 0.12
 _LEAST_ANGLE = 12.0
+# share of the figure's size that a point is beside a line that it does not lie on
+_LEAST_BESIDE = 0.03
+_LEVEL = 4.0  # degrees from level or upright that count as such
+_DIGITS = 9
 _LINEAR = re.compile(r"(\d*[a-z]) ?([+-]) ?(\d+)")
 
 
@@ -168,10 +174,14 @@ def _variant(
         return None
     problem = question_in_words(form)
     solved = solved_alike(form)
-    if problem is None or solved is None:
+    if problem is None or solved is None or not shows_what_is_asked(form):
         return None
     found, at = solved
-    drawn_form = replace(form, points={name: (x, -y) for name, (x, y) in at.items()})
+    turn = _turn_upright(figure, at)
+    turned = {name: turn * complex(x, y) for name, (x, y) in at.items()}
+    drawn_form = replace(
+        form, points={name: (place.real, -place.imag) for name, place in turned.items()}
+    )
     if not can_be_drawn(drawn_form) or not _is_clear(drawn_form):
         return None
     picture = drawn_legibly(drawn_form)
@@ -179,7 +189,11 @@ def _variant(
         return None
     problem, answer = with_rounding(problem, found)
     assert found.figure is not None, "it is solved by its facts"
-    stored = replace(found.figure, form=drawn_form)
+    places = {
+        name: (round(place.real, _DIGITS), round(place.imag, _DIGITS))
+        for name, place in turned.items()
+    }
+    stored = replace(found.figure, at=places, form=drawn_form)
     return RawProblem(
         id=row_id,
         split=split,
@@ -270,6 +284,24 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
     return solved, figure.at
 
 
+def _turn_upright(original: Figure, at: Mapping[str, tuple[float, float]]) -> complex:
+    """The turn that lays a line level or upright that is so in the original; of several, the
+    longest.
+    """
+    best = (0.0, 1 + 0j)
+    for row in original.form.rows:
+        ends = (row[0], row[-1])
+        if not set(ends) <= at.keys() or not set(ends) <= original.at.keys():
+            continue
+        seen = complex(*original.at[ends[1]]) - complex(*original.at[ends[0]])
+        way = complex(*at[ends[1]]) - complex(*at[ends[0]])
+        for axis in (1, 1j, -1, -1j):
+            lean = abs(math.degrees(phase(seen / axis))) if seen else 180.0
+            if lean < _LEVEL and way and abs(way) > best[0]:
+                best = (abs(way), axis * abs(way) / way)
+    return best[1]
+
+
 def _is_clear(form: Form) -> bool:
     """Whether points and marked angles of a figure are far enough from each other to be seen."""
     used = {name for line in form.lines for name in line}
@@ -290,14 +322,30 @@ def _is_clear(form: Form) -> bool:
         for first, second in combinations(places.values(), 2)
     ):
         return False
+    if any(_is_near(places, size, row) for row in form.rows if set(row) <= places.keys()):
+        return False
     return all(size_of >= _LEAST_ANGLE for size_of in _marked_angles(form))
+
+
+def _is_near(places: Mapping[str, complex], size: float, row: list[str]) -> bool:
+    """Whether a point that is not on a line lies so near it that it seems to be."""
+    start = places[row[0]]
+    way = places[row[-1]] - start
+    if not way:
+        return True
+    for name, place in places.items():
+        along = ((place - start) / way).real
+        if (
+            name not in row
+            and -0.02 < along < 1.02
+            and abs(((place - start) / way).imag * way) < _LEAST_BESIDE * size
+        ):
+            return True
+    return False
 
 
 def _marked_angles(form: Form) -> Iterator[float]:
     """The angles in degrees, as drawn, of the corners that a fact marks."""
-    import math
-    from cmath import phase
-
     for term in terms_of(form.facts):
         if term.head != "Equals" or term.arguments[0].head != "MeasureOf":
             continue

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         options = parser.parse_args(arguments)
-        from adora_vl.builtin.assets import STARTS, resolve_model
+        from adora_vl.builtin.builtin_data import STARTS, resolve_model
         from adora_vl.builtin.small_model import build_start
         from adora_vl.builtin.tiny_vl import build_tiny_model
 

@@ -22,7 +22,7 @@ from adora_vl.rewards.judge import without_address
 from adora_vl.utils.cli import dotted, plain, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears
-from adora_vl.utils.hidden import masked
+from adora_vl.utils.secrets import masked
 
 # These keys may differ between a run and its continuation: where it writes, what it shows, how long
 # it goes on.

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from adora_vl.utils.content import file_sha256
 from adora_vl.utils.files import appears, flush, put_in_place, remove_partial, replace_file
+from adora_vl.utils.hashing import file_sha256
 
 MANIFEST = "manifest.json"
 MARK = "complete"

@@ -20,7 +20,7 @@ REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "v
 
 
 @dataclass(frozen=True)
-class Shape:
+class BatchLayout:
     """The sizes of a generation.
 
     Rows are the rollouts of one process; batches are sequences over all of them.
@@ -34,7 +34,7 @@ class Shape:
     processes: int = 1
 
     @classmethod
-    def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> Shape:
+    def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> BatchLayout:
         """As the run's keys say. `GRPOConfig` has by then filled in `steps_per_generation`."""
         return cls(
             config.per_device_train_batch_size,
@@ -118,13 +118,13 @@ def unit_size(rows: int, generations: int) -> int:
     return math.gcd(rows, generations)
 
 
-def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
+def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
     """How a run divides its sequences, by TRL's rules.
 
     Raises `UserError` where a generation has no whole groups, and where an optimizer step would
     pass over one several times.
     """
-    plan = Shape.of(config, processes)
+    plan = BatchLayout.of(config, processes)
     of_groups = f"does not divide into groups of num_generations: {plan.generations}"
     remedy = "make per_device_train_batch_size x processes x steps_per_generation a multiple of it"
     whole = plan.generation_batch % plan.generations == 0
@@ -144,7 +144,7 @@ def batch_plan(config: AdoraGRPOConfig, processes: int) -> Shape:
     return plan
 
 
-def check_rows(plan: Shape, rows: int) -> None:
+def check_rows(plan: BatchLayout, rows: int) -> None:
     """Raise `UserError` where the dataset does not fill one generation: TRL would train zero steps
     in silence.
     """

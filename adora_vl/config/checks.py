@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PretrainedConfig, Trainer, get_schedu
 
 from adora_vl.config.advantage import check_method, method_needs
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
-from adora_vl.config.losses import check_loss, keys_not_read
+from adora_vl.config.losses import check_loss
 from adora_vl.config.values import check_finite
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line, refuse
@@ -543,4 +543,4 @@ def check_tools(
 
 def costs_of(config: AdoraGRPOConfig) -> list[str]:
     """What the run does beyond plain GRPO, one line each, for its first lines."""
-    return [*method_needs(config), *keys_not_read(config), *sampling_needs(config)]
+    return [*method_needs(config), *sampling_needs(config)]

@@ -1,8 +1,7 @@
-"""What the losses of TRL read of their own keys, and what is refused because it cannot be meant."""
+"""The keys of TRL's losses with which a loss would not be the one that its name says."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from adora_vl.utils.errors import UserError
@@ -15,23 +14,6 @@ CLIPPED = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
 # With one ratio for a whole answer these sum it over the tokens, so a long answer weighs more.
 _SUMS_OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})
 _USUAL_CAP = 5.0  # ScaleRL (arXiv 2510.13786)
-# The losses that read a key; none of the others looks at it.
-_READ_BY: dict[str, frozenset[str]] = {
-    "epsilon": CLIPPED,
-    "epsilon_high": CLIPPED | {"cispo"},
-    "delta": CLIPPED,
-    **dict.fromkeys(("sapo_temperature_pos", "sapo_temperature_neg"), frozenset({"sapo"})),
-    **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        frozenset({"vespo"}),
-    ),
-}
-_READ_BY_THE_ADAPTIVE_BONUS = (
-    "entropy_coef_min",
-    "entropy_coef_max",
-    "entropy_coef_delta",
-    "entropy_target",
-)
 
 
 def check_loss(config: AdoraGRPOConfig) -> None:
@@ -71,8 +53,6 @@ def _check_level(config: AdoraGRPOConfig) -> None:
     """One ratio for each token, or one for a whole answer."""
     loss = config.loss_type
     level = config.importance_sampling_level
-    by_engine = config.use_vllm and config.vllm_importance_sampling_correction
-    mode = config.vllm_importance_sampling_mode
     if loss == "luspo" and level != "sequence":
         raise UserError(
             f"importance_sampling_level: {level} with loss_type: luspo, which scales the ratio of "
@@ -87,11 +67,6 @@ def _check_level(config: AdoraGRPOConfig) -> None:
         raise UserError(
             "importance_sampling_level: sequence with loss_type: vespo, which makes the ratio of "
             "a whole answer itself; set it to token"
-        )
-    if loss == "vespo" and by_engine and mode.startswith("sequence"):
-        raise UserError(
-            f"vllm_importance_sampling_mode: {mode} with loss_type: vespo, which reads a ratio "
-            "for each token; set it to token_truncate"
         )
 
 
@@ -108,22 +83,3 @@ def _check_entropy(config: AdoraGRPOConfig) -> None:
 def has_entropy_bonus(config: AdoraGRPOConfig) -> bool:
     """Whether the loss has the bonus, also where the adaptive coefficient is 0 now."""
     return bool(config.entropy_coef != 0.0 or config.use_adaptive_entropy)
-
-
-def keys_not_read(config: AdoraGRPOConfig) -> list[str]:
-    """A line for each key that was set and that the loss does not look at, for the first lines of
-    the run.
-    """
-    defaults = {field.name: field.default for field in fields(config)}
-    unread = {
-        name: f"loss_type: {config.loss_type}"
-        for name, losses in _READ_BY.items()
-        if config.loss_type not in losses
-    }
-    if not config.use_adaptive_entropy:
-        unread |= dict.fromkeys(_READ_BY_THE_ADAPTIVE_BONUS, "use_adaptive_entropy: false")
-    return [
-        f"{name}: {getattr(config, name):g} changes nothing with {reason}"
-        for name, reason in unread.items()
-        if getattr(config, name) != defaults[name]
-    ]

@@ -15,12 +15,12 @@ from trl import GRPOConfig, ModelConfig
 
 from adora_vl.config.advantage import settle_methods
 from adora_vl.config.checks import check_sampling_keys
+from adora_vl.config.command import CliArgs, read
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.reading import Given, read
 from adora_vl.config.values import check_fields
 from adora_vl.utils.cli import plain, spelled
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.hidden import HIDDEN, masked
+from adora_vl.utils.secrets import HIDDEN, masked
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
 
@@ -147,7 +147,7 @@ DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
 Parsed = tuple[AdoraScriptArguments, AdoraGRPOConfig, ModelConfig]
 
 
-def build(given: Given) -> Parsed:
+def build(given: CliArgs) -> Parsed:
     """The three dataclasses of a training command. Raises `UserError`."""
     return given.build(AdoraScriptArguments), given.build(AdoraGRPOConfig), given.build(ModelConfig)
 

@@ -12,6 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.losses import CLIPPED
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RunSettings:
     """What decides whether a key is read.
 
     `adapted`: whether an adapter is trained. `trl_evaluates`: on a data set that Python gave.
@@ -35,7 +36,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Group:
+class UnusedKeys:
     """Keys that are read for one reason alone.
 
     `reason`: as the end of "KEY does nothing ...". `are_read`: whether a run reads them.
@@ -43,7 +44,7 @@ class Group:
 
     keys: tuple[str, ...]
     reason: str
-    are_read: Callable[[Settings], bool]
+    are_read: Callable[[RunSettings], bool]
 
 
 _NO_WARMUP = ("constant", "reduce_lr_on_plateau")
@@ -51,40 +52,47 @@ _NOT_ADAM = ("adafactor", "adagrad", "galore_adafactor", "rmsprop", "sgd")
 _LOW_RANK_OPTIMIZERS = ("apollo", "galore")
 
 
-def _evaluates(settings: Settings) -> bool:
+def _evaluates(settings: RunSettings) -> bool:
     return spelled(settings.config.eval_strategy) != "no"
 
 
-def _by_engine(settings: Settings) -> bool:
+def _by_engine(settings: RunSettings) -> bool:
     return bool(settings.config.use_vllm)
 
 
-def _by_server(settings: Settings) -> bool:
+def _by_server(settings: RunSettings) -> bool:
     return _by_engine(settings) and settings.config.vllm_mode == "server"
 
 
-def _by_own_engine(settings: Settings) -> bool:
+def _by_own_engine(settings: RunSettings) -> bool:
     return _by_engine(settings) and settings.config.vllm_mode == "colocate"
 
 
-def _corrects(settings: Settings) -> bool:
+def _corrects(settings: RunSettings) -> bool:
     return _by_engine(settings) and bool(settings.config.vllm_importance_sampling_correction)
 
 
-def _on_plateau(settings: Settings) -> bool:
+def _on_plateau(settings: RunSettings) -> bool:
     return spelled(settings.config.lr_scheduler_type) == "reduce_lr_on_plateau"
 
 
-def _keeps_padding(settings: Settings) -> bool:
+def _keeps_padding(settings: RunSettings) -> bool:
     return not regroups(settings.config) or bool(regroup_obstacle(settings.config))
 
 
-def _never(settings: Settings) -> bool:
+def _reads_epsilon(settings: RunSettings) -> bool:
+    """CISPO takes it for its cap where `epsilon_high` is not set."""
+    config = settings.config
+    is_cap = config.loss_type == "cispo" and config.epsilon_high is None
+    return config.loss_type in CLIPPED or is_cap
+
+
+def _never(settings: RunSettings) -> bool:
     return False
 
 
 GROUPS = (
-    Group(
+    UnusedKeys(
         (
             "lora_alpha",
             "lora_dropout",
@@ -99,12 +107,12 @@ GROUPS = (
         "without use_peft: true, so all weights are trained",
         lambda settings: settings.adapted,
     ),
-    Group(
+    UnusedKeys(
         ("bnb_4bit_quant_storage", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
         "without load_in_4bit: true",
         lambda settings: settings.model.load_in_4bit,
     ),
-    Group(
+    UnusedKeys(
         (
             "vllm_importance_sampling_correction",
             "vllm_max_model_length",
@@ -114,12 +122,12 @@ GROUPS = (
         "without use_vllm: true",
         _by_engine,
     ),
-    Group(
+    UnusedKeys(
         ("vllm_group_port", "vllm_server_base_url", "vllm_server_port", "vllm_server_timeout"),
         "without use_vllm: true and vllm_mode: server",
         _by_server,
     ),
-    Group(
+    UnusedKeys(
         (
             "vllm_enable_sleep_mode",
             "vllm_gpu_memory_utilization",
@@ -129,7 +137,7 @@ GROUPS = (
         "without use_vllm: true and vllm_mode: colocate; a server is told when it is started",
         _by_own_engine,
     ),
-    Group(
+    UnusedKeys(
         (
             "vllm_importance_sampling_clip_max",
             "vllm_importance_sampling_clip_min",
@@ -138,62 +146,73 @@ GROUPS = (
         "without use_vllm: true and vllm_importance_sampling_correction: true",
         _corrects,
     ),
-    Group(
+    UnusedKeys(
         ("cache_implementation", "ds3_gather_for_generation"),
         "with use_vllm: true",
         lambda settings: not settings.config.use_vllm,
     ),
-    Group(
+    UnusedKeys(
         ("entropy_coef_delta", "entropy_coef_max", "entropy_coef_min", "entropy_target"),
         "without use_adaptive_entropy: true",
         lambda settings: settings.config.use_adaptive_entropy,
     ),
-    Group(
+    UnusedKeys(
         ("ref_model_mixup_alpha", "ref_model_sync_steps"),
         "without sync_ref_model: true",
         lambda settings: settings.config.sync_ref_model,
     ),
-    Group(
+    UnusedKeys(
         ("use_bias_correction_kl",),
         "with beta: 0",
         lambda settings: settings.config.beta != 0,
     ),
-    Group(
+    UnusedKeys(
+        ("delta",),
+        "with this loss_type, which does not clip on both sides",
+        lambda settings: settings.config.loss_type in CLIPPED,
+    ),
+    UnusedKeys(("epsilon",), "with this loss_type, which has no lower clip", _reads_epsilon),
+    UnusedKeys(
+        ("epsilon_high",),
+        "with this loss_type, which has no upper clip",
+        lambda settings: settings.config.loss_type in CLIPPED | {"cispo"},
+    ),
+    UnusedKeys(
         ("sapo_temperature_neg", "sapo_temperature_pos"),
         "without loss_type: sapo",
         lambda settings: settings.config.loss_type == "sapo",
     ),
-    Group(
+    UnusedKeys(
         ("vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos"),
         "without loss_type: vespo",
         lambda settings: settings.config.loss_type == "vespo",
     ),
-    Group(
+    UnusedKeys(
         ("gradient_checkpointing_kwargs",),
         "with gradient_checkpointing: false",
         lambda settings: settings.config.gradient_checkpointing,
     ),
-    Group(
+    UnusedKeys(
         ("liger_kernel_config",),
         "without use_liger_kernel: true",
         lambda settings: settings.config.use_liger_kernel,
     ),
-    Group(
+    UnusedKeys(
         ("warmup_steps",),
         "with this lr_scheduler_type; constant_with_warmup has a warmup",
         lambda settings: spelled(settings.config.lr_scheduler_type) not in _NO_WARMUP,
     ),
-    Group(
+    UnusedKeys(
         ("adam_beta1", "adam_beta2", "adam_epsilon"),
         "with this optim",
         lambda settings: not spelled(settings.config.optim).startswith(_NOT_ADAM),
     ),
-    Group(
+    UnusedKeys(
         ("optim_target_modules",),
         "without an optim of GaLore or APOLLO",
         lambda settings: spelled(settings.config.optim).startswith(_LOW_RANK_OPTIMIZERS),
     ),
-    Group(
+    UnusedKeys(
         (
             "adora_eval",
             "adora_eval_limit",
@@ -204,12 +223,12 @@ GROUPS = (
         "without eval_strategy: steps",
         _evaluates,
     ),
-    Group(
+    UnusedKeys(
         ("num_generations_eval", "per_device_eval_batch_size"),
         "here, because an evaluation on the way asks each problem once",
         lambda settings: settings.trl_evaluates,
     ),
-    Group(
+    UnusedKeys(
         (
             "hub_always_push",
             "hub_model_id",
@@ -220,22 +239,22 @@ GROUPS = (
         "without push_to_hub: true",
         lambda settings: settings.config.push_to_hub,
     ),
-    Group(
+    UnusedKeys(
         ("project", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id"),
         "without report_to: trackio",
         lambda settings: "trackio" in (settings.config.report_to or ()),
     ),
-    Group(
+    UnusedKeys(
         ("log_unique_prompts", "num_completions_to_print"),
         "without log_completions: true",
         lambda settings: settings.config.log_completions,
     ),
-    Group(
+    UnusedKeys(
         ("greater_is_better", "metric_for_best_model"),
         "here, because no checkpoint is chosen by an evaluation",
         _on_plateau,
     ),
-    Group(
+    UnusedKeys(
         (
             "batch_eval_metrics",
             "bf16_full_eval",
@@ -250,20 +269,20 @@ GROUPS = (
         "here, because evaluations read answers and no predictions",
         _never,
     ),
-    Group(("do_predict",), "here, as in any Trainer", _never),
-    Group(
+    UnusedKeys(("do_predict",), "here, as in any Trainer", _never),
+    UnusedKeys(
         ("average_tokens_across_devices",),
         "here, because the losses count the tokens of all processes",
         _never,
     ),
-    Group(("include_num_input_tokens_seen",), "here; num_tokens of the log says it", _never),
-    Group(
+    UnusedKeys(("include_num_input_tokens_seen",), "here; num_tokens of the log says it", _never),
+    UnusedKeys(
         ("pad_to_multiple_of",),
         "here, because micro-batches are cut to the length of their rows",
         _keeps_padding,
     ),
-    Group(("length_column_name",), "here, because no rows are sorted by length", _never),
-    Group(
+    UnusedKeys(("length_column_name",), "here, because no rows are sorted by length", _never),
+    UnusedKeys(
         ("transformers_continuous_batching_config",),
         "here, because whoever samples is vLLM or the policy itself",
         _never,
@@ -271,7 +290,7 @@ GROUPS = (
 )
 
 
-def unused_keys(settings: Settings) -> list[str]:
+def unused_keys(settings: RunSettings) -> list[str]:
     """A line for each reason for which keys that were set do nothing in this run."""
     were_set = {*_changed(settings.config), *_changed(settings.model)}
     lines: list[str] = []

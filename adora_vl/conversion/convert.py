@@ -22,9 +22,9 @@ from adora_vl.conversion.pipeline import Cleaning, SplitReads, prepare, recorded
 from adora_vl.conversion.records import asked_in, pictures_beside
 from adora_vl.conversion.tables import DrawnTests, Opened, TablePart, open_local
 from adora_vl.data.dataset import Manifest, read_manifest
-from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file
+from adora_vl.utils.hashing import content_hash
 
 _NAME = re.compile(r"[\w.-]{1,80}")
 

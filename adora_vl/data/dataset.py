@@ -19,9 +19,9 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 from adora_vl.data.images import png_bytes
-from adora_vl.utils.content import content_hash, file_sha256
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import read_object, refuse_dangling
+from adora_vl.utils.hashing import content_hash, file_sha256
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from datasets import Dataset, Features

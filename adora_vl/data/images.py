@@ -412,18 +412,22 @@ class _Lent(Image.Image):
     def im(self) -> Any:
         """Pillow's pixels, through which every method of it reads and writes."""
         shared = super().im
-        self.__class__ = Image.Image
+        _becomes_plain(self)
         self.im = shared.copy()
         return self.im
 
     @im.setter
     def im(self, pixels: Any) -> None:
-        self.__class__ = Image.Image
+        _becomes_plain(self)
         self.im = pixels
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.load()  # then it is a plain picture, as which it is pickled and copied
         return self.__reduce_ex__(protocol)
+
+
+def _becomes_plain(image: Image.Image) -> None:
+    image.__class__ = Image.Image
 
 
 def lent(image: Image.Image) -> Image.Image:

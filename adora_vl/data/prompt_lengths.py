@@ -24,8 +24,8 @@ from adora_vl.data.prompts import conversation, conversation_with_images
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.hidden import without_login
 from adora_vl.utils.openai_client import EndpointError, fetch
+from adora_vl.utils.secrets import without_login
 
 KEY = "adora_overlong_prompts"
 _SERVER_SECONDS = 5.0

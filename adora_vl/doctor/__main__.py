@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.rewards.choose import rounds
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
 from adora_vl.utils.cli import Parser, exit_code_of, path
@@ -28,8 +28,8 @@ from adora_vl.utils.files import check_json, replace_file, written_to
 from adora_vl.utils.launch import find_cpu_build, leave, prepare_engine_environment
 
 if TYPE_CHECKING:
-    from adora_vl.config.reading import Given
-    from adora_vl.start.checked import Checked
+    from adora_vl.config.command import CliArgs
+    from adora_vl.preflight.resolved_run import ResolvedRun
 
 ROWS = 8  # real prompts, of each rank
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
 
 
-def diagnose(given: Given) -> list[Check]:
+def diagnose(given: CliArgs) -> list[Check]:
     """Every check of a training command, the cheap ones first.
 
     Raises `UserError` where the command is wrong.
@@ -81,7 +81,7 @@ def diagnose(given: Given) -> list[Check]:
     return checks + engine_checks(run)
 
 
-def environment_checks(given: Given) -> list[Check]:
+def environment_checks(given: CliArgs) -> list[Check]:
     """Versions, builds, and what lies outside Python."""
     from adora_vl.doctor import checks as make
 
@@ -119,7 +119,7 @@ def environment_checks(given: Given) -> list[Check]:
     ]
 
 
-def paper_checks(run: Checked) -> list[Check]:
+def paper_checks(run: ResolvedRun) -> list[Check]:
     """Grader, reward and output folder: what needs the data and the config, but no weight."""
     from adora_vl.doctor.checks import check_golds, check_rewards, check_room, check_writable
     from adora_vl.planning.memory import checkpoint_of, run_bytes
@@ -154,7 +154,7 @@ def paper_checks(run: Checked) -> list[Check]:
     return [*checks, check_room(folder, needed=needed, checkpoint=one, kept=kept)]
 
 
-def engine_checks(run: Checked) -> list[Check]:
+def engine_checks(run: ResolvedRun) -> list[Check]:
     """The trainer that training would use, up to just before its first step."""
     from trl import GRPOTrainer
 

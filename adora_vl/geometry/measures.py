@@ -436,8 +436,8 @@ class Measures:
                 marked[tuple(names)] = number_of(fact.arguments[1].head)
         if len(marked) != 1:
             raise UnreadError("the form does not say which sector is meant")
-        names, size = next(iter(marked.items()))
-        angle = self.corner(*names)
+        ((first, corner, last), size), *_ = marked.items()
+        angle = self.corner(first, corner, last)
         return minus(Constant(360.0), angle) if size is not None and size > 180 else angle
 
     def rounded(self, term: Term, shape: Term) -> Quantity:

@@ -120,8 +120,8 @@ def read(
             _add_shapes_in_question(reading, term, number)
     _read_goal(reading)
     if looks:
-        for relation, words in seen(measures, everything=looks > 1):
-            reading.assume(relation, words)
+        for relation, description in seen(measures, everything=looks > 1):
+            reading.assume(relation, description)
     return reading
 
 
@@ -346,6 +346,10 @@ def _bisects(measures: Measures, term: Term) -> Iterator[Relation]:
     if len(far) != 1:
         raise UnreadError(f"{''.join(line)} does not begin at {names[1]}")
     yield _same_angle(measures, (names[0], names[1], far[0]), (far[0], names[1], names[2]))
+    if not drawing.places:
+        # Without a picture the line could as well lie opposite, outside of the angle.
+        half = over(measures.corner(names[0], names[1], names[2]), Constant(2.0))
+        yield Equal(left=measures.corner(names[0], names[1], far[0]), right=half, unit="degrees")
 
 
 def _perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -853,26 +857,7 @@ FACTS: dict[str, _Rule] = {
 }
 # Heads that name something and say nothing of it.
 _SAYS_NOTHING = (
-    "Circle",
-    "Line",
-    "Triangle",
-    "Quadrilateral",
-    "Pentagon",
-    "Hexagon",
-    "Heptagon",
-    "Octagon",
-    "Angle",
+    *("Point", "Line", "Angle", "Arc", "Circle", "Minor", "Major", "Shape", "Polygon", "Shaded"),
+    *("Triangle", "Quadrilateral", "Pentagon", "Hexagon", "Heptagon", "Octagon"),
+    *("LengthOf", "MeasureOf", "AreaOf", "PerimeterOf", "Find", "UseTheorem"),
 )
-_SAYS_NOTHING += (
-    "Shape",
-    "Polygon",
-    "Arc",
-    "Point",
-    "Find",
-    "UseTheorem",
-    "Shaded",
-    "Minor",
-    "Major",
-    "PerimeterOf",
-)
-_SAYS_NOTHING += ("LengthOf", "AreaOf", "MeasureOf")

@@ -74,10 +74,12 @@ def cosine(u: complex, w: complex) -> float:
     return dot(u, w) / (abs(u) * abs(w)) if u and w else 0.0
 
 
-def cross_each_other(a: complex, b: complex, c: complex, d: complex, least: float = 0.0) -> bool:
-    """Whether segment ab crosses segment cd inside both; `least` is the area that counts as no
-    crossing.
+def cross_each_other(ends: Sequence[complex], least: float = 0.0) -> bool:
+    """Whether the segment between the first two ends crosses that between the others, inside both.
+
+    `least`: the product of two areas that counts as no crossing.
     """
+    a, b, c, d = ends
     first = cross(b - a, c - a) * cross(b - a, d - a)
     second = cross(d - c, a - c) * cross(d - c, b - c)
     return first < -least and second < -least
@@ -738,7 +740,7 @@ class Drawing:
             return names
         places = [self.places[name] for name in names]
         crossed = any(
-            cross_each_other(places[i - 1], b=places[i], c=places[j - 1], d=places[j])
+            cross_each_other((places[i - 1], places[i], places[j - 1], places[j]))
             for i in range(len(names))
             for j in range(i)
         )

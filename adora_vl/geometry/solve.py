@@ -253,7 +253,7 @@ class Problem:
             v, _ = self.improved(
                 v, budget=budget, steps=_LETTER_STEPS, first=self.system.first_unknown
             )
-        for pull in _PULLS:
+        for pull in _PULLS if self.places else ():
             v, _ = self.improved(v, budget=budget, steps=_PULLED_STEPS, pull=pull)
         v, residual = self.improved(v, budget, steps=_STEPS)
         if not math.isfinite(residual) or residual > loose:
@@ -335,10 +335,10 @@ class Problem:
         placed = [line for line in self.segments if set(line) <= places.keys()]
         if len(placed) < 30:
             rows = [set(row) for row in drawing.rows]
-            for first, second in combinations(placed, 2):
-                ends = (*first, *second)
+            for segment, other in combinations(placed, 2):
+                ends = (*segment, *other)
                 shares = len(set(ends)) < 4 or any(len(set(ends) & row) >= 3 for row in rows)
-                if not shares and not cross_each_other(*(places[name] for name in ends)):
+                if not shares and not cross_each_other([places[name] for name in ends]):
                     self.apart.append(ends)
         self.sides = self._sides_without_places()
 
@@ -375,7 +375,7 @@ class Problem:
             if bend * sine(at[first] - at[corner], at[last] - at[corner]) < 0:
                 count += 1
         for ends in (*self.apart, *self.sides):
-            if cross_each_other(*(self.place(v, name) for name in ends), least=1e-9 * size**4):
+            if cross_each_other([self.place(v, name) for name in ends], least=1e-9 * size**4):
                 count += 1
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             if name.startswith("radius ") and v[i] <= 0:
@@ -443,7 +443,7 @@ class Problem:
         solutions: list[Solution] = []
         for number in range(most):
             flawless = sum(1 for solution in solutions if solution.faults == 0)
-            if budget.left <= 0 or (number >= starts and (flawless >= _WANTED or not solutions)):
+            if budget.left <= 0 or (number >= starts and flawless >= _WANTED):
                 break
             solution = self.solution(number, budget, loose)
             if solution is None:

@@ -23,6 +23,7 @@ from adora_vl.geometry.shapes import CORNERS
 from adora_vl.utils.errors import UserError, did_you_mean
 
 MAX_TEXT = 20_000  # characters
+MAX_PARTS = 60  # numbers, measures and signs of one side of an equation
 _P = r"[A-Z]'?"
 _SEGMENT = rf"({_P})({_P})"
 _NAMES = rf"((?:{_P}){{3,}})"
@@ -426,6 +427,8 @@ def _side(draft: _Draft, text: str) -> Term:
         position = match.end()
         while position < len(plain) and plain[position].isspace():
             position += 1
+    if len(pieces) > MAX_PARTS:
+        raise _NotReadError(f"one side has {len(pieces)} parts, over {MAX_PARTS}")
     return _Sides(draft, pieces).whole()
 
 

@@ -8,8 +8,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
+
 from adora_vl.geometry.chase import Chase
-from adora_vl.geometry.choose import Outcome, outcome
+from adora_vl.geometry.choose import Outcome, Status, outcome
 from adora_vl.geometry.conflict import Conflict, conflict_of
 from adora_vl.geometry.exact import exact
 from adora_vl.geometry.figure import Verdict, figure_of
@@ -42,10 +44,12 @@ def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
     fault = too_large(form)
     if fault:
         return Verdict(status="unread", why=fault)
-    verdict = _verdict(form, looks=looks, repair=repair)
-    if not verdict.unread:
-        return verdict
-    return replace(verdict, why=f"{verdict.why}; not read: {verdict.unread[0]}")
+    # far from a figure numbers overflow, and such steps are not taken
+    with np.errstate(all="ignore"):
+        found = _verdict(form, looks=looks, repair=repair)
+    if not found.unread:
+        return found
+    return replace(found, why=f"{found.why}; not read: {found.unread[0]}")
 
 
 def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
@@ -249,7 +253,7 @@ def _repaired(form: Form, problem: Problem, found: Outcome, budget: Budget) -> V
     reading = problem.reading
     clash = conflict_of(form, reading, Budget(REPAIR_EVALUATIONS))
     why = _no_figure(found, clash, reading)
-    status = "conflict" if found.status == "conflict" or clash.repairs else "collapsed"
+    status: Status = "conflict" if found.status == "conflict" or clash.repairs else "collapsed"
     terms = reading.drawing.terms
     if clash.repair is not None:
         repair = clash.repair

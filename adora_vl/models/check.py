@@ -20,7 +20,7 @@ from adora_vl.models.families import (
 )
 from adora_vl.models.shape import describe, is_dtype
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.hidden import masked
+from adora_vl.utils.secrets import masked
 
 _FLASH = {
     "flash_attention_2": is_flash_attn_2_available,

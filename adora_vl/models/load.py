@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 from safetensors import SafetensorError, safe_open
 
 from adora_vl.models.families import KNOWN, sees_images
-from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import RunError, UserError, in_one_line
+from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.hub import only_here, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait

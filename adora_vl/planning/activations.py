@@ -34,7 +34,7 @@ class MicroBatch:
     completion_tokens: int
     image_tokens: int = 0  # per sequence
     unit: int = 1  # sequences of one problem, for which its image is looked at once
-    # and which are one row, with their prompt once (`adora_vl.dedup.shared_prompt`)
+    # and which are one row, with their prompt once (`adora_vl.packing.shared_prompt`)
     packed: bool = False
 
     @property

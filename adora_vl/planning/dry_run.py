@@ -18,8 +18,8 @@ from trl import ModelConfig
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.batch_plan import regroup_obstacle
 from adora_vl.config.checks import ANY_LENGTH, is_curve, schedule_of
-from adora_vl.config.reading import Given
-from adora_vl.config.where import DryRunOptions, Sharding
+from adora_vl.config.command import CliArgs
+from adora_vl.config.run_context import DryRunOptions, Sharding
 from adora_vl.data.dataset import example_row, row_count
 from adora_vl.data.prompt_lengths import ContextLimit, LengthCheck, Measured, sizes_in
 from adora_vl.data.prompts import Message, as_text, conversation_with_images, shown_lines, template
@@ -29,13 +29,13 @@ from adora_vl.planning import memory
 from adora_vl.planning.activations import MicroBatch
 from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
 from adora_vl.planning.memory_report import memory_lines
+from adora_vl.preflight.resolved_run import ResolvedRun
 from adora_vl.prepare import prepare_on_paper
 from adora_vl.rollout.engine_settings import engine_dtype
-from adora_vl.start.checked import Checked
 from adora_vl.utils.cli import amount, plain, quantile, section, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
-from adora_vl.utils.hidden import masked
+from adora_vl.utils.secrets import masked
 
 ASSUMED_CARD_GIB = 80.0
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,7 +45,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Plan:
     """A run on paper: what was checked, measured and predicted before a weight is loaded."""
 
-    run: Checked
+    run: ResolvedRun
     script: AdoraScriptArguments
     lengths: Measured
     rows: int | None
@@ -77,7 +77,7 @@ class Plan:
         return self.limit.tokens - self.limit.needed(self.lengths.longest_text)
 
 
-def make_plan(command: Given, options: DryRunOptions) -> Plan:
+def make_plan(command: CliArgs, options: DryRunOptions) -> Plan:
     """Make every check that a run makes before it loads weights, and predict lengths and memory.
 
     Raises `UserError` with the line that a run would stop with.
@@ -111,7 +111,7 @@ def make_plan(command: Given, options: DryRunOptions) -> Plan:
     )
 
 
-def _mixture(run: Checked) -> list[str]:
+def _mixture(run: ResolvedRun) -> list[str]:
     if run.dataset is None or run.script is None or len(run.data) == 1:
         return []
     split = run.script.dataset_train_split
@@ -128,7 +128,7 @@ def _mixture(run: Checked) -> list[str]:
     ]
 
 
-def _larger_pictures(run: Checked) -> list[str]:
+def _larger_pictures(run: ResolvedRun) -> list[str]:
     """Say how many pictures have more pixels than the model sees, if the model may zoom."""
     if run.dataset is None or "zoom" not in run.tools.functions:
         return []
@@ -478,7 +478,7 @@ def report(plan: Plan, set_keys: Collection[str]) -> str:
     return "\n".join([line for section in sections for line in section] + notes)
 
 
-def dry_run(command: Given, options: DryRunOptions) -> int:
+def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     """Print what the command would do.
 
     Returns the exit code: 0 if the run fits, 1 if not. Raises `UserError` as a run would.

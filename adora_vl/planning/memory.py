@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.config.where import Sharding
-from adora_vl.dedup.shared_prompt import sharing_pays
+from adora_vl.config.run_context import Sharding
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
+from adora_vl.packing.shared_prompt import sharing_pays
 from adora_vl.planning import activations
 from adora_vl.planning.activations import FLOAT, Dtypes, MicroBatch
 from adora_vl.utils.files import GIB

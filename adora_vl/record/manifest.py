@@ -19,8 +19,8 @@ from adora_vl.advantage import Adora, Schedule
 from adora_vl.utils.cli import amount, plain
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import read_object, replace_file
-from adora_vl.utils.hidden import is_secret, masked, masked_text, masked_words
 from adora_vl.utils.own_files import own_name
+from adora_vl.utils.secrets import is_secret, masked, masked_text, masked_words
 from adora_vl.utils.versions import installed
 
 

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import deviation
 from adora_vl.training.advantages import Advantages
-from adora_vl.training.scores import Scores
+from adora_vl.training.scoring import Scores
 from adora_vl.utils.files import replace_file
 
 METRICS = "metrics.jsonl"

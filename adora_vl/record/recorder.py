@@ -14,9 +14,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from adora_vl.config.batch_plan import Shape
+from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.rows import images_of
-from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.record.metrics import TieNotice, judged_figures, learned_figures, tool_figures
 from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_weighed
@@ -24,10 +24,10 @@ from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
-from adora_vl.training.scores import Scores
+from adora_vl.training.scoring import Scores
 from adora_vl.types import Batch, Row, StepContext, compared_mask
 from adora_vl.utils.cli import plain
-from adora_vl.utils.hidden import masked
+from adora_vl.utils.secrets import masked
 
 # The reward functions' columns of TRL's completions table
 _EXTRA = ("verdict", "extracted", "reason")
@@ -58,7 +58,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self.decode = decode
         # the rollouts of every n-th generation are recorded; 0: of none
         self.every = config.adora_record_every
-        self.updates = Shape.of(config).updates
+        self.updates = BatchLayout.of(config).updates
         # this rank's rollouts in the present step, and those graded last
         self._counted = self._latest = 0
         self._drift: dict[
@@ -245,7 +245,7 @@ def _columns(
     }
 
 
-class GenerationLog:
+class MetricsLogger:
     """What a generation leaves behind: figures, the table of completions, and the record.
 
     On all ranks together.

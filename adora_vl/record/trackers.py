@@ -14,7 +14,7 @@ from trl.trainer.utils import strip_images_from_messages
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.prompts import as_text
 from adora_vl.training.advantages import Advantages
-from adora_vl.training.scores import Scores
+from adora_vl.training.scoring import Scores
 from adora_vl.utils.errors import UserError
 
 

@@ -20,15 +20,15 @@ from trl.models.utils import disable_gradient_checkpointing
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.prompt_lengths import served_length
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.policy_pass import generation_logps
-from adora_vl.dedup.prompts import PromptBatch
 from adora_vl.models.precision import HasModels, dtype_name
+from adora_vl.packing.images import DistinctImages
+from adora_vl.packing.policy_pass import generation_logps
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.types import Batch
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
@@ -133,12 +133,12 @@ def sample(
         return _rollouts(trainer, prompts, answers)
 
 
-def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[RolloutAsk]:
+def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list[SamplingRequest]:
     first = trainer.accelerator.process_index * len(prompts.ids)
     seed = (trainer.args.seed, f"check/{where}")
     rows = zip(prompts.ids, prompts.images or [None] * len(prompts.ids), strict=True)
     return [
-        RolloutAsk(
+        SamplingRequest(
             ids=ids,
             images=list(shown or ()),
             together=number,
@@ -149,7 +149,7 @@ def _asks(trainer: HasEngine, prompts: Prompts, where: str, tokens: int) -> list
     ]
 
 
-def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[RolloutAnswer]) -> Rollouts:
+def _rollouts(trainer: HasEngine, prompts: Prompts, answers: Sequence[SamplingResult]) -> Rollouts:
     tokens = [answer.tokens for answer in answers]
     logps = [answer.logps for answer in answers]
     batch = trainer.pool.judge.collated(

@@ -13,11 +13,11 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from adora_vl.config.checks import engine_scores_raw
-from adora_vl.dedup.image_store import ImageCache
 from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.models.load import pixel_limits
 from adora_vl.models.precision import dtype_name
+from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
     engine_runs_on_cpu,
@@ -25,9 +25,9 @@ from adora_vl.rollout.engine_settings import (
     refuse_on_cpu,
 )
 from adora_vl.rollout.prompt_tokens import check_prompts, never_sampled_ids
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
-from adora_vl.rollout.served import Served
-from adora_vl.rollout.servers import Client, Servers, connect
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.rollout.server_group import ServerGroup
+from adora_vl.rollout.servers import Client, ServerPool, connect
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.rollout.weight_sync import (
     adapter_tensors,
@@ -128,17 +128,17 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             speaks = self.accelerator.is_main_process
             servers = None
             if speaks:
-                servers = Servers(
+                servers = ServerPool(
                     [self.vllm_client],
                     patience_s=self.server_timeout,
                     answer_s=self.settings.answer_s,
                     vocabulary=self._vocabulary,
                 )
-            self.served = Served(self.accelerator, self._place_features, servers)
+            self.served = ServerGroup(self.accelerator, self._place_features, servers)
 
     def _connect(self, folder: Path) -> None:
         """Find the servers, which get their weights from files in `folder`."""
-        self.served = Served(self.accelerator, self._place_features, None)
+        self.served = ServerGroup(self.accelerator, self._place_features, None)
         if self.accelerator.is_main_process:
             addresses = (
                 self.server_base_url or f"http://{self.server_host}:{self.server_port}"
@@ -146,7 +146,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             patience_s = self.server_timeout
             clients = connect([one.strip() for one in addresses], self.group_port, patience_s)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
-            self.served.servers = Servers(
+            self.served.servers = ServerPool(
                 clients,
                 patience_s=patience_s,
                 answer_s=self.settings.answer_s,
@@ -154,7 +154,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
                 logprobs_mode=self._logprobs_mode(),
             )
             self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
-        if self.served.first_rank(Servers.have_lora) or self.four_bit:
+        if self.served.first_rank(ServerPool.have_lora) or self.four_bit:
             self.lora = lora_settings(self.model)
         if self.lora is not None:
             base = self.model.name_or_path
@@ -284,7 +284,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             if self.settings.weight_folder is None:
                 self.bytes_sent = 0
                 super().sync_weights()
-                self.served.first_rank(Servers.forget)
+                self.served.first_rank(ServerPool.forget)
             else:
                 # everything where a server has not got the last sync: at the first one, or where it
                 # was started again
@@ -392,8 +392,8 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         return placed
 
     def sample(
-        self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any] | None = None
-    ) -> list[RolloutAnswer]:
+        self, asks: Sequence[SamplingRequest], settings: Mapping[str, Any] | None = None
+    ) -> list[SamplingResult]:
         """What engine or servers sample now, by the weights of the last sync.
 
         All ranks call it together; each may ask for a number of its own. `settings`: vLLM's
@@ -416,7 +416,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             )
         return answers
 
-    def _sampled(self, asks: Sequence[RolloutAsk], settings: dict[str, Any]) -> list[RolloutAnswer]:
+    def _sampled(
+        self, asks: Sequence[SamplingRequest], settings: dict[str, Any]
+    ) -> list[SamplingResult]:
         everyone = list(asks)
         first = 0
         if self.tensor_parallel_size > 1:  # the ranks of an engine ask for the same
@@ -429,7 +431,7 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if is_peft_model(self.model) and self.tensor_parallel_size > 1:
             # else vLLM's collective calls can meet the end of the adapter's (TRL issue 3671)
             distributed.barrier(device_ids=[self.accelerator.local_process_index])
-        answers: list[RolloutAnswer] = self.llm.sample(everyone, settings, self.image_token_id)
+        answers: list[SamplingResult] = self.llm.sample(everyone, settings, self.image_token_id)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = not self.llm.stays_awake

@@ -25,7 +25,7 @@ from adora_vl.data.images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
 from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, plan_requests
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -122,7 +122,7 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def answer_of(rollout: Any, ask: RolloutAsk, read: Sequence[int], room: int) -> RolloutAnswer:
+def answer_of(rollout: Any, ask: SamplingRequest, read: Sequence[int], room: int) -> SamplingResult:
     """What vLLM has sampled for `ask`.
 
     `read`: the prompt's ids as it has read them. `room`: tokens of a sequence.
@@ -135,7 +135,7 @@ def answer_of(rollout: Any, ask: RolloutAsk, read: Sequence[int], room: int) -> 
         logps = [engine_logp(by_token[token].logprob) for by_token, token in scored]
     full = len(read) + len(tokens) >= room
     reason = "stop" if rollout.finish_reason != "length" else "room" if full else "length"
-    return RolloutAnswer(tokens=tokens, logps=logps, reason=reason, read=list(read))  # type: ignore[arg-type]
+    return SamplingResult(tokens=tokens, logps=logps, reason=reason, read=list(read))  # type: ignore[arg-type]
 
 
 class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
@@ -184,8 +184,11 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
             super().wake_up(*args, **kwargs)
 
     def sample(
-        self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any], image_token_id: int | None
-    ) -> list[RolloutAnswer]:
+        self,
+        asks: Sequence[SamplingRequest],
+        settings: Mapping[str, Any],
+        image_token_id: int | None,
+    ) -> list[SamplingResult]:
         """Neighbours that ask for the same are one request, whose rollouts get its seed, the seed +
         1, and so on.
 

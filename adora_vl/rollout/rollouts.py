@@ -14,7 +14,7 @@ from adora_vl.utils.seeding import rollout_seed
 
 
 @dataclass(frozen=True)
-class Span:
+class Segment:
     """Tokens in a row from one hand."""
 
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ class Call:
 class Rollout:
     """An answer so far, or to its end: it may pause between two spans, or wait for a tool."""
 
-    spans: tuple[Span, ...] = ()
+    spans: tuple[Segment, ...] = ()
     # by itself, at the run's limit, with a call that nobody answers, or at the end of the room in
     # the answer or the engine
     ended: Literal["", "stop", "length", "calls", "room"] = ""
@@ -186,7 +186,7 @@ def open_rollouts(
 
 
 @dataclass(frozen=True)
-class RolloutAsk:
+class SamplingRequest:
     """One rollout to be sampled, or to go on."""
 
     ids: list[int]  # the prompt with its image tokens expanded, and what the rollout has already
@@ -198,7 +198,7 @@ class RolloutAsk:
 
 
 @dataclass(frozen=True)
-class RolloutAnswer:
+class SamplingResult:
     """What was sampled for an ask."""
 
     tokens: list[int]
@@ -209,7 +209,7 @@ class RolloutAnswer:
     read: list[int] = field(default_factory=list)  # the prompt as the engine has read it
 
 
-def plan_requests(asks: Sequence[RolloutAsk]) -> list[list[RolloutAsk]]:
+def plan_requests(asks: Sequence[SamplingRequest]) -> list[list[SamplingRequest]]:
     """Neighbours that may be one request."""
     alike = groupby(
         asks, key=lambda ask: (ask.together, ask.limit, ask.ids, [*map(_identity, ask.images)])

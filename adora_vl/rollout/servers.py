@@ -27,8 +27,8 @@ from urllib3.util.retry import Retry
 
 from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, SpokenError, in_one_line
-from adora_vl.utils.hidden import without_login
 from adora_vl.utils.openai_client import is_here
+from adora_vl.utils.secrets import without_login
 
 DEV_MODE = "start it with VLLM_SERVER_DEV_MODE=1"
 _CONNECT_S = 10.0
@@ -300,7 +300,7 @@ class Server:
         return found
 
 
-class Servers:
+class ServerPool:
     """All servers of a run, those that fail left out until they are back."""
 
     def __init__(

@@ -14,7 +14,14 @@ from PIL import Image
 
 from adora_vl.data.images import kept
 from adora_vl.data.prompts import control_tokens, tool_response
-from adora_vl.rollout.rollouts import Call, Picture, Rollout, RolloutAnswer, RolloutAsk, Span
+from adora_vl.rollout.rollouts import (
+    Call,
+    Picture,
+    Rollout,
+    SamplingRequest,
+    SamplingResult,
+    Segment,
+)
 
 CALL = "<tool_call>"  # begins a call in the policy's words
 LEAST = 16  # tokens that an answer of a tool has to leave
@@ -22,7 +29,7 @@ LEAST = 16  # tokens that an answer of a tool has to leave
 Key = TypeVar("Key", bound=Hashable)
 
 
-def play(
+def run_turns(
     rollouts: Mapping[Key, Rollout],
     ask: Callable[[dict[Key, Rollout]], dict[Key, Rollout]],
     answered: Callable[[Key, Rollout], Rollout],
@@ -49,10 +56,10 @@ def play(
             return done
 
 
-def gone_on(
+def append_result(
     rollout: Rollout,
-    ask: RolloutAsk,
-    answer: RolloutAnswer,
+    ask: SamplingRequest,
+    answer: SamplingResult,
     longest: int,
     turn: int | None,
     ended: Callable[[Sequence[int]], bool] | None,
@@ -69,7 +76,7 @@ def gone_on(
     logps = tuple(answer.logps) if compared else (None,) * len(answer.tokens)
     made = replace(
         rollout,
-        spans=(*rollout.spans, Span(tuple(answer.tokens), logps, step)),
+        spans=(*rollout.spans, Segment(tuple(answer.tokens), logps, step)),
         compared=compared,
     )
     reason = answer.reason
@@ -103,7 +110,7 @@ class Tools(Protocol):
 
 
 @dataclass(frozen=True)
-class Turns:
+class ToolLoop:
     """How calls are answered in a run."""
 
     tools: Tools
@@ -151,7 +158,7 @@ class Turns:
         place = len(rollout.spans)
         return replace(
             rollout,
-            spans=(*rollout.spans, Span(tuple(ids), None, step)),
+            spans=(*rollout.spans, Segment(tuple(ids), None, step)),
             ended="",
             pictures=(*rollout.pictures, *(Picture(image.digest, image, place) for image in shown)),
             calls=(*rollout.calls, *(replace(call, span=place) for call in told.calls)),

@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from adora_vl.checkpoint.library_state import save_tensors
+from adora_vl.checkpoint.trl_state import save_tensors
 from adora_vl.models.load import ADAPTER
 from adora_vl.utils.files import abandoned, locked_folder, replace_file, unwritable
 

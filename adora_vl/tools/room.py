@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from PIL import Image
 
 from adora_vl.data.images import model_size
-from adora_vl.rollout.turns import CALL, LEAST, Turns
+from adora_vl.rollout.turns import CALL, LEAST, ToolLoop
 from adora_vl.tools.ours import OURS, SHORTEST_TEXT
 from adora_vl.tools.run import Toolbox
 from adora_vl.utils.errors import UserError
@@ -47,7 +47,7 @@ def refuse_no_room(
         _refuse_no_text(toolbox, name, tool)
     if processor is None:
         return
-    turns = Turns(
+    turns = ToolLoop(
         tools=toolbox,
         processor=processor,
         template=template,
@@ -97,7 +97,7 @@ def _refuse_no_text(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> No
 
 
 def _refuse_no_tokens(
-    toolbox: Toolbox, turns: Turns, function: Mapping[str, Any], room: Room
+    toolbox: Toolbox, turns: ToolLoop, function: Mapping[str, Any], room: Room
 ) -> None:
     name = function["name"]
     call = _shortest_call(turns, function)
@@ -127,7 +127,7 @@ def _refuse_no_tokens(
         )
 
 
-def _shortest_call(turns: Turns, function: Mapping[str, Any]) -> int:
+def _shortest_call(turns: ToolLoop, function: Mapping[str, Any]) -> int:
     """Tokens of a call with as little in it as its schema allows, in the spelling that takes the
     fewest, and without the mark at its end, which may be left out.
     """

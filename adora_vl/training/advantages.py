@@ -14,7 +14,7 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import AdoraWeighting
 from adora_vl.advantage.grpo import deviation, is_constant, stock_advantages
 from adora_vl.advantage.methods import AdvantagePipeline
-from adora_vl.training.scores import Scores, weighted_sum
+from adora_vl.training.scoring import Scores, weighted_sum
 from adora_vl.types import Batch, StepContext, loss_mask
 
 

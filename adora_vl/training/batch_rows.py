@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from adora_vl.dedup.image_store import ImageBanks, first_patches
+from adora_vl.packing.image_store import ImageBanks, first_patches
 from adora_vl.types import Batch
 
 # The columns of a batch by name, where `pixel_values` is a list with the pixels, or references, of

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from adora_vl.config import AdoraGRPOConfig
-    from adora_vl.dedup.images import DistinctImages
+    from adora_vl.packing.images import DistinctImages
     from adora_vl.training.generation import Generation
     from adora_vl.types import StepContext
 

@@ -8,7 +8,7 @@ is too hard.
 import sys
 from collections.abc import Sequence
 
-from adora_vl.training.scores import Scores
+from adora_vl.training.scoring import Scores
 from adora_vl.types import Row
 from adora_vl.utils.cli import shown
 

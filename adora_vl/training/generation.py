@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adora_vl.rollout.rollouts import Rollout
 from adora_vl.training.advantages import Advantages
-from adora_vl.training.scores import Scores
+from adora_vl.training.scoring import Scores
 from adora_vl.types import Batch, Row
 
 

@@ -3,7 +3,7 @@
 Groups stay together, those without signal are left out, padding is cut.
 
 A unit is the rows that stay together: a group, or as large a part of it as divides a micro-batch
-(`Shape.unit`). Units move between ranks, so that none waits for another: with ZeRO-3 the ranks go
+(`BatchLayout.unit`). Units move between ranks, so that none waits for another: with ZeRO-3 the ranks go
 through their micro-batches in lockstep, and one takes as long as on the rank with the most tokens.
 """
 
@@ -15,9 +15,9 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor, distributed
 
-from adora_vl.config.batch_plan import Shape
+from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.losses import has_entropy_bonus
-from adora_vl.dedup.image_store import ImageBanks
+from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import (
     SplitBatch,
     concat_rows,
@@ -213,7 +213,7 @@ class MicroBatcher:
         self.accelerator = context.accelerator
         self.log = context.log
         self.pad_id = context.pad_id
-        self.shape = Shape.of(context.config)
+        self.shape = BatchLayout.of(context.config)
         self.config = context.config
         self.banks = banks
         self._every_row_counts = every_row_counts

@@ -23,30 +23,30 @@ import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from adora_vl.config.batch_plan import Shape
-from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.config.options import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER, DistinctRows, shown_rows
 from adora_vl.data.rows import images_of
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.packing.images import DistinctImages
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.prompt_tokens import mismatch_named
 from adora_vl.rollout.rollouts import (
     DrawnProblem,
     Rollout,
-    RolloutAsk,
     RolloutGroup,
+    SamplingRequest,
     groups_of,
     open_rollouts,
 )
-from adora_vl.rollout.sources import Sampler, Ticket
-from adora_vl.rollout.turns import Turns, gone_on, play
+from adora_vl.rollout.samplers import PendingSamples, Sampler
+from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.tools.environments import Environments
-from adora_vl.training import policies
+from adora_vl.training import schedule
+from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.extensions import Extension, other_images
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import GenerationGuard
-from adora_vl.training.judge import Judge
 from adora_vl.training.micro_batches import live_units
 from adora_vl.training.pool_state import PoolState
 from adora_vl.types import Row, StepContext
@@ -75,12 +75,12 @@ class Pool:
         context: StepContext,
         images: DistinctImages,
         sampler: Sampler,
-        judge: Judge,
+        judge: BatchBuilder,
         guard: GenerationGuard,
         extensions: Sequence[Extension],
         phase: Callable[[str], AbstractContextManager[None]],
         dataset: Any,
-        turns: Turns | None = None,
+        turns: ToolLoop | None = None,
         environments: Environments | None = None,
     ) -> None:
         """`phase`: inside, the seconds count as this one's.
@@ -100,7 +100,7 @@ class Pool:
         self.phase = phase
         self.rows = DistinctRows(dataset)
         self.asked: RolloutOptions = context.config.adora_rollouts
-        self.shape = Shape.of(context.config)
+        self.shape = BatchLayout.of(context.config)
         self.turns = turns
         self.environments = environments
         # whether a generation may begin more than it learns from
@@ -182,7 +182,7 @@ class Pool:
         shape = self.shape
         if not shape.has_one_step:
             return math.ceil((step * shape.accumulated + micro) / shape.cycle)
-        return policies.generations_in(step, *self._in_step_and_epoch) + micro // shape.cycle
+        return schedule.generations_in(step, *self._in_step_and_epoch) + micro // shape.cycle
 
     @property
     def _in_step_and_epoch(self) -> tuple[int, int]:
@@ -208,7 +208,7 @@ class Pool:
         return (
             given
             if isinstance(given, int)
-            else policies.automatic_budget(self.state.lengths, least)
+            else schedule.automatic_budget(self.state.lengths, least)
         )
 
     def _begun(
@@ -222,7 +222,7 @@ class Pool:
             return drawn
         known = {group.problem: group.row for group in drawn}
         problems = [*self.state.drawn, *known]
-        count = policies.how_many_begin(
+        count = schedule.how_many_begin(
             waiting,
             complete=self.state.complete,
             places=self.places,
@@ -255,7 +255,7 @@ class Pool:
         limits: dict[int, int | None] = dict.fromkeys(range(len(groups)))
         if budget is None:
             return self._sampled(generation, groups, limits)
-        needed = policies.groups_to_complete(
+        needed = schedule.groups_to_complete(
             len(groups), places=self.places, left=self._left(generation), least=self.least
         )
         if needed == len(groups):
@@ -295,7 +295,7 @@ class Pool:
             own = torch.tensor([live.count(True) / len(live)], device=self.accelerator.device)
             share = float(self.accelerator.gather(own).mean())
             self.state = replace(
-                self.state, signal=(*self.state.signal, share)[-policies.REMEMBERED :]
+                self.state, signal=(*self.state.signal, share)[-schedule.REMEMBERED :]
             )
         for attempt in range(1, self.asked.refill + 1):
             live = live_units(generation.batch["signal"], size)
@@ -308,7 +308,7 @@ class Pool:
             if not lacks:
                 break
             further = replace(generation, attempt=attempt)
-            count = policies.groups_for(policies.MORE * lacks, [share], self.places)
+            count = schedule.groups_for(schedule.MORE * lacks, [share], self.places)
             groups = self._with_further(further, groups=groups, budget=budget, count=count - fewest)
             more, groups, fewest = self._judged(further, groups, count)
             if not more:  # on no rank: none has ended within the budget
@@ -317,7 +317,7 @@ class Pool:
             if not all(gather_object([further.batch.keys() == generation.batch.keys()])):
                 # only one of the two batches has images, so their rows have different columns
                 continue
-            chosen = policies.admitted(
+            chosen = schedule.admitted(
                 live, live_units(further.batch["signal"], size), self.places if self.aged else 0
             )
             replaced += sum(number != place for place, number in enumerate(chosen[: len(live)]))
@@ -332,7 +332,7 @@ class Pool:
             self.log("adora/refilled_groups", replaced / len(learned))
         if self.waits:
             self.state = replace(
-                self.state, lengths=(*self.state.lengths, lengths)[-policies.REMEMBERED :]
+                self.state, lengths=(*self.state.lengths, lengths)[-schedule.REMEMBERED :]
             )
         return groups, fewest
 
@@ -354,7 +354,7 @@ class Pool:
         rank = self.accelerator.process_index
         empty = (Rollout(),) * generation.group_size
         seed = f"{self.config.seed}/{generation.key}/{generation.attempt}/{rank}"
-        numbers = policies.further_rows(len(self.rows), count, seed)
+        numbers = schedule.further_rows(len(self.rows), count, seed)
         rows: list[Any] = self.rows.__getitems__(numbers)
         self.guard.check(rows, generation.step)
         begun = [
@@ -404,7 +404,7 @@ class Pool:
         generation: Generation,
         groups: list[RolloutGroup],
         limits: dict[int, int | None],
-        ticket: Ticket | None = None,
+        ticket: PendingSamples | None = None,
     ) -> list[RolloutGroup]:
         """The groups after their rollouts have gone on, by so many tokens or (None) to their ends.
 
@@ -427,12 +427,12 @@ class Pool:
             found = {}
             for (place, rollout), one, answer in zip(going.items(), asks, answers, strict=True):
                 how = turn, self._has_ended, step, asked[place].compared
-                found[place] = gone_on(rollout, one, answer, asked[place].longest, *how)
+                found[place] = append_result(rollout, one, answer, asked[place].longest, *how)
             return found
 
         with self.phase("rollout"), self.guard.watching():
             asked, prompts = self._asked(generation, groups, limits, began)
-            played = play(
+            played = run_turns(
                 began,
                 ask=ask,
                 answered=lambda place, rollout: self._answered(
@@ -495,7 +495,7 @@ class Pool:
             left = min(left, self.turns.tokens - len(rollout.turn))
         return left
 
-    def _ask(self, asked: _Asked, rollout: Rollout) -> RolloutAsk:
+    def _ask(self, asked: _Asked, rollout: Rollout) -> SamplingRequest:
         group = asked.group
         member = asked.member
         had = rollout.tokens
@@ -510,7 +510,7 @@ class Pool:
             else group.problem
         )
         images = [*asked.images, *(picture.image for picture in rollout.pictures)]
-        return RolloutAsk(
+        return SamplingRequest(
             ids=[*asked.prompt, *had],
             images=images,
             together=together,

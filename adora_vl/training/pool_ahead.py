@@ -21,11 +21,11 @@ from accelerate.utils import gather_object
 
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.rollout.rollouts import RolloutGroup, groups_of, open_rollouts
-from adora_vl.rollout.sources import ServersAhead
+from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.training.generation import Generation
-from adora_vl.training.policies import groups_for, groups_to_complete, place_of
 from adora_vl.training.pool import Pool
 from adora_vl.training.pool_state import ComingGeneration
+from adora_vl.training.schedule import groups_for, groups_to_complete, place_of
 from adora_vl.types import Row
 
 
@@ -45,7 +45,7 @@ class PoolAhead(Pool):
         weights, and returns what judges it.
         """
         super().__init__(*given, **more)
-        assert isinstance(self.sampler, ServersAhead)
+        assert isinstance(self.sampler, AsyncServerSampler)
         self.servers = self.sampler
         self.next_rows = next_rows
         self.drift = drift

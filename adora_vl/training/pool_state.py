@@ -21,11 +21,11 @@ from adora_vl.rollout.rollouts import (
     DrawnProblem,
     Picture,
     Rollout,
-    RolloutAnswer,
     RolloutGroup,
-    Span,
+    SamplingResult,
+    Segment,
 )
-from adora_vl.rollout.sources import Ticket
+from adora_vl.rollout.samplers import PendingSamples
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
@@ -39,11 +39,11 @@ class ComingGeneration:
     numbers: tuple[int, ...]  # of the rows that the data loader draws for it
     groups: tuple[RolloutGroup, ...]  # without what was asked for
     limits: dict[int, int | None]  # tokens that were asked for, by the number of the group
-    ticket: Ticket  # for the rollouts that have not ended
+    ticket: PendingSamples  # for the rollouts that have not ended
 
     def packed(self) -> dict[str, Any]:
         spans = [
-            Span(tuple(one.tokens), tuple(one.logps), self.ticket.step)
+            Segment(tuple(one.tokens), tuple(one.logps), self.ticket.step)
             for one in self.ticket.join()
         ]
         answers = [_tensors(span) for span in spans]
@@ -59,10 +59,10 @@ class ComingGeneration:
     ) -> ComingGeneration:
         step, found = packed["ticket"]
         answers = [
-            RolloutAnswer(tokens.tolist(), list(_logps(logps) or ())) for tokens, logps in found
+            SamplingResult(tokens.tolist(), list(_logps(logps) or ())) for tokens, logps in found
         ]
         groups = tuple(_unpacked(one, images) for one in packed["groups"])
-        return cls(**{**packed, "groups": groups, "ticket": Ticket(step, lambda: answers)})
+        return cls(**{**packed, "groups": groups, "ticket": PendingSamples(step, lambda: answers)})
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def _image_in(encoded: torch.Tensor) -> Image.Image:
     return image
 
 
-def _tensors(span: Span) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _tensors(span: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
     tokens = torch.tensor(span.tokens, dtype=torch.int32)
     if span.logps is None:
         return tokens, None
@@ -186,7 +186,7 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
     rollouts = []
     for one in packed["rollouts"]:
         spans = tuple(
-            Span(tuple(tokens.tolist()), _logps(logps), step)
+            Segment(tuple(tokens.tolist()), _logps(logps), step)
             for tokens, logps, step in one["spans"]
         )
         pictures = tuple(Picture(digest, images[digest], span) for digest, span in one["pictures"])

@@ -9,8 +9,8 @@ from typing import Any, cast
 from accelerate.utils import send_to_device
 
 from adora_vl.checkpoint.store import facts_of, load_of_rank, save_of_rank
-from adora_vl.config.batch_plan import Shape
-from adora_vl.dedup.image_store import ImageBanks
+from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import to_cpu
 from adora_vl.types import Batch, StepContext
 from adora_vl.utils.errors import UserError
@@ -29,7 +29,7 @@ class UnfinishedGeneration:
     def __init__(self, context: StepContext, banks: ImageBanks) -> None:
         self.accelerator = context.accelerator
         self.banks = banks
-        self.shape = Shape.of(context.config)
+        self.shape = BatchLayout.of(context.config)
         self.state = context.state
         # Where the first generation of an optimizer step began: TRL's `_step`, the tokens seen by
         # then, and the facts.

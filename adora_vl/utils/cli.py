@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.hidden import masked_text
+from adora_vl.utils.secrets import masked_text
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_UNREAD = 141  # 128 + SIGPIPE

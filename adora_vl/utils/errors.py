@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from adora_vl.utils.hidden import masked_text
+from adora_vl.utils.secrets import masked_text
 
 
 class SpokenError(Exception):

@@ -28,7 +28,7 @@ import httpx
 
 from adora_vl.utils.errors import SpokenError, UserError
 from adora_vl.utils.files import KeptAnswers, written_to
-from adora_vl.utils.hidden import masked_text, note_secret
+from adora_vl.utils.secrets import masked_text, note_secret
 
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _REFUSED = (401, 403)

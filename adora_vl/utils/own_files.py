@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
+from adora_vl.utils.hashing import content_hash
 
 LOAD_TIMEOUT_S = 60.0
 # What a deadline may be: below, a call could not even begin; above, the timers of Python and of the

@@ -26,8 +26,8 @@ from trl.kernels import chunked_logprob
 from trl.trainer import grpo_trainer
 
 from adora_vl import trainer as our_trainer
+from adora_vl.config.run_context import Sharding
 from adora_vl.config.schema import parse
-from adora_vl.config.where import Sharding
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import Measured
 from adora_vl.data.prompts import conversation
@@ -37,8 +37,8 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import SHAPES, describe
 from adora_vl.planning.dry_run import make_setup
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
-from adora_vl.start import checked, road
+from adora_vl.preflight import resolved_run, run_checks
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 
@@ -169,9 +169,9 @@ class RecordedAnswers:
             for n in lengths
         ]
 
-    def sample(self, asks: Sequence[RolloutAsk], _: Any = None) -> list[RolloutAnswer]:
+    def sample(self, asks: Sequence[SamplingRequest], _: Any = None) -> list[SamplingResult]:
         return [
-            RolloutAnswer(row, [LOGP] * len(row))
+            SamplingResult(row, [LOGP] * len(row))
             for row in self._answers([ask.ids for ask in asks])
         ]
 
@@ -461,9 +461,13 @@ def _patched(card: Card) -> Iterator[None]:
         (PreTrainedModel, "from_pretrained", classmethod(from_pretrained)),
         (PreTrainedModel, "save_pretrained", saved),
         (torch, "save", written),
-        (checked, "four_bit_folder", in_four_bit),
-        (road, "check_weights", lambda *args: None),
-        (road, "refuse_on_cpu", lambda *args: None),  # which asks the vLLM that is installed here
+        (resolved_run, "four_bit_folder", in_four_bit),
+        (run_checks, "check_weights", lambda *args: None),
+        (
+            run_checks,
+            "refuse_on_cpu",
+            lambda *args: None,
+        ),  # which asks the vLLM that is installed here
         (our_trainer, "AdoraVLLMGeneration", RecordedAnswers),
         (grpo_trainer, "VLLMGeneration", RecordedAnswers),
         (chunked_logprob, "_forward_kernel", Launch(card, "TRL's head, forward")),

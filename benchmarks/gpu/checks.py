@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.gpu.table import Line, Verdict, failed, one_line, skipped
+from benchmarks.gpu.table import CheckResult, Line, failed, one_line, skipped
 
 if TYPE_CHECKING:
     from benchmarks.gpu.setting import Setting
@@ -215,7 +215,7 @@ def remove_half_built(built: Path) -> None:
 
 def _read(words: str) -> Line:
     fields = json.loads(words)
-    return Line(**{**fields, "verdict": Verdict(fields["verdict"])})
+    return Line(**{**fields, "verdict": CheckResult(fields["verdict"])})
 
 
 def guarded(check: GPUCheck, setting: Setting) -> Iterator[Line]:

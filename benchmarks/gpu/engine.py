@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoProcessor, PretrainedConfig
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.doctor.engine import FEATURES
 from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.checks import Status
@@ -28,7 +28,7 @@ from adora_vl.utils.launch import find_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
 from benchmarks.gpu.streaming import TARGETS
-from benchmarks.gpu.table import Line, Verdict, at_most, failed, holds, skipped
+from benchmarks.gpu.table import CheckResult, Line, at_most, failed, holds, skipped
 from benchmarks.gpu.trainer import shapes
 
 _SAME_PLACE = "gpu-benchmark"
@@ -167,7 +167,7 @@ def as_line(found: dict[str, Any], dtype: str) -> Line:
         what=what,
         figure=detail,
         bound="the doctor's",
-        verdict=Verdict.OK if ok else Verdict.FAIL,
+        verdict=CheckResult.OK if ok else CheckResult.FAIL,
         note=found["remedy"],
     )
 

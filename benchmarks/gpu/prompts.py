@@ -23,8 +23,8 @@ from torch import Tensor
 from transformers.utils import is_flash_attn_2_available
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.dedup import policy_pass as packed_pass
-from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.packing import policy_pass as packed_pass
+from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
     ON_A_GPU_ONLY,

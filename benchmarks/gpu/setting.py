@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
-from adora_vl.dedup.split_attention import plan_no_shapes
 from adora_vl.models.load import load_config
 from adora_vl.models.shape import SHAPES
+from adora_vl.packing.split_attention import plan_no_shapes
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.table import Line, failed, one_line, skipped
 

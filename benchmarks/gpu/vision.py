@@ -14,8 +14,8 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
 )
 
-from adora_vl.dedup.vision import batch_windows, host_bounds
 from adora_vl.models.precision import restore_buffers
+from adora_vl.packing.vision import batch_windows, host_bounds
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
     ON_A_GPU_ONLY,

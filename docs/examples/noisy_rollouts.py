@@ -24,7 +24,7 @@ from transformers import BaseImageProcessor
 from adora_vl.advantage import option
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.images import model_size
-from adora_vl.dedup.image_store import PASSING, can_cache
+from adora_vl.packing.image_store import PASSING, can_cache
 from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.training.extensions import Extension
 from adora_vl.training.generation import Generation

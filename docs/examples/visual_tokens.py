@@ -20,7 +20,8 @@ from transformers import BaseImageProcessor, PretrainedConfig
 
 from adora_vl.advantage import option
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.dedup.image_store import (
+from adora_vl.models.families import family_of, sees_images
+from adora_vl.packing.image_store import (
     ImageBank,
     ImageBanks,
     can_cache,
@@ -28,8 +29,7 @@ from adora_vl.dedup.image_store import (
     first_patches,
     normalized,
 )
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.models.families import family_of, sees_images
+from adora_vl.packing.images import DistinctImages
 from adora_vl.training.extensions import Extension
 from adora_vl.training.generation import Generation
 from adora_vl.types import Batch, StepContext, loss_mask

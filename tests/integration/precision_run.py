@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.utils.errors import RunError
 

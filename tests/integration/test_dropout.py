@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import GenerationMixin
 
-from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.utils.seeding import drawn_at
 from benchmarks.stand_in_server import StandIn

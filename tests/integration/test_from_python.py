@@ -1,5 +1,6 @@
 """The trainer as a drop-in for TRL's, by the lines that the documentation shows."""
 
+import ast
 import json
 import os
 import re
@@ -15,10 +16,10 @@ from datasets import Dataset
 from PIL import Image
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
-from adora_vl.config.where import Where
-from adora_vl.start.checked import Asked, ModelSource
-from adora_vl.start.objects import Datasets, model_keys
-from adora_vl.start.road import walk
+from adora_vl.config.run_context import RunContext
+from adora_vl.preflight.python_inputs import Datasets, model_keys
+from adora_vl.preflight.resolved_run import ModelSource, RunRequest
+from adora_vl.preflight.run_checks import walk
 from adora_vl.utils.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def test_the_documented_lines_train_and_record(tmp_path):
     of it.
     """
     lines = documented()
-    assert len([line for line in lines.splitlines() if line.strip()]) <= 15
+    assert len(ast.parse(lines).body) <= 15  # statements
     script = tmp_path / "own.py"
     script.write_text(lines.replace("runs/python", str(tmp_path / "out")))
     done = subprocess.run(
@@ -164,14 +165,14 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         vllm_max_model_length=1200,
         num_generations=4,
         per_device_train_batch_size=8,
-        max_completion_length=100,
+        max_completion_length=200,
         report_to="none",
     )
     rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
     run = walk(
-        Asked(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
-        Where.of_launch("leave"),
+        RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment=Board),
+        RunContext.of_launch("leave"),
     )
     assert (
         run.rewards.entries == ("seen", "Board")
@@ -181,8 +182,8 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         UserError, match="environment_factory: a reward function has the name 'seen', too; rename"
     ):
         walk(
-            Asked(args, source, rows, seen, environment=type("seen", (Board,), {})),
-            Where.of_launch("leave"),
+            RunRequest(args, source, rows, seen, environment=type("seen", (Board,), {})),
+            RunContext.of_launch("leave"),
         )
     assert run.evaluated["own"][0]["prompt"][0] == run.dataset[0]["prompt"][0], (
         "TRL's evaluations tell of them, too"

@@ -18,19 +18,19 @@ from PIL import Image
 from transformers import Gemma3Config, Qwen2Config
 from trl import get_quantization_config
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
+from adora_vl.config.run_context import DryRunOptions, RunContext
 from adora_vl.config.schema import parse
-from adora_vl.config.where import DryRunOptions, Where
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.evals.benchmark import NAMES
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.dry_run import make_plan
+from adora_vl.preflight import run_checks
+from adora_vl.preflight.python_inputs import Datasets, model_keys
+from adora_vl.preflight.resolved_run import ModelSource, RunRequest
+from adora_vl.preflight.run_checks import walk
 from adora_vl.prepare import prepare, prepare_on_paper
-from adora_vl.start import road
-from adora_vl.start.checked import Asked, ModelSource
-from adora_vl.start.objects import Datasets, model_keys
-from adora_vl.start.road import walk
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils import versions
@@ -140,7 +140,8 @@ def from_python(words: list[str]) -> None:
     lora = lora_of(model)
     source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
     run = walk(
-        Asked(config, source, Datasets(rows()), list(script.adora_reward)), Where.of_launch("leave")
+        RunRequest(config, source, Datasets(rows()), list(script.adora_reward)),
+        RunContext.of_launch("leave"),
     )
     run.take(
         {"true": True, "None": None}.get(
@@ -684,7 +685,7 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
 
         return made_now
 
-    monkeypatch.setattr(road, "STOPS", tuple(map(counted, road.STOPS)))
+    monkeypatch.setattr(run_checks, "CHECKS", tuple(map(counted, run_checks.CHECKS)))
     words = [
         *CPU,
         *BATCH,

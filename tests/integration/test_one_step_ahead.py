@@ -14,7 +14,7 @@ import pytest
 from adora_vl import parts as trainer_parts
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.record.metrics import METRICS, read_metrics
-from adora_vl.rollout.sources import ServersAhead
+from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -100,8 +100,8 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         monkeypatch.setattr(owner, method, run)
 
     noted(WeightFiles, "written", "written")
-    noted(ServersAhead, "begin", "asked")
-    noted(ServersAhead, "_join", "joined")
+    noted(AsyncServerSampler, "begin", "asked")
+    noted(AsyncServerSampler, "_join", "joined")
     noted(AdoraGRPOTrainer, "_compute_loss", "learned")
     noted(trainer_parts, "drift_measured", "drift")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}

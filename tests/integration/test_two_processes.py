@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.checkpoint.library_state import REFERENCE
 from adora_vl.checkpoint.store import MANIFEST, MARK, checkpoints, problem_of, publish
+from adora_vl.checkpoint.trl_state import REFERENCE
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from benchmarks.kill_and_resume import facts

@@ -14,7 +14,7 @@ from adora_vl.advantage.daro import Daro
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.models.load import PRETRAINED, load_processor
-from adora_vl.record.recorder import GenerationLog
+from adora_vl.record.recorder import MetricsLogger
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
@@ -161,14 +161,14 @@ def test_the_trainer_hands_whole_groups_to_the_method_and_its_state_to_the_check
     tmp_path, stock, monkeypatch
 ):
     """On stock TRL's rollouts, the advantages are those of the pure functions, step after step."""
-    graded = GenerationLog.graded
+    graded = MetricsLogger.graded
     seen = list[Any]()
 
-    def noted(log: GenerationLog, generation: Any, *given: Any) -> None:
+    def noted(log: MetricsLogger, generation: Any, *given: Any) -> None:
         seen.append(generation.scores)
         graded(log, generation, *given)
 
-    monkeypatch.setattr(GenerationLog, "graded", noted)
+    monkeypatch.setattr(MetricsLogger, "graded", noted)
     chosen = {"daro": {}, "adora": {"criteria": ["difficulty"], "tau": 0.2}}
     ours = two_steps(AdoraGRPOTrainer, tmp_path, adora_method=chosen)
     options = Adora(criteria=("difficulty",), tau=Schedule(0.2))

@@ -18,10 +18,10 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation
 from adora_vl.models.load import PRETRAINED, load_processor
-from adora_vl.rollout.rollouts import RolloutAnswer
-from adora_vl.rollout.sources import EngineNow
+from adora_vl.rollout.rollouts import SamplingResult
+from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.unit.dedup.test_images import picture
+from tests.unit.packing.test_images import picture
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 GROUPS, SIZE = 4, 4
@@ -196,7 +196,7 @@ def test_a_generation_is_trls(tmp_path, case):
     }
     trainer = trainer_of(tmp_path, [by_tokens, *others[rewards]], **settings)
     completions, logps = sampled(trainer.eos_token_ids[:1])
-    answers = [RolloutAnswer(*each) for each in zip(completions, logps, strict=True)]
+    answers = [SamplingResult(*each) for each in zip(completions, logps, strict=True)]
     if engine:
         trainer.use_vllm = True
         found: Any = SimpleNamespace(
@@ -204,7 +204,7 @@ def test_a_generation_is_trls(tmp_path, case):
         )
         found.take_images_from = lambda _: None
         trainer.vllm_generation = found
-        trainer.pool.sampler = EngineNow(trainer.context, trainer.images, found)
+        trainer.pool.sampler = VLLMSampler(trainer.context, trainer.images, found)
         trainer.pool.judge = replace(trainer.pool.judge, scored=True)
     trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
     trainer.model.train(training)

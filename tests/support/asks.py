@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from adora_vl.rollout.rollouts import RolloutAsk
+from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.utils.seeding import rollout_seed
 
 
@@ -15,7 +15,7 @@ def asks_of(
     first: int = 0,
     grouped: bool = True,
     limit: int | None = None,
-) -> list[RolloutAsk]:
+) -> list[SamplingRequest]:
     """`ids`: of their prompts.
 
     `first`: the number of the first row. `grouped`: those of a group may be one request.
@@ -26,5 +26,7 @@ def asks_of(
     ):
         group, member = divmod(number, generations)
         seed = rollout_seed(3, "train/0", group, member)
-        asks.append(RolloutAsk(own, list(shown or ()), group if grouped else number, seed, limit))
+        asks.append(
+            SamplingRequest(own, list(shown or ()), group if grouped else number, seed, limit)
+        )
     return asks

@@ -22,8 +22,8 @@ from adora_vl.evals.inference.requests import HUB_ID
 from adora_vl.evals.options import DataOptions, HubDataOptions
 from adora_vl.evals.records import LoadedProblems, Problem
 from adora_vl.utils.cli import read_json
-from adora_vl.utils.content import content_hash
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.hub import no_hub, why_missing
 
 Row = dict[str, Any]

@@ -16,8 +16,8 @@ import torch
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 from adora_vl.rewards.thinking import opens_thinking
-from adora_vl.rollout.rollouts import Rollout, RolloutAnswer, RolloutAsk
-from adora_vl.rollout.turns import Turns, gone_on, play
+from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult
+from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from adora_vl.utils.seeding import rollout_seed
@@ -31,12 +31,12 @@ class Conversations:
     several.
     """
 
-    turns: Turns | None = None
+    turns: ToolLoop | None = None
 
     def __init__(
         self,
         chat: ChatProcessor,
-        sample: Callable[[Sequence[RolloutAsk]], list[RolloutAnswer]],
+        sample: Callable[[Sequence[SamplingRequest]], list[SamplingResult]],
         longest: int,
         batch_size: int,
         *,
@@ -67,7 +67,7 @@ class Conversations:
             left = min(self.longest, chat.context - len(prompts[number])) - len(rollout.tokens)
             return min(left, turn - len(rollout.turn)) if turn else left
 
-        def asked(number: int, rollout: Rollout) -> RolloutAsk:
+        def asked(number: int, rollout: Rollout) -> SamplingRequest:
             seed = requests[number].seed
             spans = len(rollout.spans)
             seed = (
@@ -76,7 +76,7 @@ class Conversations:
                 else seed
             )
             images = [*requests[number].images, *(picture.image for picture in rollout.pictures)]
-            return RolloutAsk(
+            return SamplingRequest(
                 ids=[*prompts[number], *rollout.tokens],
                 images=images,
                 together=number,
@@ -87,7 +87,7 @@ class Conversations:
         def ask(going: dict[int, Rollout]) -> dict[int, Rollout]:
             asks = [asked(number, rollout) for number, rollout in going.items()]
             return {
-                number: gone_on(
+                number: append_result(
                     rollout,
                     ask=one,
                     answer=answer,
@@ -111,7 +111,7 @@ class Conversations:
             )
 
         begun = {number: Rollout() for number, fault in enumerate(faults) if fault is None}
-        played = play(
+        played = run_turns(
             begun,
             ask=ask,
             answered=answered,
@@ -146,7 +146,7 @@ class _Local(Conversations):
         settings: AnswerEngineSettings,
         chat: ChatProcessor,
         batch_size: int,
-        sample: Callable[[Sequence[RolloutAsk]], list[RolloutAnswer]],
+        sample: Callable[[Sequence[SamplingRequest]], list[SamplingResult]],
     ) -> None:
         super().__init__(chat, sample, settings.max_tokens, settings.batch_size or batch_size)
         self.resolved = chat.resolved(settings.dtype)
@@ -163,7 +163,7 @@ class _Local(Conversations):
                 turn,
                 room,
             )
-            self.turns = Turns(toolbox, *given)
+            self.turns = ToolLoop(toolbox, *given)
 
 
 class VLLMEngine(_Local):
@@ -248,7 +248,7 @@ class TransformersEngine(_Local):
             **(sampled if settings.temperature > 0 else {"do_sample": False}),
         )
 
-    def _sampled(self, asks: Sequence[RolloutAsk]) -> list[RolloutAnswer]:
+    def _sampled(self, asks: Sequence[SamplingRequest]) -> list[SamplingResult]:
         if not asks:
             return []
         inputs = self.chat.inputs(
@@ -261,11 +261,11 @@ class TransformersEngine(_Local):
         made = sequences_BT[:, inputs["input_ids"].shape[1] :].tolist()
         return [self._answer(ids[: ask.limit]) for ids, ask in zip(made, asks, strict=True)]
 
-    def _answer(self, ids: list[int]) -> RolloutAnswer:
+    def _answer(self, ids: list[int]) -> SamplingResult:
         """Up to and with the first end token.
 
         Without one it was cut off by the limit on its length.
         """
         end = next((i for i, token in enumerate(ids) if token in self._eos_ids), None)
         kept = ids if end is None else ids[: end + 1]
-        return RolloutAnswer(kept, [None] * len(kept), "length" if end is None else "stop")
+        return SamplingResult(kept, [None] * len(kept), "length" if end is None else "stop")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoProcessor
 
-from adora_vl.builtin import WarmStart, assets
-from adora_vl.builtin.assets import STARTS
+from adora_vl.builtin import WarmStart, builtin_data
+from adora_vl.builtin.builtin_data import STARTS
 from adora_vl.builtin.small_model import build_start
 from adora_vl.builtin.tiny_perimeter import PerimeterStart
 from adora_vl.builtin.tiny_text import TextStart
@@ -83,15 +83,17 @@ def test_a_start_that_a_wheel_lacks_is_built_in_the_cache_at_its_first_use(tmp_p
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
     name = "tiny_perimeter"
     monkeypatch.setitem(STORED, name, tmp_path / "nowhere")
-    monkeypatch.setitem(assets.STARTS, name, assets.Start(SHORT[name], STARTS[name].begin))
-    assert assets.resolve_model(name) == str(tmp_path / name)
+    monkeypatch.setitem(
+        builtin_data.STARTS, name, builtin_data.Start(SHORT[name], STARTS[name].begin)
+    )
+    assert builtin_data.resolve_model(name) == str(tmp_path / name)
     written = (tmp_path / name / "model.safetensors").stat().st_mtime_ns
-    assert assets.resolve_model(name) == str(tmp_path / name)
+    assert builtin_data.resolve_model(name) == str(tmp_path / name)
     assert (tmp_path / name / "model.safetensors").stat().st_mtime_ns == written
 
 
 def test_a_wheel_has_the_weights_of_one_model():
-    package = Path(assets.__file__).parents[1]
+    package = Path(builtin_data.__file__).parents[1]
     packed = tomllib.loads((package.parent / "pyproject.toml").read_text())["tool"]["setuptools"]
     files = [file for one in packed["package-data"]["adora_vl"] for file in package.glob(one)]
     assert [file.parent for file in files if file.suffix == ".safetensors"] == [PRETRAINED]

@@ -12,8 +12,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from adora_vl.checkpoint.library_state import REFERENCE, Losses, MovingReference
 from adora_vl.checkpoint.store import seal
+from adora_vl.checkpoint.trl_state import REFERENCE, Losses, MovingReference
 from adora_vl.checkpoint.writer import of_a_run
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
@@ -107,7 +107,7 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
     tmp_path, monkeypatch
 ):
     """Between two lines of the log a rank has a sum that the others have not."""
-    monkeypatch.setattr("adora_vl.checkpoint.library_state.gather_object", lambda own: [*own, 0.5])
+    monkeypatch.setattr("adora_vl.checkpoint.trl_state.gather_object", lambda own: [*own, 0.5])
 
     def trainer(rank: int, ranks: int, **sums: Any) -> Any:
         at = {"_tr_loss": torch.zeros(()), "_total_loss_scalar": 0.0, "_globalstep_last_logged": 5}

@@ -6,7 +6,7 @@ import sys
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from adora_vl.config.key_list import asks_for_help, help_text, read_keys
+from adora_vl.config.help import asks_for_help, help_text, read_keys
 from adora_vl.config.schema import DATACLASSES
 
 ROOT = Path(__file__).parents[3]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import yaml
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.migrate import main
 from adora_vl.rewards import choose_rewards
 from adora_vl.utils.errors import UserError

@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config import key_list, reading, values
+from adora_vl.config import command, help, values
 from adora_vl.config.advantage import method_run
-from adora_vl.config.blocks import RolloutOptions
-from adora_vl.config.key_list import help_text
+from adora_vl.config.command import OPTIONS, read
+from adora_vl.config.help import help_text
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
-from adora_vl.config.reading import OPTIONS, read
+from adora_vl.config.options import RolloutOptions
 from adora_vl.config.schema import DATACLASSES, parse
 from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError
@@ -228,7 +228,7 @@ def test_a_file_is_read_once_and_what_is_converted_again_stays_the_same(tmp_path
         "adora: {factor: 0.3}}\nadora_columns: {problem: question}\n"
     )
     once = Mock(wraps=read_mapping)
-    monkeypatch.setattr(reading, "read_mapping", once)
+    monkeypatch.setattr(command, "read_mapping", once)
     words = [
         "--config",
         str(tmp_path / "c.yaml"),
@@ -300,17 +300,17 @@ def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
 
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
     """From the sources."""
-    assert key_list.read_keys().keys() == {
+    assert help.read_keys().keys() == {
         key.name for each in DATACLASSES for key in fields(each) if key.init
     }
     for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
-        monkeypatch.setitem(key_list._FILES, "trl", files)
-        key_list.read_keys.cache_clear()
+        monkeypatch.setitem(help._FILES, "trl", files)
+        help.read_keys.cache_clear()
         with pytest.raises(
             UserError, match="^the installed TRL or Transformers is another version"
         ):
             read(["--beta", "1"])
-    key_list.read_keys.cache_clear()
+    help.read_keys.cache_clear()
 
 
 EARLY = {
@@ -335,10 +335,10 @@ def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path)
     """All in one process. What the command line replaces in the file is not looked at."""
     (tmp_path / "c.yaml").write_text("adora_max_ratio: 0\nadora_self_check: maybe\n")
     rows = [words.format(file=tmp_path / "c.yaml").split() for words in EARLY]
-    for command in ("train", "doctor.__main__"):
-        commands = [row for row in rows if command == "train" or "--dry-run" not in row]
+    for module in ("train", "doctor.__main__"):
+        commands = [row for row in rows if module == "train" or "--dry-run" not in row]
         code = (
-            f"from adora_vl.{command} import main; print([main(r) for r in {commands!r}], {SLOW} "
+            f"from adora_vl.{module} import main; print([main(r) for r in {commands!r}], {SLOW} "
             "& {*sys.modules})"
         )
         done = subprocess.run(
@@ -352,6 +352,6 @@ def test_nothing_slow_is_imported_before_a_wrong_key_or_value_is_named(tmp_path)
         lines = [
             line
             for words, line in EARLY.items()
-            if words.split()[0] != "--dry-run" or command == "train"
+            if words.split()[0] != "--dry-run" or module == "train"
         ]
         assert done.stderr.splitlines() == [f"error: {line}" for line in lines]

@@ -12,9 +12,9 @@ import yaml
 
 from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import Shape, batch_plan, check_rows
+from adora_vl.config.batch_plan import BatchLayout, batch_plan, check_rows
 from adora_vl.config.checks import check_config
-from adora_vl.config.reading import read_file
+from adora_vl.config.command import read_file
 from adora_vl.config.schema import parse
 from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
@@ -182,7 +182,7 @@ def made(**changes: Any) -> AdoraGRPOConfig:
     return AdoraGRPOConfig(use_cpu=True, bf16=False, output_dir="nowhere", **{**keys, **changes})
 
 
-def plan(**changes: Any) -> Shape:
+def plan(**changes: Any) -> BatchLayout:
     return batch_plan(made(**changes), 2)
 
 

@@ -8,8 +8,8 @@ from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import batch_plan
-from adora_vl.config.key_list import OURS, read_keys
-from adora_vl.config.unused_keys import GROUPS, Settings, refuse_unused, unused_keys
+from adora_vl.config.help import OURS, read_keys
+from adora_vl.config.unused_keys import GROUPS, RunSettings, refuse_unused, unused_keys
 from adora_vl.utils.errors import UserError
 
 # Those that a run reads, or that are refused by another check. Before a key of a new version of TRL
@@ -18,8 +18,8 @@ READ = """
 accelerator_config attn_implementation auto_find_batch_size beta bf16 cast_lm_head_to_fp32
 chat_template_kwargs data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory
 dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
-ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed delta disable_dropout
-disable_tqdm do_train dtype entropy_coef epsilon epsilon_high eval_strategy fp16 fsdp fsdp_config
+ddp_find_unused_parameters ddp_static_graph ddp_timeout debug deepspeed disable_dropout
+disable_tqdm do_train dtype entropy_coef eval_strategy fp16 fsdp fsdp_config
 full_determinism generation_batch_size generation_kwargs gradient_accumulation_steps
 gradient_checkpointing hub_token ignore_data_skip importance_sampling_level learning_rate
 load_best_model_at_end load_in_4bit load_in_8bit local_rank log_completions
@@ -62,7 +62,7 @@ def config(**keys: Any) -> AdoraGRPOConfig:
 
 
 def lines(model: ModelConfig | None = None, adapted: bool = False, **keys: Any) -> list[str]:
-    return unused_keys(Settings(config(**keys), model or ModelConfig(), adapted, False))
+    return unused_keys(RunSettings(config(**keys), model or ModelConfig(), adapted, False))
 
 
 def test_every_key_of_the_libraries_is_read_named_or_refused():
@@ -92,13 +92,14 @@ def keys_that_may_be_unused() -> Iterator[tuple[str, str]]:
 
 @pytest.mark.parametrize(("key", "reason"), list(keys_that_may_be_unused()))
 def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
-    settings = Settings(config(), ModelConfig(), adapted=False, trl_evaluates=False)
+    settings = RunSettings(config(), ModelConfig(), adapted=False, trl_evaluates=False)
     assert unused_keys(settings) == []
     if reason.startswith("with "):  # which holds for other values of other keys
         settings.config.use_vllm = True
         settings.config.gradient_checkpointing = False
         settings.config.optim = "sgd"
         settings.config.lr_scheduler_type = "constant"
+        settings.config.loss_type = "vespo"
     keys: Any = settings.model if hasattr(settings.model, key) else settings.config
     setattr(keys, key, other_value(getattr(keys, key)))
     assert unused_keys(settings) == [f"{key}: does nothing {reason}"]

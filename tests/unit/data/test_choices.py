@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from adora_vl.builtin.assets import data_folders
+from adora_vl.builtin.builtin_data import data_folders
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences, fingerprint
 from adora_vl.checkpoint.resume import choose_start
 from adora_vl.config.schema import parse

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from adora_vl.builtin.assets import data_folders
+from adora_vl.builtin.builtin_data import data_folders
 from adora_vl.checkpoint.fingerprint import differences, fingerprint
 from adora_vl.config.schema import parse
 from adora_vl.conversion import convert as convert_module

@@ -125,7 +125,7 @@ def test_a_picture_that_code_hands_over_is_shown_as_one_of_a_file(
 def test_rows_that_python_hands_over_are_shown_as_a_person_sees_them() -> None:
     drawn = Image.new("RGBA", (40, 30), (0, 0, 0, 0))
     lies = Image.open(io.BytesIO(on_its_side(Image.effect_noise((40, 30), 80), "JPEG")))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"images": [drawn, lies], "id": "a"},
         {"images": [drawn], "image": drawn},
         {"image": None},

@@ -28,7 +28,7 @@ from adora_vl.data.dataloader import (
     NoPrefetch,
 )
 from adora_vl.data.loading import mark_unreadable, only_decodes
-from adora_vl.dedup.images import DistinctImages
+from adora_vl.packing.images import DistinctImages
 from adora_vl.trainer import AdoraGRPOTrainer
 from tests.support.tiny_run import STEPS, train
 
@@ -259,10 +259,10 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
         return preprocess(self, images, **settings)
 
     monkeypatch.setattr(Qwen2VLImageProcessor, "preprocess", counted)
-    monkeypatch.setattr("adora_vl.dedup.images.ImagePrefetch", Patient)
+    monkeypatch.setattr("adora_vl.packing.images.ImagePrefetch", Patient)
     folder = shutil.copytree(adora_run, tmp_path / "adora")
     shutil.rmtree(folder / f"checkpoint-{STEPS}")
-    monkeypatch.setattr("adora_vl.dedup.images.reads_ahead", lambda device: True)
+    monkeypatch.setattr("adora_vl.packing.images.reads_ahead", lambda device: True)
     train(folder)
     assert recorded(folder) == recorded(adora_run)
     main = threading.current_thread().name

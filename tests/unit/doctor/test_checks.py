@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from adora_vl.builtin.tiny_vl import build_config
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.doctor import __main__ as command
 from adora_vl.doctor import checks as versions
 from adora_vl.doctor.checks import (

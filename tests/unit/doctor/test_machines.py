@@ -23,7 +23,7 @@ from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_simple_launcher_cmd_env
 
-from adora_vl.builtin import assets
+from adora_vl.builtin import builtin_data
 from adora_vl.builtin.tiny_text import TextStart
 from adora_vl.checkpoint import fingerprint as ranks
 from adora_vl.checkpoint import store
@@ -31,8 +31,14 @@ from adora_vl.checkpoint.fingerprint import Seen, check_ranks, leave_token, prob
 from adora_vl.checkpoint.store import facts_of, publish
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.checks import check_machines
+from adora_vl.config.run_context import (
+    DryRunOptions,
+    RunContext,
+    Sharding,
+    from_environment,
+    from_file,
+)
 from adora_vl.config.schema import parse
-from adora_vl.config.where import DryRunOptions, Sharding, Where, from_environment, from_file
 from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step
 from adora_vl.utils.errors import RunError, UserError, lost_contact
@@ -117,7 +123,7 @@ def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
     assert from_environment(environment) == Sharding(16, 2, machines=4)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="FSDP"):
-        Where.of_dry_run(DryRunOptions(), here=True)
+        RunContext.of_dry_run(DryRunOptions(), here=True)
 
 
 ONE_MACHINE = ["--num_machines", "2", "--num_processes", "16", "--main_process_port", "29500"]
@@ -272,9 +278,9 @@ def test_machines_that_share_the_cache_build_a_model_once(tmp_path, monkeypatch)
 
     def ask() -> None:
         meet.wait()
-        assets.resolve_model("tiny_text")
+        builtin_data.resolve_model("tiny_text")
 
-    monkeypatch.setattr(assets, "build_start", build)
+    monkeypatch.setattr(builtin_data, "build_start", build)
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:
         thread.start()
@@ -300,9 +306,9 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
                 built.append(folder)
                 (folder / "build.json").write_text(json.dumps({"plan": plan}))
 
-            monkeypatch.setattr(assets, "build_start", build)
+            monkeypatch.setattr(builtin_data, "build_start", build)
             for _ in range(2):
-                assert assets.resolve_model("tiny_text") == str(folder)
+                assert builtin_data.resolve_model("tiny_text") == str(folder)
             assert built == [folder], "once, and not again"
 
 

@@ -16,7 +16,7 @@ from adora_vl.evals.inference.local import _Local
 from adora_vl.evals.inference.predictions import read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.models.load import PRETRAINED
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.openai_client import Reply
 from eval.command import main, parse
@@ -159,13 +159,13 @@ class Scripted(_Local):
         chat = ChatProcessor(str(PRETRAINED))
         super().__init__(settings, chat, 8, self._next)
         self.said = iter(said)
-        self.asked = list[RolloutAsk]()
+        self.asked = list[SamplingRequest]()
 
-    def _next(self, asks: Sequence[RolloutAsk]) -> list[RolloutAnswer]:
+    def _next(self, asks: Sequence[SamplingRequest]) -> list[SamplingResult]:
         self.asked += asks
         ids = [self.chat.processor.tokenizer(next(self.said))["input_ids"] for _ in asks]
         return [
-            RolloutAnswer(
+            SamplingResult(
                 [*one, self.chat.processor.tokenizer.eos_token_id], [None] * (len(one) + 1), "stop"
             )
             for one in ids

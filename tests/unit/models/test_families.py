@@ -21,11 +21,11 @@ from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data import images as pixels
-from adora_vl.dedup.policy_pass import packable
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.models import families
 from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.load import load_config, load_processor
+from adora_vl.packing.policy_pass import packable
 from adora_vl.utils.errors import UserError
 from tests.support.tiny_run import train
 

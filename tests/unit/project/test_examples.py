@@ -17,7 +17,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages
 from adora_vl.config.batch_plan import batch_plan
 from adora_vl.config.schema import parse
-from adora_vl.dedup.image_store import ImageBanks
+from adora_vl.packing.image_store import ImageBanks
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup
 from adora_vl.training.extensions import chosen_extensions
 from adora_vl.training.generation import Generation

@@ -32,8 +32,8 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.checks import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import (
+    CheckResult,
     Line,
-    Verdict,
     at_least,
     at_most,
     exit_code,
@@ -62,13 +62,13 @@ def lines_of(name: str) -> list[Line]:
 
 
 def failures(lines: list[Line]) -> list[Line]:
-    return [line for line in lines if line.verdict is Verdict.FAIL]
+    return [line for line in lines if line.verdict is CheckResult.FAIL]
 
 
 def nothing_wrong(lines: list[Line]) -> None:
     print(table(lines))
     assert failures(lines) == []
-    assert any(line.verdict is Verdict.OK for line in lines)
+    assert any(line.verdict is CheckResult.OK for line in lines)
 
 
 @slow
@@ -77,7 +77,7 @@ def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
     lines = lines_of(name)
     if name == "attention":  # its one line has seconds, and nothing else
         assert [(line.verdict, line.note) for line in lines] == [
-            (Verdict.SKIPPED, "seconds are judged on a GPU only")
+            (CheckResult.SKIPPED, "seconds are judged on a GPU only")
         ]
     else:
         nothing_wrong(lines)
@@ -122,10 +122,10 @@ def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
 def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
     monkeypatch.setattr(lm_head, "free_bytes", lambda setting: 2**20)
     (line,) = lm_head.run(replace(SMALL, full=True))
-    assert line.verdict is Verdict.SKIPPED and "does not fit" in line.note
+    assert line.verdict is CheckResult.SKIPPED and "does not fit" in line.note
 
 
-@pytest.mark.parametrize(("gap", "verdict"), [(0.9, Verdict.OK), (3.0, Verdict.FAIL)])
+@pytest.mark.parametrize(("gap", "verdict"), [(0.9, CheckResult.OK), (3.0, CheckResult.FAIL)])
 def test_pinned_weights_are_judged_by_the_noise_of_two_unpinned_runs(gap, verdict):
     unpinned = torch.ones(100)
     # ten times 1e-3, which no rounding of a GPU's sums keeps to
@@ -137,8 +137,8 @@ def test_pinned_weights_are_judged_by_the_noise_of_two_unpinned_runs(gap, verdic
 
 def test_runs_without_any_noise_may_differ_by_a_rounding():
     unpinned = torch.ones(100)
-    assert offload.same_weights(unpinned, unpinned, unpinned).verdict is Verdict.OK
-    assert offload.same_weights(unpinned + 1e-4, unpinned, unpinned).verdict is Verdict.FAIL
+    assert offload.same_weights(unpinned, unpinned, unpinned).verdict is CheckResult.OK
+    assert offload.same_weights(unpinned + 1e-4, unpinned, unpinned).verdict is CheckResult.FAIL
 
 
 @slow
@@ -187,7 +187,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
 
 @slow
 def test_the_others_go_on_after_one_that_breaks(broken):
-    assert [line.verdict for line in broken["fine"]] == [Verdict.OK]
+    assert [line.verdict for line in broken["fine"]] == [CheckResult.OK]
 
 
 @slow
@@ -197,11 +197,11 @@ def test_what_was_found_stays_and_the_end_has_its_reason(broken):
         "memory": "OutOfMemoryError: tried to allocate 80 GiB",
     }.items():
         found, end = broken[name]
-        assert found.verdict is Verdict.OK and found.figure == "1 s"
-        assert end.verdict is Verdict.FAIL and reason in end.note and "\n" not in end.note
+        assert found.verdict is CheckResult.OK and found.figure == "1 s"
+        assert end.verdict is CheckResult.FAIL and reason in end.note and "\n" not in end.note
     assert "not done after 1 s" in broken["hangs"][-1].note
     (line,) = broken["absent"]
-    assert line.verdict is Verdict.SKIPPED and "no_such_package not installed" in line.note
+    assert line.verdict is CheckResult.SKIPPED and "no_such_package not installed" in line.note
 
 
 @slow
@@ -285,11 +285,11 @@ def test_wrong_input_ends_with_2():
 
 
 def test_a_figure_is_judged_against_its_bound():
-    assert at_most("x", 1.0, 1.0, "", "").verdict is Verdict.OK
-    assert at_most("x", 1.01, 1.0, "", "").verdict is Verdict.FAIL
-    assert at_least("x", 0.99, 1.0, "", "").verdict is Verdict.FAIL
-    assert at_most("x", math.nan, 1.0, "", "").verdict is Verdict.FAIL
-    assert at_least("x", math.nan, 1.0, "", "").verdict is Verdict.FAIL
+    assert at_most("x", 1.0, 1.0, "", "").verdict is CheckResult.OK
+    assert at_most("x", 1.01, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_least("x", 0.99, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_most("x", math.nan, 1.0, "", "").verdict is CheckResult.FAIL
+    assert at_least("x", math.nan, 1.0, "", "").verdict is CheckResult.FAIL
 
 
 def test_the_table_gives_the_reasons_and_the_exit_code_is_that_of_its_worst_line():
@@ -304,7 +304,7 @@ def test_the_table_gives_the_reasons_and_the_exit_code_is_that_of_its_worst_line
     assert printed.endswith("0 ok, 1 FAIL, 1 skipped")
 
 
-@pytest.mark.parametrize(("gib", "verdict"), [(22, Verdict.SKIPPED), (80, Verdict.FAIL)])
+@pytest.mark.parametrize(("gib", "verdict"), [(22, CheckResult.SKIPPED), (80, CheckResult.FAIL)])
 def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
     monkeypatch, gib, verdict
 ):
@@ -320,7 +320,7 @@ def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
     found = list(
         setting.as_far_as_it_fits(replace(SMALL, device=torch.device("cuda", 0)), "7B", lines())
     )
-    assert [line.verdict for line in found] == [Verdict.OK, verdict]
+    assert [line.verdict for line in found] == [CheckResult.OK, verdict]
     assert found[1].what == "7B: the rest" and "GiB" in found[1].note
 
 
@@ -388,14 +388,14 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
 
 
 @pytest.mark.parametrize(
-    ("leak", "verdict"), [(0.0, Verdict.OK), (0.001, Verdict.OK), (0.5, Verdict.FAIL)]
+    ("leak", "verdict"), [(0.0, CheckResult.OK), (0.001, CheckResult.OK), (0.5, CheckResult.FAIL)]
 )
 def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
     slept: list[int] = []
     setting = on_a_card(monkeypatch, [60 - leak * sleep for sleep in range(engine.SLEEPS)])
     assert engine.free_after_sleeps(setting, lambda: slept.append(1)).verdict is verdict
     assert len(slept) == engine.SLEEPS
-    assert engine.free_after_sleeps(SMALL, lambda: None).verdict is Verdict.SKIPPED
+    assert engine.free_after_sleeps(SMALL, lambda: None).verdict is CheckResult.SKIPPED
 
 
 def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
@@ -404,7 +404,7 @@ def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
     assert engine._command(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
     monkeypatch.setattr(engine, "_command", lambda *_: "not done after 1 s; stopped")
     (line,) = engine.doctor(SMALL, "float32", tmp_path)
-    assert line.verdict is Verdict.FAIL and "not done after 1 s" in line.note
+    assert line.verdict is CheckResult.FAIL and "not done after 1 s" in line.note
 
 
 def test_one_card_is_told_what_two_would_show(monkeypatch):
@@ -415,13 +415,13 @@ def test_one_card_is_told_what_two_would_show(monkeypatch):
     )
     for check, before in ((cards, 0), (server, 1)):
         *found, line = check.run(Setting(full=True, device=torch.device("cuda", 0)))
-        assert line.verdict is Verdict.SKIPPED and "NCCL needs 2 cards, here is 1" in line.note
+        assert line.verdict is CheckResult.SKIPPED and "NCCL needs 2 cards, here is 1" in line.note
         assert len(found) == before, "weights go by files to a server on the same card"
 
 
 @pytest.mark.parametrize(
     ("module", "verdict"),
-    [("no_such_package.part", Verdict.SKIPPED), ("adora_vl.no_such", Verdict.FAIL)],
+    [("no_such_package.part", CheckResult.SKIPPED), ("adora_vl.no_such", CheckResult.FAIL)],
 )
 def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatch, module, verdict):
     (tmp_path / "needs_it.py").write_text(f"import {module}")
@@ -429,7 +429,7 @@ def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatc
     monkeypatch.delitem(sys.modules, "needs_it", raising=False)
     (line,) = checks.guarded(GPUCheck("x", "needs_it:run", 300), SMALL)
     assert line.verdict is verdict and module.split(".")[0] in line.note
-    assert verdict is Verdict.FAIL or line.note == "no_such_package not installed"
+    assert verdict is CheckResult.FAIL or line.note == "no_such_package not installed"
 
 
 @slow

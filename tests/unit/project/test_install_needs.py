@@ -16,7 +16,7 @@ WITHOUT_HEADERS = """#!/bin/sh
 case "$*" in *Python.h*) exit 1 ;; esac
 exec {python} "$@"
 """
-STOPS = """#!/bin/sh
+CHECKS = """#!/bin/sh
 case "$*" in *"-m venv"*) echo "makes the environment" >&2; exit 7 ;; esac
 exec {python} "$@"
 """
@@ -55,8 +55,8 @@ def install(
 def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     cases = [
-        ("gcc", STOPS, [], {}, "Triton needs a C compiler on a GPU, and 'gcc' was not found"),
-        ("CC", STOPS, ["gcc"], {"CC": "othercc"}, "and 'othercc' was not found"),
+        ("gcc", CHECKS, [], {}, "Triton needs a C compiler on a GPU, and 'gcc' was not found"),
+        ("CC", CHECKS, ["gcc"], {"CC": "othercc"}, "and 'othercc' was not found"),
         (
             "header",
             WITHOUT_HEADERS,
@@ -77,5 +77,5 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
 )
 def test_with_what_it_needs_it_goes_on(device, programs, tmp_path):
     """As far as the environment, which a stand-in refuses to make."""
-    done = install(tmp_path, device, STOPS, *programs)
+    done = install(tmp_path, device, CHECKS, *programs)
     assert "Triton needs" not in done.stderr and "1/4 environment" in done.stdout + done.stderr

@@ -22,10 +22,10 @@ from adora_vl.record.metrics import METRICS, read_metrics, tool_figures
 from adora_vl.record.recorder import Recorder
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
-from adora_vl.rollout.rollouts import Call, Picture, Rollout, Span
+from adora_vl.rollout.rollouts import Call, Picture, Rollout, Segment
 from adora_vl.training.advantages import Advantages
 from adora_vl.training.generation import Generation
-from adora_vl.training.scores import Rewards, Scores, weighted_sum
+from adora_vl.training.scoring import Rewards, Scores, weighted_sum
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
 
@@ -227,7 +227,7 @@ def test_a_rollout_with_tools_is_recorded_as_a_conversation(tmp_path):
     recorder.record.start(0)
     image = Image.new("RGB", (8, 8))
     call = Call("zoom", "{}", "Picture", 0.5, False, 1)
-    spans = Span((1, 2), (0.0, 0.0), 0), Span((5, 6, 7), None, 0), Span((3,), (0.0,), 0)
+    spans = Segment((1, 2), (0.0, 0.0), 0), Segment((5, 6, 7), None, 0), Segment((3,), (0.0,), 0)
     looked = Rollout(spans, "stop", pictures=(Picture("x", image, 1),), calls=(call,))
     generation = generation_of([{"id": 7, "problem": "?", "prompt": "?"}] * 2, 1)
     generation.rollouts = [looked, Rollout(spans[:1], "stop")]

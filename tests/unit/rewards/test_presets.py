@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adora_vl.config.reading import read
+from adora_vl.config.command import read
 from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions

@@ -12,9 +12,9 @@ from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rewards.judge import score_in
 from adora_vl.rewards.knights import knights_verdict
 from adora_vl.rewards.thinking import final_part, is_blank, opens_thinking
-from adora_vl.rollout.rollouts import Rollout, Span
-from adora_vl.training.judge import Judge
-from adora_vl.training.scores import RewardFunctions
+from adora_vl.rollout.rollouts import Rollout, Segment
+from adora_vl.training.batch_builder import BatchBuilder
+from adora_vl.training.scoring import RewardFunctions
 from adora_vl.utils.openai_client import EndpointError
 from tests.support.endpoint_server import completion
 
@@ -153,10 +153,10 @@ def test_a_training_knows_which_prompts_open_the_block() -> None:
 
     def sampled(*texts: str) -> Rollout:
         """Turns of the policy, between them those of a tool."""
-        spans: list[Span] = []
+        spans: list[Segment] = []
         for number, text in enumerate(texts):
             ids = ids_of(text)
-            spans.append(Span(ids, None if number % 2 else (-0.5,) * len(ids), 0))
+            spans.append(Segment(ids, None if number % 2 else (-0.5,) * len(ids), 0))
         return Rollout(tuple(spans), "stop")
 
     cases = [
@@ -170,10 +170,12 @@ def test_a_training_knows_which_prompts_open_the_block() -> None:
         ("Find x. <think>\n", sampled("a</think>x"), "a</think>x", True),
     ]
     prompts: Any = SimpleNamespace(ids=[list(ids_of(prompt)) for prompt, *_ in cases])
-    judge = cast("Judge", SimpleNamespace(ends=SimpleNamespace(decode=decode)))
+    judge = cast("BatchBuilder", SimpleNamespace(ends=SimpleNamespace(decode=decode)))
     rollouts = [rollout for _, rollout, *_ in cases]
     texts = [text for _, _, text, _ in cases]
-    assert Judge.thinking_opened(judge, prompts, rollouts, texts) == [case[3] for case in cases]
+    assert BatchBuilder.thinking_opened(judge, prompts, rollouts, texts) == [
+        case[3] for case in cases
+    ]
     assert not opens_thinking([], decode)
 
 

@@ -26,15 +26,15 @@ from transformers import TrainerState
 
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
-from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.options import RolloutOptions
 from adora_vl.data.prompt_lengths import served_length
 from adora_vl.models.families import freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import RolloutAsk
-from adora_vl.rollout.served import Served
-from adora_vl.rollout.servers import Servers, connect
-from adora_vl.rollout.sources import ServersAhead
+from adora_vl.rollout.rollouts import SamplingRequest
+from adora_vl.rollout.samplers import AsyncServerSampler
+from adora_vl.rollout.server_group import ServerGroup
+from adora_vl.rollout.servers import ServerPool, connect
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
 from benchmarks.stand_in_server import GENERATE, StandIn
@@ -94,7 +94,7 @@ def engine_of(
     return engine
 
 
-def rows(groups: int, *, grouped: bool = True) -> list[RolloutAsk]:
+def rows(groups: int, *, grouped: bool = True) -> list[SamplingRequest]:
     """Groups of two rows each; every second one has an image of two tokens."""
     prompts, images = [], []
     for group in range(groups):
@@ -104,7 +104,7 @@ def rows(groups: int, *, grouped: bool = True) -> list[RolloutAsk]:
     return asks_of(prompts, images, generations=2, grouped=grouped)
 
 
-def sampled(engine: Any, asks: list[RolloutAsk]) -> Any:
+def sampled(engine: Any, asks: list[SamplingRequest]) -> Any:
     return engine.served.sample(engine.served.gathered(asks, engine.sampling), len(asks))
 
 
@@ -239,9 +239,9 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
         with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
             ask()
     # another rank, which is told
-    other = Served(Accelerator(cpu=True), engine._place_features, None)
+    other = ServerGroup(Accelerator(cpu=True), engine._place_features, None)
     told = [None, 0, "no vLLM server is left"]
-    hear = "adora_vl.rollout.served.broadcast_object_list"
+    hear = "adora_vl.rollout.server_group.broadcast_object_list"
     monkeypatch.setattr(hear, lambda given, from_process: given.__setitem__(slice(None), told))
     took_part = []
     with pytest.raises(NoServerError, match="^no vLLM server is left$"):
@@ -365,16 +365,16 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     asked = Event()
     gate = Event()
     context: Any = step_context(state=state, adora_rollouts=RolloutOptions(ahead=2))
-    ahead = ServersAhead(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
+    ahead = AsyncServerSampler(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
     asks = rows(2)
-    sample = Servers.sample
+    sample = ServerPool.sample
 
     def slowly(*given: Any) -> Any:
         asked.set()
         assert gate.wait(60)
         return sample(*given)
 
-    monkeypatch.setattr(Servers, "sample", slowly)
+    monkeypatch.setattr(ServerPool, "sample", slowly)
     tickets = []
     for state.global_step in range(3):
         ahead.give_weights()
@@ -434,7 +434,7 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
     with pytest.raises(UserError, match=one_line), files.written(tensors()):
         raise AssertionError("nothing was written")
     assert taken == ["a", "b", "c"], "other ranks gather every tensor"
-    monkeypatch.setattr("adora_vl.checkpoint.library_state._FILE_BYTES", 8)
+    monkeypatch.setattr("adora_vl.checkpoint.trl_state._FILE_BYTES", 8)
     shared = tmp_path / "w"
     with WeightFiles(shared, tmp_path).written(tensors()) as folder:
         assert len(list(folder.glob("*.safetensors"))) == 3 and [

@@ -14,14 +14,14 @@ from transformers import TrainerState
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
-from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.options import RolloutOptions
 from adora_vl.doctor.engine import check_runner
 from adora_vl.record.metrics import PhaseClock
 from adora_vl.rollout import engine as engine_module
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
-from adora_vl.rollout.rollouts import RolloutAsk
-from adora_vl.rollout.sources import EngineNow
+from adora_vl.rollout.rollouts import SamplingRequest
+from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.rollout.weight_sync import runner_version, zero_scratch
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import prepare_engine_environment
@@ -38,7 +38,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState  # noqa: E
 
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
 
-ASKS = [RolloutAsk([1], [], together=0)] * 2
+ASKS = [SamplingRequest([1], [], together=0)] * 2
 
 
 @pytest.fixture
@@ -168,7 +168,7 @@ def test_the_weights_of_a_step_are_synced_once(engine):
     """
     state = TrainerState()
     shown = cast("Any", SimpleNamespace(cache=None))
-    sampler = EngineNow(step_context(state=state), shown, engine)
+    sampler = VLLMSampler(step_context(state=state), shown, engine)
     for state.global_step in (3, 3, 4, 4):
         sampler.give_weights()
     assert engine.did.count("sync") == 2

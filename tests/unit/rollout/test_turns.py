@@ -18,19 +18,19 @@ from PIL import Image
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.methods import AdvantagePipeline
-from adora_vl.config.blocks import ToolOptions
-from adora_vl.dedup.images import DistinctImages
+from adora_vl.config.options import ToolOptions
 from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.packing.images import DistinctImages
 from adora_vl.rewards import reward_function
-from adora_vl.rollout.rollouts import Call, DrawnProblem, Rollout, RolloutGroup, Span
-from adora_vl.rollout.turns import CALL, Turns, play
+from adora_vl.rollout.rollouts import Call, DrawnProblem, Rollout, RolloutGroup, Segment
+from adora_vl.rollout.turns import CALL, ToolLoop, run_turns
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.judge import Judge
-from adora_vl.training.scores import Ends, Grader, RewardFunctions
+from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
 from tests.support.step_context import step_context
 
 PROCESSOR: Any = load_processor(str(PRETRAINED))
@@ -44,9 +44,9 @@ def ids_of(text: str) -> list[int]:
     return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def sampled(text: str, *before: Span, end: Sequence[int] = (END,)) -> Rollout:
+def sampled(text: str, *before: Segment, end: Sequence[int] = (END,)) -> Rollout:
     ids = (*ids_of(text), *end)
-    return Rollout((*before, Span(ids, (-0.5,) * len(ids), 3)), "stop")
+    return Rollout((*before, Segment(ids, (-0.5,) * len(ids), 3)), "stop")
 
 
 class Says:
@@ -66,7 +66,7 @@ class Says:
 def answered(
     tools: Says, rollout: Rollout, *, most: int = 2, room: int | None = None, longest: int = 200
 ) -> Rollout:
-    turns = Turns(
+    turns = ToolLoop(
         tools, PROCESSOR, {}, lambda image: image.width // 28, most, TOKENIZER.decode, room=room
     )
     return turns(
@@ -113,7 +113,7 @@ def test_no_turn_of_a_policy_ends_a_run():
         return Odd()  # type: ignore[return-value]
 
     box = Toolbox(choose_tools(["line", "mark", odd]), ToolOptions(), View(784, 3136, 28))
-    turns = Turns(box, PROCESSOR, {}, lambda image: 4, None, TOKENIZER.decode)
+    turns = ToolLoop(box, PROCESSOR, {}, lambda image: 4, None, TOKENIZER.decode)
     draw = random.Random(0)
     called = 0
     for number in range(300):
@@ -167,7 +167,7 @@ def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
 def test_a_model_that_reads_text_alone_gets_the_same_turn():
     tokenizer = copy.copy(TOKENIZER)
     tokenizer.chat_template = PROCESSOR.chat_template
-    turns = Turns(Says("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
+    turns = ToolLoop(Says("It is 7."), tokenizer, {}, lambda _: 0, None, TOKENIZER.decode)
     rollout = turns(sampled(CALLED), [], prompt=9, longest=200, step=4, seed="")
     expected = ids_of("\n<|im_start|>user\nIt is 7.<|im_end|>\n<|im_start|>assistant\n")
     assert list(rollout.spans[1].tokens) == expected and not rollout.pictures
@@ -187,7 +187,7 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
     its last token.
     """
     tools = Says("x" * 20)
-    ends = Ends.of({END}, {}, TOKENIZER.decode)
+    ends = StopCriteria.of({END}, {}, TOKENIZER.decode)
     once = answered(tools, sampled(CALLED), most=1)
     for rollout, ended, has_end in (
         (answered(tools, sampled("so 7")), "stop", True),
@@ -218,12 +218,12 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     )
     images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
     guard = RewardGuard(context)
-    ends = Ends.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
+    ends = StopCriteria.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
     watched: Any = SimpleNamespace(check_batch=lambda *_: None, graded=lambda *_: None)
     functions = RewardFunctions(
         [reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop
     )
-    judge = Judge(
+    judge = BatchBuilder(
         context,
         images,
         PROCESSOR,
@@ -273,10 +273,10 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
 
     def answer(key: str, rollout: Rollout) -> Rollout:
         more = len(rollout.spans) < 2 * wanted[key] - 1
-        return Rollout((*rollout.spans, Span((9,), None, 3))) if more else rollout
+        return Rollout((*rollout.spans, Segment((9,), None, 3))) if more else rollout
 
     others = iter([True, True, True, True, False])
-    done = play(
+    done = run_turns(
         dict.fromkeys(wanted, Rollout()), ask, answer, lambda *_: True, lambda _: next(others)
     )
     assert asked == [["a", "b", "c"], ["b", "c"], ["b"], [], []]

@@ -8,9 +8,9 @@ import pytest
 from PIL import Image
 
 import adora_vl.builtin
-from adora_vl.config.blocks import ToolOptions
+from adora_vl.config.options import ToolOptions
 from adora_vl.models.load import load_processor
-from adora_vl.rollout.turns import Turns
+from adora_vl.rollout.turns import ToolLoop
 from adora_vl.tools.ours import OURS, View
 from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools
@@ -77,7 +77,7 @@ def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor
     refuse_no_room(box, processor, {}, room(completion=least))
     with pytest.raises(UserError):
         refuse_no_room(box, processor, {}, room(completion=least - 1))
-    turns = Turns(box, processor, {}, lambda image: 0, 3, processor.tokenizer.decode)
+    turns = ToolLoop(box, processor, {}, lambda image: 0, 3, processor.tokenizer.decode)
     call = turns.count('<tool_call>{"name": "calculate", "arguments": {"expression": ""}}') + 1
     assert turns.around == len(turns._ids(["<tool_response>\n\n</tool_response>"], [], [-1])) - 1
     assert call + turns.around < least <= call + turns.around + 16

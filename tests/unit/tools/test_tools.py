@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import ExifTags, Image, ImageDraw
 
-from adora_vl.config.blocks import ToolOptions
+from adora_vl.config.options import ToolOptions
 from adora_vl.data.prompts import with_tools
 from adora_vl.tools.ours import OURS, View
 from adora_vl.tools.run import Toolbox, choose_tools
@@ -248,7 +248,7 @@ class LatePicture(Image.Image):
 
 
 def cyclic():
-    value = []
+    value: list[Any] = []
     value.append(value)
     return value
 
@@ -363,12 +363,12 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
         assert call.failed == call.text.startswith("Error: ") and call.name.encode() is not None
         assert len(call.text) <= 2000 and "\n" not in call.text
     big = "1" * 400
-    for arguments in (
+    for inside in (
         f'"x1": {big}',
         f'"x1": 1, "picture": {big}',
         f'"x1": {"[" * 600}{"]" * 600}',
     ):
-        text = f'{{"name": "zoom", "arguments": {{{arguments}, "y1": 0, "x2": 5, "y2": 5}}}}'
+        text = f'{{"name": "zoom", "arguments": {{{inside}, "y1": 0, "x2": 5, "y2": 5}}}}'
         assert said(toolbox, f"<tool_call>{text}")[0].startswith("Error: ")
 
 

@@ -22,7 +22,7 @@ from transformers import GenerationMixin
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups
 from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.options import RolloutOptions
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import judged_figures, learned_figures
 from adora_vl.record.trackers import add_rows
@@ -31,8 +31,8 @@ from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.batch_rows import chosen_groups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.micro_batches import MicroBatcher, live_units
-from adora_vl.training.policies import admitted
-from adora_vl.training.scores import Ends, Grader, Grades, Rewards, Scores
+from adora_vl.training.schedule import admitted
+from adora_vl.training.scoring import Grader, Grades, Rewards, Scores, StopCriteria
 from tests.support.examples import example
 from tests.support.step_context import step_context
 from tests.support.tiny_run import STEPS, train
@@ -60,7 +60,8 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     completions = [[5, 6, END], [5, 6], [], [END, 5]]
     texts = ["Wait, wait.", "no", "", "I verify"]
     ended = [
-        Ends(frozenset({END, PAD})).ended(*each) for each in zip(completions, texts, strict=True)
+        StopCriteria(frozenset({END, PAD})).ended(*each)
+        for each in zip(completions, texts, strict=True)
     ]
     grader = Grader(context, RewardGuard(context), torch.ones(1), ["accuracy"])
     grades = Grades(torch.zeros(4, 1), {"note": [*"abcd"]}, {"own": [0.5, 1.5]})
@@ -78,7 +79,7 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
 
     A string that is there before, as behind vLLM's `min_tokens`, has ended nothing.
     """
-    ends = Ends.of(
+    ends = StopCriteria.of(
         {0}, {"stop": "</a>", "stop_token_ids": [33]}, lambda ids: "".join(map(chr, ids))
     )
     cases = {
@@ -93,8 +94,8 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
         with subtests.test(text):
             assert ends.ended([ord(one) for one in text], text) is ended
     assert (
-        Ends.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y")
-        and Ends.of({0}, {}, str).strings == ()
+        StopCriteria.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y")
+        and StopCriteria.of({0}, {}, str).strings == ()
     )
 
 
@@ -105,7 +106,7 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
 
     Here answers whose last token is even have ended.
     """
-    monkeypatch.setattr(Ends, "ended", lambda self, ids, text: ids[-1] % 2 == 0)
+    monkeypatch.setattr(StopCriteria, "ended", lambda self, ids, text: ids[-1] % 2 == 0)
     learned = noted_batches(monkeypatch)
     keys: Any = {"mask_truncated_completions": True, "adora_truncated": "eos"}
     log = run_from_python(tmp_path, **keys).state.log_history[0]

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from adora_vl.config.batch_plan import Shape
-from adora_vl.dedup.image_store import ImageBanks
-from adora_vl.dedup.policy_pass import PolicyPass
+from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.packing.image_store import ImageBanks
+from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.training.guards import RatioGuard
@@ -111,7 +111,7 @@ def trainer_of(policy: Table, coefficient: float, **keys: Any) -> Any:
         _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
         _step=0,
     )
-    trainer.shape = Shape.of(args)
+    trainer.shape = BatchLayout.of(args)
     trainer.policy_pass = PolicyPass(context.accelerator, args)
     trainer.ratio_guard = RatioGuard(context)
     trainer.batcher = MicroBatcher(context, ImageBanks(), every_row_counts=True)

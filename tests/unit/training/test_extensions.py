@@ -14,11 +14,11 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from adora_vl.config.checks import costs_of
 from adora_vl.config.schema import parse
-from adora_vl.dedup.image_store import PASSING, ImageCache, effective_settings
 from adora_vl.models.load import PRETRAINED
+from adora_vl.packing.image_store import PASSING, ImageCache, effective_settings
 from adora_vl.rollout.importance import ImportanceRatio
-from adora_vl.rollout.rollouts import Rollout, RolloutAnswer, RolloutAsk
-from adora_vl.rollout.turns import gone_on
+from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult
+from adora_vl.rollout.turns import append_result
 from adora_vl.training.extensions import (
     check_extensions,
     chosen_extensions,
@@ -125,10 +125,10 @@ def test_what_does_not_fit_is_named_in_one_line(mine):
 
 
 def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
-    ask = RolloutAsk([1], [], 0, None, 3)
-    answer = RolloutAnswer([5, 6], [-0.1, -0.2])
+    ask = SamplingRequest([1], [], 0, None, 3)
+    answer = SamplingResult([5, 6], [-0.1, -0.2])
     for compared, logps, stale in ((True, [-0.1, -0.2], 0), (False, [None, None], 2)):
-        rollout = gone_on(Rollout(), ask, answer, 9, None, None, step=4, compared=compared)
+        rollout = append_result(Rollout(), ask, answer, 9, None, None, step=4, compared=compared)
         assert (rollout.logps, rollout.stale(4)) == (logps, stale)
         assert rollout.own == [True, True], "the policy has sampled them all the same"
 

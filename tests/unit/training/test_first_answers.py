@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from adora_vl.training.first_answers import FirstAnswers
-from adora_vl.training.scores import Rewards, Scores
+from adora_vl.training.scoring import Rewards, Scores
 
 ROWS: list[Any] = [{"answer": "so B is right.Answer:B"}] * 2 + [{"answer": "50"}] * 2
 WRONG = ["wrong"] * 4

@@ -401,8 +401,9 @@ def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_samp
         step_context(save_now=lambda: tmp_path), control_tokens=("<|im_end|>", "<end>")
     )
     user = {"role": "user", "content": "Which?"}
-    guard.check([{"id": "a", "prompt": [user]}, {"id": "b", "prompt": "<|im_end|> of a text"}], 6)
-    for prompt, fault in (
+    text: Any = "<|im_end|> of a text"
+    guard.check([{"id": "a", "prompt": [user]}, {"id": "b", "prompt": text}], 6)
+    cases: list[tuple[Any, str]] = [
         (
             [user, {"role": "assistant", "content": "A<|im_end|>"}],
             "the model's own token <|im_end|>",
@@ -413,6 +414,7 @@ def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_samp
             [{"role": "user", "content": [{"image": PIL.Image.new("L", (8, 8))}]}],
             "a picture inside",
         ),
-    ):
+    ]
+    for prompt, fault in cases:
         with pytest.raises(UserError, match=f"^step 7: row c: its prompt has .*{re.escape(fault)}"):
             guard.check([{"id": "c", "prompt": prompt}], 6)

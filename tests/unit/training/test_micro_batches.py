@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.config.batch_plan import Shape, unit_size
-from adora_vl.dedup.image_store import ImageBanks, ProcessedImage
+from adora_vl.config.batch_plan import BatchLayout, unit_size
+from adora_vl.packing.image_store import ImageBanks, ProcessedImage
 from adora_vl.training import batch_rows
 from adora_vl.training.micro_batches import (
     MicroBatcher,
@@ -25,7 +25,7 @@ from adora_vl.training.micro_batches import (
     split_evenly,
     tokens_of_units,
 )
-from adora_vl.training.policies import admitted
+from adora_vl.training.schedule import admitted
 from adora_vl.types import Batch
 from benchmarks.lockstep import CASES, moved, ordered, shuffled, simulate, waited
 from tests.support.step_context import step_context
@@ -51,7 +51,7 @@ def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_o
         (4, 2, 4): (4, False),
     }
     for (steps, iterations, accumulated), expected in cases.items():
-        shape = Shape(
+        shape = BatchLayout(
             rows=4, generations=4, steps=steps, iterations=iterations, accumulated=accumulated
         )
         assert (shape.chunk, shape.has_one_step) == expected, (steps, iterations, accumulated)

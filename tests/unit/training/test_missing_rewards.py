@@ -20,7 +20,7 @@ from adora_vl.report.run_view import load_run
 from adora_vl.train import main
 from adora_vl.training.advantages import AdvantageComputer, Advantages
 from adora_vl.training.guards import RewardGuard
-from adora_vl.training.scores import Rewards, Scores, weighted_sum
+from adora_vl.training.scoring import Rewards, Scores, weighted_sum
 from adora_vl.utils.errors import RunError, SharedUserError, UserError
 from tests.support.examples import example
 from tests.support.recorded_runs import write_run

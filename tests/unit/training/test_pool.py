@@ -20,32 +20,32 @@ import torch
 from PIL import Image
 from transformers import TrainerState
 
-from adora_vl.config.blocks import RolloutOptions
+from adora_vl.config.options import RolloutOptions
 from adora_vl.data.dataloader import ROW_NUMBER
 from adora_vl.data.images import content_digest, kept
-from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
     Call,
     DrawnProblem,
     Picture,
     Rollout,
-    RolloutAnswer,
-    RolloutAsk,
     RolloutGroup,
-    Span,
+    SamplingRequest,
+    SamplingResult,
+    Segment,
     plan_requests,
 )
-from adora_vl.rollout.sources import ServersAhead, Ticket
+from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples
 from adora_vl.training.generation import Generation
-from adora_vl.training.policies import (
+from adora_vl.training.pool import Pool
+from adora_vl.training.pool_ahead import PoolAhead
+from adora_vl.training.pool_state import PoolState
+from adora_vl.training.schedule import (
     automatic_budget,
     further_rows,
     groups_to_complete,
     how_many_begin,
 )
-from adora_vl.training.pool import Pool
-from adora_vl.training.pool_ahead import PoolAhead
-from adora_vl.training.pool_state import PoolState
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.seeding import rollout_seed
@@ -117,7 +117,7 @@ class Engine:
     scores = True
     awake = staticmethod(nullcontext)
 
-    def sample(self, asks: list[RolloutAsk], prompts: Any) -> list[RolloutAnswer]:
+    def sample(self, asks: list[SamplingRequest], prompts: Any) -> list[SamplingResult]:
         self.asked.append(asks)
         answers = []
         for one in asks:
@@ -127,7 +127,7 @@ class Engine:
             left = whole - len(begun) if whole < LONGEST else 10 * LONGEST
             new = [one.seed & TOKEN, *[self.step] * (min(one.limit, left) - 1)]
             reason: Literal["length", "stop"] = "length" if left > one.limit else "stop"
-            answers.append(RolloutAnswer(new, [-float(self.step)] * len(new), reason))
+            answers.append(SamplingResult(new, [-float(self.step)] * len(new), reason))
         self.steps += max((len(answer.tokens) for answer in answers), default=0)
         return answers
 
@@ -137,7 +137,7 @@ class TurnsEngine(Engine):
     seed.
     """
 
-    def sample(self, asks: list[RolloutAsk], prompts: Any) -> list[RolloutAnswer]:
+    def sample(self, asks: list[SamplingRequest], prompts: Any) -> list[SamplingResult]:
         self.asked.append(asks)
         answers = []
         for one in asks:
@@ -145,11 +145,11 @@ class TurnsEngine(Engine):
             assert sum(token == IMAGE for token in one.ids) == len(one.images)
             length = min(one.limit, drawn(one.seed))
             reason = "stop" if drawn(one.seed) <= one.limit else "length"
-            answers.append(RolloutAnswer([one.seed & TOKEN] * length, [-1.0] * length, reason))  # type: ignore[arg-type]
+            answers.append(SamplingResult([one.seed & TOKEN] * length, [-1.0] * length, reason))  # type: ignore[arg-type]
         return answers
 
 
-class EngineAhead(Engine, ServersAhead):
+class EngineAhead(Engine, AsyncServerSampler):
     """Answers what is asked for ahead when it is needed, by the weights of when it was asked."""
 
     def __init__(self, ahead: int) -> None:
@@ -159,11 +159,11 @@ class EngineAhead(Engine, ServersAhead):
     def give_weights(self, *, anew: bool = False) -> None:
         pass
 
-    def begin(self, asks: Any, settings: Any = None) -> Ticket:
+    def begin(self, asks: Any, settings: Any = None) -> PendingSamples:
         answers = Engine.sample(self, [*asks], None)
-        return Ticket(self.step, lambda: answers)
+        return PendingSamples(self.step, lambda: answers)
 
-    def sample(self, asks: Any, prompts: Any = None, settings: Any = None) -> list[RolloutAnswer]:
+    def sample(self, asks: Any, prompts: Any = None, settings: Any = None) -> list[SamplingResult]:
         return Engine.sample(self, [*asks], prompts)
 
     def waited(self) -> dict[str, float]:
@@ -195,7 +195,7 @@ class Answered:
         return replace(
             rollout,
             ended="",
-            spans=(*rollout.spans, Span((5, IMAGE, 6), None, step)),
+            spans=(*rollout.spans, Segment((5, IMAGE, 6), None, step)),
             pictures=(*rollout.pictures, Picture(image.digest, image, place)),
         )
 
@@ -705,7 +705,11 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
     """A tool's answer is a span without log-probabilities, also after a checkpoint; it counts for
     no seed. A picture is written once.
     """
-    spans = (Span((5, 6), (-0.5, None), 3), Span((9, 9, 9), None, 3), Span((7,), (-0.25,), 4))
+    spans = (
+        Segment((5, 6), (-0.5, None), 3),
+        Segment((9, 9, 9), None, 3),
+        Segment((7,), (-0.25,), 4),
+    )
     image = kept(Image.effect_noise((40, 30), 50).convert("RGB"))
     picture = Picture(image.digest, image, 1)
     call = Call("zoom", "{}", "<image>", 0.5, failed=False, span=1)

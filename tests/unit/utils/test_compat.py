@@ -22,8 +22,13 @@ ROOT = Path(__file__).parents[3]
 PATCHES = {name: value for name, value in vars(compat).items() if isinstance(value, compat.Patch)}
 
 # setattr with a key of a dataclass of settings
-SETS_KEYS = {"adora_vl/config/advantage.py", "adora_vl/config/values.py", "adora_vl/prepare.py"}
-IMAGES = "adora_vl/data/dataloader.py"  # gives a row's images a class of ours
+SETS_KEYS = {
+    "adora_vl/config/advantage.py",
+    "adora_vl/config/values.py",
+    "adora_vl/prepare.py",
+    "adora_vl/rewards/safe_call.py",  # the copy of a record that a function is handed
+}
+IMAGES = "adora_vl/data/images.py"  # gives pictures a class of ours
 SETTERS = ("setattr", "delattr", "__setattr__")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from adora_vl.utils import content
-from adora_vl.utils.content import content_hash
+from adora_vl.utils import hashing
 from adora_vl.utils.files import KeptAnswers
+from adora_vl.utils.hashing import content_hash
 
 SIZE = 3 * 2**20
 
@@ -30,9 +30,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         found.append(Path(file.name).name)
         return digest(file, kind)
 
-    monkeypatch.setattr(content, "hashlib", SimpleNamespace(file_digest=noted))
+    monkeypatch.setattr(hashing, "hashlib", SimpleNamespace(file_digest=noted))
     monkeypatch.setattr(
-        content, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 60 * 10**9)
+        hashing, "time", SimpleNamespace(time_ns=lambda: time.time_ns() + 60 * 10**9)
     )
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     return found
@@ -57,11 +57,11 @@ def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(t
 def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, read):
     (tmp_path / "a").write_bytes(bytes(SIZE))
     first = content_hash([tmp_path / "a"])
-    content._kept.cache_clear()  # as a new process
+    hashing._kept.cache_clear()  # as a new process
     assert content_hash([(tmp_path / "a")]) == first and read == ["a"]
     memory = tmp_path / "home" / "content.jsonl"
     memory.write_text(memory.read_text().replace('"answer": "', '"answer": "nonsense'))
-    content._kept.cache_clear()
+    hashing._kept.cache_clear()
     assert content_hash([tmp_path / "a"]) == first and read == ["a", "a"], (
         "what is no hash is not believed"
     )
@@ -69,7 +69,7 @@ def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, read):
 
 def test_a_file_that_was_just_written_is_read_again(tmp_path, read, monkeypatch):
     """Within the grain of a clock, a second change would leave its time as it is."""
-    monkeypatch.setattr(content, "time", time)
+    monkeypatch.setattr(hashing, "time", time)
     (tmp_path / "a").write_bytes(bytes(SIZE))
     assert content_hash([tmp_path / "a"]) == content_hash([tmp_path / "a"]) and read == ["a", "a"]
 

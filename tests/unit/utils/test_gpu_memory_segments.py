@@ -12,7 +12,7 @@ from adora_vl.utils.launch import segments_expand
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 PREPARE = """
     import sys
-    from adora_vl.config.reading import read
+    from adora_vl.config.command import read
     from adora_vl.prepare import prepare
     from adora_vl.utils import launch
     before = launch.use_expandable_segments

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adora_vl.builtin.assets import resolve_model
+from adora_vl.builtin.builtin_data import resolve_model
 from adora_vl.evals.inference.engines import check_model
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED

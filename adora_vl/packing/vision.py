@@ -20,10 +20,10 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from adora_vl.dedup.image_store import ImageBank, ImageBanks, first_patches
-from adora_vl.dedup.split_attention import ARGUMENT
 from adora_vl.models.families import DEEPSTACK, EMBEDDINGS, family_of
 from adora_vl.models.shape import PATCHES_A_PASS
+from adora_vl.packing.image_store import ImageBank, ImageBanks, first_patches
+from adora_vl.packing.split_attention import ARGUMENT
 from adora_vl.utils import compat
 
 # Transformers gives an implementation with "flash" in its name the bounds of all windows, and calls
@@ -182,7 +182,7 @@ def vision_model(model: nn.Module) -> Any | None:
 
 
 class SharedVision:
-    """Makes a model accept references (`adora_vl.dedup.image_store`) in place of pixels.
+    """Makes a model accept references (`adora_vl.packing.image_store`) in place of pixels.
 
     `seen` counts the images that went through the vision tower.
     """

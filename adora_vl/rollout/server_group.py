@@ -11,8 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk, plan_requests
-from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, Servers
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, plan_requests
+from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import (
     EngineError,
@@ -26,12 +26,12 @@ Tensors = Iterator[tuple[str, Tensor]]
 
 
 @dataclass
-class Served:
+class ServerGroup:
     """The servers of a run as its ranks see them. Every method is called by all ranks together."""
 
     accelerator: Accelerator
     place: PlaceFeatures
-    servers: Servers | None  # of the first rank alone
+    servers: ServerPool | None  # of the first rank alone
     files: WeightFiles | None = None  # of the first rank alone, where weights travel by file
 
     @contextmanager
@@ -39,7 +39,7 @@ class Served:
         """Inside, the tensors are in the folder of this name."""
         with ExitStack() as until:
 
-            def write(_: Servers) -> Path:
+            def write(_: ServerPool) -> Path:
                 assert self.files is not None
                 return until.enter_context(self.files.written(tensors))
 
@@ -47,7 +47,7 @@ class Served:
             yield self.first_rank(write, others=lambda: deque(tensors, 0))
 
     def gathered(
-        self, asks: Sequence[RolloutAsk], settings: Mapping[str, Any]
+        self, asks: Sequence[SamplingRequest], settings: Mapping[str, Any]
     ) -> list[GroupRequest]:
         """What all ranks ask for as requests, on the first rank; nothing elsewhere.
 
@@ -70,19 +70,19 @@ class Served:
             )
         return requests
 
-    def sample(self, requests: list[GroupRequest], asks: int) -> list[RolloutAnswer]:
+    def sample(self, requests: list[GroupRequest], asks: int) -> list[SamplingResult]:
         """Ask now. Returns the answers to this rank's `asks`."""
         return self.shared(
             self.first_rank(lambda servers: servers.sample(requests, self.place)), asks
         )
 
-    def shared(self, answers: list[Sampled], asks: int) -> list[RolloutAnswer]:
+    def shared(self, answers: list[Sampled], asks: int) -> list[SamplingResult]:
         """The part of this rank, which has `asks`, in the answers to all."""
         first = sum(gather_object([asks])[: self.accelerator.process_index])
-        return [RolloutAnswer(*one) for answer in answers for one in answer][first : first + asks]
+        return [SamplingResult(*one) for answer in answers for one in answer][first : first + asks]
 
     def first_rank(
-        self, do: Callable[[Servers], Any], others: Callable[[], object] = lambda: None
+        self, do: Callable[[ServerPool], Any], others: Callable[[], object] = lambda: None
     ) -> Any:
         """What `do` returns on the first rank, or raises, on all of them; the others do `others` in
         the meantime.

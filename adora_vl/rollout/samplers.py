@@ -13,25 +13,25 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.packing.images import DistinctImages
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.rollouts import RolloutAnswer, RolloutAsk
-from adora_vl.rollout.servers import Servers
+from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.rollout.servers import ServerPool
 from adora_vl.types import StepContext
 from adora_vl.utils.errors import engine_call
 
-Asks = Sequence[RolloutAsk]
+Asks = Sequence[SamplingRequest]
 Settings = Mapping[str, Any] | None  # of vLLM's `SamplingParams`; None: the run's
 
 
 @dataclass(frozen=True)
-class Ticket:
+class PendingSamples:
     """For what was asked of servers, to be sampled by the weights of a step."""
 
     step: int  # optimizer steps that had been made
     # waits for this rank's answers; raises what asking raised, on all ranks
-    join: Callable[[], list[RolloutAnswer]]
+    join: Callable[[], list[SamplingResult]]
 
 
 class Sampler(Protocol):
@@ -41,7 +41,7 @@ class Sampler(Protocol):
 
     def sample(
         self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
-    ) -> list[RolloutAnswer]:
+    ) -> list[SamplingResult]:
         """Sampled now, by the policy's present weights.
 
         `prompts`: of the asks, None where there are none.
@@ -51,7 +51,7 @@ class Sampler(Protocol):
         """Inside, an engine does not sleep between two calls."""
 
 
-class PolicyNow:
+class TransformersSampler:
     """The policy samples by Transformers, in TRL's way.
 
     What it thinks of its tokens a pass has to say.
@@ -65,17 +65,17 @@ class PolicyNow:
 
     def sample(
         self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
-    ) -> list[RolloutAnswer]:
+    ) -> list[SamplingResult]:
         assert prompts is not None and settings is None
         return [
-            RolloutAnswer(tokens, [None] * len(tokens), "stop") for tokens in self._turn(prompts)
+            SamplingResult(tokens, [None] * len(tokens), "stop") for tokens in self._turn(prompts)
         ]
 
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 
-class EngineNow:
+class VLLMSampler:
     """vLLM samples, in the trainer's processes or on servers, after it has got the policy's
     weights.
     """
@@ -104,7 +104,7 @@ class EngineNow:
 
     def sample(
         self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
-    ) -> list[RolloutAnswer]:
+    ) -> list[SamplingResult]:
         self.give_weights()
         return self.engine.sample(asks, settings)
 
@@ -112,7 +112,7 @@ class EngineNow:
         return self.engine.staying_awake()
 
 
-class ServersAhead(EngineNow):
+class AsyncServerSampler(VLLMSampler):
     """Servers that are asked before the rollouts are needed.
 
     What they get, weights and asks, stands in a queue, and is done in its order on a thread of the
@@ -139,22 +139,22 @@ class ServersAhead(EngineNow):
                 self._files[folder] = until.pop_all()
                 self._put(partial(self._read, folder=folder, everything=everything))
 
-    def _read(self, servers: Servers, folder: Path, everything: bool) -> None:
+    def _read(self, servers: ServerPool, folder: Path, everything: bool) -> None:
         try:
             self._partly_new = servers.find(in_part=not everything) and not everything
             servers.read_weights(folder)
         finally:
             self._files.pop(folder, ExitStack()).close()
 
-    def begin(self, asks: Asks, settings: Settings = None) -> Ticket:
+    def begin(self, asks: Asks, settings: Settings = None) -> PendingSamples:
         """Ask the servers, once they have done what they were asked before."""
         engine = self.engine
         place = self.engine.served.place
         requests = engine.served.gathered(asks, engine.sampling if settings is None else settings)
         found = self._put(lambda servers: servers.sample(requests, place))
-        return Ticket(self.synced, cache(partial(self._join, found, len(asks))))
+        return PendingSamples(self.synced, cache(partial(self._join, found, len(asks))))
 
-    def _join(self, found: Future[Any] | None, asks: int) -> list[RolloutAnswer]:
+    def _join(self, found: Future[Any] | None, asks: int) -> list[SamplingResult]:
         began = time.perf_counter()
         with engine_call("generate"):
             everyone = self.engine.served.first_rank(lambda _: found.result() if found else [])
@@ -163,7 +163,7 @@ class ServersAhead(EngineNow):
 
     def sample(
         self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
-    ) -> list[RolloutAnswer]:
+    ) -> list[SamplingResult]:
         self.give_weights()
         return self.begin(asks, settings).join()
 
@@ -180,7 +180,7 @@ class ServersAhead(EngineNow):
         for folder in list(self._files):
             self._files.pop(folder, ExitStack()).close()
 
-    def _put(self, do: Callable[[Servers], Any]) -> Future[Any] | None:
+    def _put(self, do: Callable[[ServerPool], Any]) -> Future[Any] | None:
         """Into the queue, on the first rank.
 
         What follows an item that has failed fails as it has.

@@ -15,20 +15,20 @@ from adora_vl.checkpoint.resume import StartPoint
 from adora_vl.checkpoint.store import facts_of
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.advantage import method_hashes
-from adora_vl.config.batch_plan import Shape
+from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.checks import costs_of
-from adora_vl.config.reading import Given
-from adora_vl.config.where import Where
+from adora_vl.config.command import CliArgs
+from adora_vl.config.run_context import RunContext
 from adora_vl.data.prompt_lengths import Measured, OverlongPrompts
 from adora_vl.data.prompts import with_tools
 from adora_vl.evaluation import EvaluationPlan
 from adora_vl.models.adapter import Adapter, load_merged, load_policy
 from adora_vl.models.four_bit import bytes_of, four_bit_folder, is_four_bit, keep_gradients
 from adora_vl.models.shape import ModelShape, describe
+from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.run_folder import RunFolder
 from adora_vl.record.manifest import run_manifest
 from adora_vl.rewards import ChosenRewards
-from adora_vl.start.folder import RunFolder
-from adora_vl.start.objects import Datasets
 from adora_vl.tools.run import ChosenTools, Toolbox
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
 from adora_vl.utils.cli import amount
@@ -53,7 +53,7 @@ class ModelSource:
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunRequest:
     """What a user wants, whichever way it came.
 
     `rows`: a command's keys, or data sets of Python's. `rewards`: what Python gave. `given`: the
@@ -64,7 +64,7 @@ class Asked:
     model: ModelSource
     rows: AdoraScriptArguments | Datasets
     rewards: Any = None
-    given: Given | None = None
+    given: CliArgs | None = None
     most: int | None = None
     tools: Sequence[Any] = ()  # that Python gave beside the key's
     environment: Any = None  # that Python gave in the key's place
@@ -76,18 +76,18 @@ class Asked:
 
 
 @dataclass(repr=False)
-class Checked:
+class ResolvedRun:
     """A run on the road: what was asked, and what each stop has found; that is there from its turn
     on.
     """
 
-    asked: Asked
-    where: Where
+    asked: RunRequest
+    where: RunContext
     notes: list[str] = field(default_factory=list)
     # what could not be looked at; empty for all but a dry run
     unknown: list[str] = field(default_factory=list)
     extensions: dict[str, Extension] = field(init=False)  # by name
-    plan: Shape = field(init=False)
+    plan: BatchLayout = field(init=False)
     rewards: ChosenRewards = field(init=False)
     tools: ChosenTools = field(init=False)
     toolbox: Toolbox | None = None  # where the run has tools

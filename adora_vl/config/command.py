@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from adora_vl.config.key_list import Key, read_keys
+from adora_vl.config.help import Key, read_keys
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.values import RANGES, convert, declared, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
@@ -43,14 +43,14 @@ _JUDGES = frozenset(
 T = TypeVar("T")
 
 
-class Words(list[str]):
+class CliWords(list[str]):
     """The words behind a key on the command line, which become a value once it is known what the
     key takes.
     """
 
 
 @dataclass(frozen=True)
-class Given:
+class CliArgs:
     """A command as it was read. `values`: of each key that was given."""
 
     arguments: Sequence[str]
@@ -66,7 +66,7 @@ class Given:
         """The value of a key that was given, as `hint`. Raises `UserError`."""
         value = self.values[key]
         return convert(
-            key, _of_words(key, value, hint) if isinstance(value, Words) else value, hint
+            key, _of_words(key, value, hint) if isinstance(value, CliWords) else value, hint
         )
 
     def build(self, kind: type[T]) -> T:
@@ -88,11 +88,11 @@ class Given:
         except (ValueError, TypeError) as error:
             raise UserError(" ".join(str(error).split())) from error
 
-    def but(self, **values: Any) -> Given:
-        return Given(self.arguments, self.file, self.values | values)
+    def but(self, **values: Any) -> CliArgs:
+        return CliArgs(self.arguments, self.file, self.values | values)
 
 
-def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
+def read(arguments: Sequence[str], *, whole: bool = True) -> CliArgs:
     """The command.
 
     Raises `UserError` for a key that no training config has, a file that cannot be read, a value
@@ -114,7 +114,7 @@ def read(arguments: Sequence[str], *, whole: bool = True) -> Given:
     for key, words in spoken:
         if key != "config":
             _lay_over(values, spoken=key, words=words, known=known)
-    given = Given(arguments, file, values)
+    given = CliArgs(arguments, file, values)
     hints = {**RANGES, **declared(AdoraScriptArguments), **declared(AdoraKeys)}
     for key in [key for key in values if key in hints]:
         values[key] = given.read(key, hints[key])
@@ -184,13 +184,13 @@ def refuse_stray(words: Sequence[str]) -> None:
             )
 
 
-def _by_key(arguments: Sequence[str]) -> list[tuple[str, Words]]:
+def _by_key(arguments: Sequence[str]) -> list[tuple[str, CliWords]]:
     """The keys of a command line in their order, each with its words."""
-    found: list[tuple[str, Words]] = []
+    found: list[tuple[str, CliWords]] = []
     for word in arguments:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
-            found.append((name.replace("-", "_"), Words([value] if equals else [])))
+            found.append((name.replace("-", "_"), CliWords([value] if equals else [])))
         elif found:
             found[-1][1].append(word)
         else:
@@ -220,7 +220,9 @@ def _check_key(
     )
 
 
-def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[str, Key]) -> None:
+def _lay_over(
+    values: dict[str, Any], spoken: str, words: CliWords, known: Mapping[str, Key]
+) -> None:
     """Put what the command line says of a key over what the file says.
 
     A dot reaches into a mapping.
@@ -236,11 +238,11 @@ def _lay_over(values: dict[str, Any], spoken: str, words: Words, known: Mapping[
         values[key] = _judging(words, values.get(key)) if key == "adora_method" else words
         return
     base = values.get(key, known[key].default)
-    base = _plain(base) if isinstance(base, Words) else base
+    base = _plain(base) if isinstance(base, CliWords) else base
     values[key] = _with(key, base, names, _plain(words))
 
 
-def _judging(words: Words, recipe: Any) -> Any:
+def _judging(words: CliWords, recipe: Any) -> Any:
     """The methods that the command line names, with ADORA's criteria of the recipe for the log if
     ADORA is not one.
     """
@@ -292,13 +294,13 @@ def _entry_of(key: str, entries: Sequence[Any], name: str) -> Any:
     return found
 
 
-def _plain(words: Words) -> Any:
+def _plain(words: CliWords) -> Any:
     """Words as the file would have them."""
     read = [yaml_value(word) for word in words]
     return read[0] if len(read) == 1 else read or True
 
 
-def _of_words(key: str, words: Words, hint: Any) -> Any:
+def _of_words(key: str, words: CliWords, hint: Any) -> Any:
     """What `convert` is given for words: all of them for a list, else the only one."""
     if not words and takes(hint, bool):
         return True

@@ -164,7 +164,7 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
 
 
 @dataclass(frozen=True)
-class Where:
+class RunContext:
     """What the checks before a run may look at.
 
     `here`: this machine will run it, so its packages, device, servers and folders count. `folder`:
@@ -177,11 +177,11 @@ class Where:
     paper: bool = False
 
     @classmethod
-    def of_launch(cls, folder: Literal["take", "look", "leave"]) -> Where:
+    def of_launch(cls, folder: Literal["take", "look", "leave"]) -> RunContext:
         return cls(True, from_environment(), folder)
 
     @classmethod
-    def of_dry_run(cls, options: DryRunOptions, *, here: bool) -> Where:
+    def of_dry_run(cls, options: DryRunOptions, *, here: bool) -> RunContext:
         """A run on paper. Raises `UserError` for a launch whose memory is not predicted."""
         return cls(here, _planned(options), "look" if here else "leave", paper=True)
 

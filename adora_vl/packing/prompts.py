@@ -13,7 +13,7 @@ from transformers.feature_extraction_utils import BatchFeature
 from trl.data_utils import prepare_multimodal_messages
 
 from adora_vl.data.rows import images_of
-from adora_vl.dedup.image_store import ImageBank, ImageCache, effective_settings, flat, normalized
+from adora_vl.packing.image_store import ImageBank, ImageCache, effective_settings, flat, normalized
 from adora_vl.utils import compat
 
 

@@ -14,9 +14,9 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, ImagePrefetch, NoPrefetch
 from adora_vl.data.loading import only_decodes
 from adora_vl.data.rows import has_images
-from adora_vl.dedup.image_store import ImageBanks, ImageCache, can_cache, effective_settings
-from adora_vl.dedup.prompts import PromptBatch, read_prompts, referring, with_pictures
-from adora_vl.dedup.vision import SharedVision
+from adora_vl.packing.image_store import ImageBanks, ImageCache, can_cache, effective_settings
+from adora_vl.packing.prompts import PromptBatch, read_prompts, referring, with_pictures
+from adora_vl.packing.vision import SharedVision
 from adora_vl.types import Batch, Row
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from trl.chat_template_utils import parse_response
 from trl.trainer.utils import pad
 
-from adora_vl.dedup.images import DistinctImages
-from adora_vl.dedup.prompts import PromptBatch
+from adora_vl.packing.images import DistinctImages
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rewards.thinking import closes_block, opens_thinking
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup, graded
@@ -24,7 +24,7 @@ from adora_vl.training.extensions import Extension
 from adora_vl.training.first_answers import FirstAnswers
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
-from adora_vl.training.scores import Ends, Grader, RewardFunctions
+from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
 from adora_vl.types import Batch, StepContext, loss_mask
 
 _BY_TOKEN = ("token_type_ids", "mm_token_type_ids")  # fields of prompts with a value for each token
@@ -43,7 +43,7 @@ def said(processor: Any, prompts: PromptBatch, completions: Sequence[list[int]])
     return [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts
 
 
-class Watcher(Protocol):
+class GenerationCallback(Protocol):
     """Notes what becomes of a generation; for all ranks together."""
 
     def graded(self, generation: Generation, prompts: PromptBatch, answers: list[Any]) -> None:
@@ -57,20 +57,20 @@ class Watcher(Protocol):
 
 
 @dataclass(frozen=True)
-class Judge:
+class BatchBuilder:
     """All ranks call it together, with equally many groups."""
 
     context: StepContext
     images: DistinctImages
     processor: Any
-    ends: Ends
+    ends: StopCriteria
     rewards: RewardFunctions
     grader: Grader
     to_device: Callable[[Any], Any]  # Transformers' way there, which may round pixels
     score: Callable[[Batch, str], None]  # puts earlier log-probabilities into a batch of a mode
     advantages: AdvantageComputer
     drift_guard: DriftGuard
-    watcher: Watcher
+    watcher: GenerationCallback
     phase: Callable[[str], AbstractContextManager[None]]  # inside, the seconds count as this one's
     scored: bool  # whether who samples says log-probabilities
     multiple: int | None = None  # of which the widths of columns are multiples; None for any

@@ -26,11 +26,18 @@ from transformers import (
 from transformers.integrations import flash_attention
 from trl.trainer.utils import add_fused_lm_head
 
-from adora_vl.dedup import policy_pass as packed_module
-from adora_vl.dedup import split_attention
-from adora_vl.dedup.policy_pass import PackedForward, has_dropout, prompt_positions
-from adora_vl.dedup.shared_prompt import ALIKE, Group, SharedPrompts, groups_of, pack, sharing_pays
-from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
+from adora_vl.packing import policy_pass as packed_module
+from adora_vl.packing import split_attention
+from adora_vl.packing.policy_pass import PackedForward, has_dropout, prompt_positions
+from adora_vl.packing.shared_prompt import (
+    ALIKE,
+    Group,
+    SharedPrompts,
+    groups_of,
+    pack,
+    sharing_pays,
+)
+from adora_vl.packing.split_attention import ARGUMENT, install, own_attention, prepared_mask
 
 BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
 VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there

@@ -19,16 +19,16 @@ from adora_vl.data import loading
 from adora_vl.data.dataloader import DistinctRows
 from adora_vl.data.images import kept
 from adora_vl.data.prompts import conversation
-from adora_vl.dedup.image_store import (
+from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.packing.image_store import (
     ImageBank,
     ImageBanks,
     ImageCache,
     ProcessedImage,
     effective_settings,
 )
-from adora_vl.dedup.images import may_have_images
-from adora_vl.dedup.prompts import distinct_rows, read_prompts, referring
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.packing.images import may_have_images
+from adora_vl.packing.prompts import distinct_rows, read_prompts, referring
 from adora_vl.record import trackers as texts
 from adora_vl.utils import compat
 from tests.support.tiny_run import train
@@ -264,7 +264,7 @@ def run(tmp_path_factory) -> dict[str, Any]:
     gathered.
     """
     seen: dict[str, Any] = {"decoded": 0, "gathered": []}
-    decode = loading.decoded_image
+    decode = images_module.decoded_image
     gather = gather_object
 
     def counted(encoded: bytes, **keywords: Any) -> Any:

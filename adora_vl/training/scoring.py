@@ -80,7 +80,7 @@ class Rewards:
 
 
 @dataclass(frozen=True)
-class Ends:
+class StopCriteria:
     """What ends an answer, whoever samples it."""
 
     tokens: frozenset[int]
@@ -90,7 +90,7 @@ class Ends:
     @classmethod
     def of(
         cls, tokens: Iterable[int], asked: Mapping[str, Any], decode: Callable[[Sequence[int]], str]
-    ) -> Ends:
+    ) -> StopCriteria:
         """`tokens`: that end a turn.
 
         `asked`: `generation_kwargs`. `decode`: as the texts are made.
@@ -126,7 +126,7 @@ class Scores:
 
     rewards: Rewards
     lengths_B: Tensor  # tokens that the policy has sampled
-    unended_B: Tensor  # bool: cut off (`Ends`)
+    unended_B: Tensor  # bool: cut off (`StopCriteria`)
     reflective_B: Tensor  # reflective words in its text
     tokens: int = 0  # of prompts and completions
     # columns of the reward functions', (B,)

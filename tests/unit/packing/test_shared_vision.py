@@ -24,11 +24,11 @@ from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionCon
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
-import adora_vl.dedup.vision
+import adora_vl.packing.vision
 from adora_vl.config.keys import AdoraKeys
-from adora_vl.dedup.image_store import ImageBanks
-from adora_vl.dedup.images import DistinctImages, with_image_columns
-from adora_vl.dedup.vision import (
+from adora_vl.packing.image_store import ImageBanks
+from adora_vl.packing.images import DistinctImages, with_image_columns
+from adora_vl.packing.vision import (
     BATCHED,
     SharedVision,
     batch_windows,
@@ -39,7 +39,7 @@ from adora_vl.dedup.vision import (
 )
 from adora_vl.utils.launch import free_port
 from tests.integration.support import REPOSITORY
-from tests.unit.dedup.test_shared_prompt import (
+from tests.unit.packing.test_shared_prompt import (
     BOUND,
     IMAGE,
     TEXT,
@@ -290,9 +290,7 @@ IN_PARALLEL = ("qwen2_5_vl", "qwen3_vl")
 def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
     """Every gradient, of the vision tower too, is the mean of what the rows of both give alone."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    code = (
-        f"from tests.unit.dedup.test_shared_vision import one_of_two; one_of_two(%d, {free_port()})"
-    )
+    code = f"from tests.unit.packing.test_shared_vision import one_of_two; one_of_two(%d, {free_port()})"
     pipes: dict[str, Any] = {
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,
@@ -354,7 +352,7 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
             rows = [[0], [1, 0], [], [2]]
             found = []
             for limit in (16_000, 1):
-                monkeypatch.setattr(adora_vl.dedup.vision, "PATCHES_A_PASS", limit)
+                monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", limit)
                 model = model_of(kind)
                 vision = SharedVision(ImageBanks())
                 model.model.visual.requires_grad_(False)
@@ -369,7 +367,7 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
     one_of_many, monkeypatch, subtests
 ):
     """The other process needs four; here are no images, one, and three in passes of their own."""
-    monkeypatch.setattr(adora_vl.dedup.vision, "PATCHES_A_PASS", 1)
+    monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", 1)
     monkeypatch.setattr(distributed, "all_reduce", lambda most, op: most.fill_(max(4, int(most))))
     shown: list[list[list[int]]] = [[[]], [[0]], [[0], [1, 2]]]
     for rows in shown:

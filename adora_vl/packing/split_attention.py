@@ -1,4 +1,4 @@
-"""Attention over a sequence of groups (`adora_vl.dedup.shared_prompt`) in parts: each prompt with
+"""Attention over a sequence of groups (`adora_vl.packing.shared_prompt`) in parts: each prompt with
 its first rollout on itself, and the other rollouts as a batch, each on (prompt, itself). Nothing
 grows with the square of a group's tokens.
 
@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
-from adora_vl.dedup.shared_prompt import SharedPrompts
+from adora_vl.packing.shared_prompt import SharedPrompts
 from adora_vl.utils import compat
 
 ARGUMENT = "shared_prompts"  # of the model's forward

@@ -6,7 +6,7 @@
 The prompt's last position predicts the first token of every rollout. A rollout's last token
 predicts nothing and is left out. So G rollouts of C tokens after a prompt of P cost P + G (C - 1)
 tokens instead of G (P + C). Positions (M-RoPE's three) are those of the rollout alone, and
-`adora_vl.dedup.split_attention` lets each rollout see its prompt and itself. The longest rollout
+`adora_vl.packing.split_attention` lets each rollout see its prompt and itself. The longest rollout
 comes first: with its prompt it is one causal sequence, which every kernel knows. So a row that
 shares its prompt with no other is an ordinary sequence here, only without padding.
 """

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.models.shape import refuse_embedding_adapters
-from adora_vl.start.objects import identity_of_model, rewards_given
+from adora_vl.preflight.python_inputs import identity_of_model, rewards_given
 from adora_vl.utils.errors import UserError
 
 

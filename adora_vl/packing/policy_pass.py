@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.config.keys import AdoraKeys
-from adora_vl.dedup.image_store import first_patches
-from adora_vl.dedup.images import with_image_columns
-from adora_vl.dedup.shared_prompt import groups_of, longest_first, pack, sharing_pays
-from adora_vl.dedup.split_attention import ARGUMENT, install, own_attention, prepared_mask
-from adora_vl.dedup.vision import vision_model
 from adora_vl.models.families import shares_prompts
+from adora_vl.packing.image_store import first_patches
+from adora_vl.packing.images import with_image_columns
+from adora_vl.packing.shared_prompt import groups_of, longest_first, pack, sharing_pays
+from adora_vl.packing.split_attention import ARGUMENT, install, own_attention, prepared_mask
+from adora_vl.packing.vision import vision_model
 from adora_vl.types import Batch, HostRows
 
 # log-probabilities (B, C), entropies, auxiliary loss

@@ -16,14 +16,14 @@ from datasets import Dataset, IterableDataset
 from PIL import Image
 from transformers import TrainerState
 
-from adora_vl.builtin.assets import data_folders, resolve_model
+from adora_vl.builtin.builtin_data import data_folders, resolve_model
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import StartPoint
 from adora_vl.config import AdoraGRPOConfig, checks
 from adora_vl.config.batch_plan import batch_plan, check_rows
-from adora_vl.config.reading import check_output_dir
-from adora_vl.config.unused_keys import Settings, refuse_unused, unused_keys
-from adora_vl.config.where import Where
+from adora_vl.config.command import check_output_dir
+from adora_vl.config.run_context import RunContext
+from adora_vl.config.unused_keys import RunSettings, refuse_unused, unused_keys
 from adora_vl.data import prompt_lengths as lengths
 from adora_vl.data.dataloader import shown_rows
 from adora_vl.data.loading import as_asked, load_rows
@@ -37,15 +37,15 @@ from adora_vl.models.families import sees_images
 from adora_vl.models.four_bit import check_four_bit
 from adora_vl.models.load import check_weights, limit_pixels, load_config, load_processor
 from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
+from adora_vl.preflight import python_inputs
+from adora_vl.preflight.resolved_run import ResolvedRun, RunRequest, count_of
+from adora_vl.preflight.run_folder import RunFolder
 from adora_vl.record.trackers import check_trackers
 from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
 from adora_vl.rollout.rollouts import RolloutGroup, graded, groups_of
-from adora_vl.start import objects
-from adora_vl.start.checked import Asked, Checked, count_of
-from adora_vl.start.folder import RunFolder
 from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
@@ -62,22 +62,22 @@ _ELSEWHERE = (
 )
 
 
-def walk(asked: Asked, where: Where) -> Checked:
+def walk(asked: RunRequest, where: RunContext) -> ResolvedRun:
     """Make every stop. Raises `UserError` at the first thing that cannot work."""
-    run = Checked(asked, where)
+    run = ResolvedRun(asked, where)
     if not where.here:
         run.unknown.append(_ELSEWHERE)
-    for stop in STOPS:
+    for stop in CHECKS:
         stop(run)
     return run
 
 
-def versions(run: Checked) -> None:
+def versions(run: ResolvedRun) -> None:
     """The libraries, and vLLM where it is used."""
     check_versions(run.config.use_vllm and run.where.here)
 
 
-def keys(run: Checked) -> None:
+def keys(run: ResolvedRun) -> None:
     """What the keys alone say."""
     by_trl = run.asked.trl_evaluates
     checks.check_config(run.config, trl_evaluates=by_trl)
@@ -89,14 +89,14 @@ def keys(run: Checked) -> None:
         checks.check_tools(run.config, tools=tools, environments=environments, trl_evaluates=by_trl)
 
 
-def batches(run: Checked) -> None:
+def batches(run: ResolvedRun) -> None:
     """Micro-batches, groups and machines."""
     sharding = run.where.sharding
     checks.check_machines(run.config, sharding.processes, sharding.machines)
     run.plan = batch_plan(run.config, sharding.processes)
 
 
-def machine(run: Checked) -> None:
+def machine(run: ResolvedRun) -> None:
     """Optimizer, trackers and the hub, where this is the machine."""
     if not run.where.here:
         return
@@ -109,7 +109,7 @@ def machine(run: Checked) -> None:
         )
 
 
-def rewards(run: Checked) -> None:
+def rewards(run: ResolvedRun) -> None:
     """Presets, files, functions and options, and which sums they can reach; and the tools."""
     output_dir = Path(run.config.output_dir)
     if run.script is not None:
@@ -118,7 +118,7 @@ def rewards(run: Checked) -> None:
             run.script.adora_reward, answer_tags=tags, output_dir=output_dir
         )
     else:
-        run.rewards = objects.rewards_given(run.asked.rewards, output_dir)
+        run.rewards = python_inputs.rewards_given(run.asked.rewards, output_dir)
     environments = environments_of(run.environment, run.config.adora_tool_options.seconds)
     run.tools = choose_tools([*run.config.tools, *run.asked.tools], environments)
     if environments is not None:
@@ -126,7 +126,7 @@ def rewards(run: Checked) -> None:
     check_sums(run.rewards.entries, run.config.reward_weights, run.config.adora_correct_above)
 
 
-def _graded_by(run: Checked, environments: Environments) -> None:
+def _graded_by(run: ResolvedRun, environments: Environments) -> None:
     """Their own reward beside the others: as in TRL it weighs 1, unless `reward_weights` has one
     more.
     """
@@ -152,7 +152,7 @@ def _graded_by(run: Checked, environments: Environments) -> None:
     run.rewards = replace(found, entries=entries, functions=functions, given=found.given | {name})
 
 
-def model(run: Checked) -> None:
+def model(run: ResolvedRun) -> None:
     """The model's config and family, and what the engine can do with it."""
     keys = run.model
     config = run.config
@@ -197,7 +197,7 @@ def model(run: Checked) -> None:
         run.notes.append(fits.LOST_UPDATES)
 
 
-def _find_adapters(run: Checked) -> None:
+def _find_adapters(run: ResolvedRun) -> None:
     """The adapters that were named in the place of a model, and their base in its name."""
     run.adapters = adapters_of("model_name_or_path", run.name, run.revision)
     if not run.adapters:
@@ -215,7 +215,7 @@ def _find_adapters(run: Checked) -> None:
         run.notes.append(f"the adapter {named} of {first.base} goes on training")
 
 
-def parts(run: Checked) -> None:
+def parts(run: ResolvedRun) -> None:
     """Frozen parts, layers with an adapter, attention, what `from_pretrained` is given, and the
     keys that do nothing with them.
     """
@@ -231,7 +231,7 @@ def parts(run: Checked) -> None:
         refuse_embedding_adapters(loaded)
     adapted = run.peft_config is not None or hasattr(loaded, "peft_config")
     fits.check_trainable(run.config, run.model_config, adapted=adapted)
-    settings = Settings(run.config, run.model, adapted, run.asked.trl_evaluates)
+    settings = RunSettings(run.config, run.model, adapted, run.asked.trl_evaluates)
     run.notes += unused_keys(settings)
     wanted = run.config.resume_from_checkpoint
     if run.script is None and wanted is not None:
@@ -242,7 +242,7 @@ def parts(run: Checked) -> None:
     run.notes += fits.dropout_notes(run.peft_config, run.config, one_step=run.plan.has_one_step)
 
 
-def _check_reference(run: Checked) -> None:
+def _check_reference(run: ResolvedRun) -> None:
     """Whether the reference of a KL term can be the policy that the run starts from."""
     beta = run.config.beta
     loaded = run.asked.model.loaded
@@ -256,7 +256,7 @@ def _check_reference(run: Checked) -> None:
         reference.check_adapter_start(config, beta, is_new=False)
 
 
-def processor(run: Checked) -> None:
+def processor(run: ResolvedRun) -> None:
     """The processor, its limits in pixels, and how long a prompt may be."""
     config = run.config
     run.processor = run.asked.model.processor
@@ -307,7 +307,7 @@ def _refuse_in_template(options: Mapping[str, Any], tokens: Sequence[str]) -> No
         )
 
 
-def _load_processor(run: Checked, name: str, revision: str | None) -> Any:
+def _load_processor(run: ResolvedRun, name: str, revision: str | None) -> Any:
     """Where a dry run cannot reach the hub, None with a line about it."""
     try:
         return load_processor(name, revision)
@@ -323,7 +323,7 @@ def _load_processor(run: Checked, name: str, revision: str | None) -> Any:
         return None
 
 
-def _counter(run: Checked) -> Any:
+def _counter(run: ResolvedRun) -> Any:
     if run.script is None:
         return lengths.message_counter(run.processor, run.config.chat_template_kwargs)
     if run.processor is None:
@@ -333,7 +333,7 @@ def _counter(run: Checked) -> Any:
     )
 
 
-def _limit(run: Checked) -> lengths.ContextLimit | None:
+def _limit(run: ResolvedRun) -> lengths.ContextLimit | None:
     """The limit of prompts and answers. The first rank alone asks a server for its own."""
     config = run.config
     on_server = run.config.use_vllm and run.config.vllm_mode == "server"
@@ -349,27 +349,27 @@ def _limit(run: Checked) -> lengths.ContextLimit | None:
     return limit
 
 
-def rows(run: Checked) -> None:
+def rows(run: ResolvedRun) -> None:
     """The rows to train on: those that the model can read, and whose prompts leave room for an
     answer.
     """
     asked = run.asked.rows
     run.data = []
     run.dataset = None
-    if isinstance(asked, objects.Datasets):
-        run.dataset = objects.told_of_tools(asked.train, run.schemas)
-        run.evaluated = objects.told_of_tools(asked.evaluate, run.schemas)
+    if isinstance(asked, python_inputs.Datasets):
+        run.dataset = python_inputs.told_of_tools(asked.train, run.schemas)
+        run.evaluated = python_inputs.told_of_tools(asked.evaluate, run.schemas)
         for one in (asked.train, asked.evaluate):
             refuse_prefill(one)
         _check_stream(run.config, asked.train)
         tokens = control_tokens(run.processor)
-        objects.refuse_unusable_prompts("train_dataset", run.dataset, tokens)
-        objects.refuse_unusable_prompts("eval_dataset", run.evaluated, tokens)
-        if objects.is_stored(run.dataset):
+        python_inputs.refuse_unusable_prompts("train_dataset", run.dataset, tokens)
+        python_inputs.refuse_unusable_prompts("eval_dataset", run.evaluated, tokens)
+        if python_inputs.is_stored(run.dataset):
             fits.check_sees(
-                run.model, run.model_config, has_images=objects.check_prompts(run.dataset)
+                run.model, run.model_config, has_images=python_inputs.check_prompts(run.dataset)
             )
-            run.overlong.kept_of(objects.prompts_of(run.dataset), len(run.dataset))
+            run.overlong.kept_of(python_inputs.prompts_of(run.dataset), len(run.dataset))
     else:
         with run.config.main_process_first(desc="making the dataset where it is missing"):
             run.data = data_folders(asked)
@@ -390,7 +390,7 @@ def rows(run: Checked) -> None:
         run.dataset = load_rows(
             told, folders=run.data, seed=run.config.seed_of_rows, fitting=partial(_fitting, run)
         )
-        objects.refuse_unusable_prompts("dataset", run.dataset, control_tokens(run.processor))
+        python_inputs.refuse_unusable_prompts("dataset", run.dataset, control_tokens(run.processor))
     run.lengths = run.overlong.lengths
     count = count_of(run.dataset)
     if count is not None:
@@ -407,7 +407,7 @@ def _check_stream(config: AdoraGRPOConfig, dataset: Any) -> None:
         )
 
 
-def room(run: Checked) -> None:
+def room(run: ResolvedRun) -> None:
     """Whether the limits leave room for an answer of each tool."""
     if run.toolbox is None:
         return
@@ -419,7 +419,7 @@ def room(run: Checked) -> None:
         completion=config.max_completion_length,
         context=config.vllm_max_model_length,
         prompt=min(prompts, default=None),
-        pictures=objects.fewest_pictures(run.dataset),
+        pictures=python_inputs.fewest_pictures(run.dataset),
     )
     refuse_no_room(
         run.toolbox,
@@ -429,7 +429,7 @@ def room(run: Checked) -> None:
     )
 
 
-def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
+def _fitting(run: ResolvedRun, dataset: Dataset, texts: Sequence[str]) -> Sequence[int]:
     """A tokenizer alone counts no images, so it is asked first whether the model reads them."""
     fits.check_sees(run.model, run.model_config, has_images=has_images(dataset.data.table))
     if run.asked.most is not None and run.asked.most < len(dataset):
@@ -439,7 +439,7 @@ def _fitting(run: Checked, dataset: Dataset, texts: Sequence[str]) -> Sequence[i
     return run.overlong.fitting(dataset, texts)
 
 
-def tries(run: Checked) -> None:
+def tries(run: ResolvedRun) -> None:
     """The user's own environments, tools and reward functions on the groups of two rows, and the
     judge with a question.
     """
@@ -482,12 +482,12 @@ def _unsteady(toolbox: Toolbox, groups: Sequence[RolloutGroup]) -> list[str]:
     return unsteady_tools(toolbox, pictures, inside)
 
 
-def evaluations(run: Checked) -> None:
+def evaluations(run: ResolvedRun) -> None:
     """The problems of the evaluations on the way; whole groups where TRL evaluates."""
     config = run.config
     asked = run.asked.rows
     run.evaluations = None
-    if isinstance(asked, objects.Datasets) and asked.evaluate is not None:
+    if isinstance(asked, python_inputs.Datasets) and asked.evaluate is not None:
         key = "num_generations_eval" if config.num_generations_eval else "num_generations"
         batch = config.per_device_eval_batch_size
         group = getattr(config, key)
@@ -510,14 +510,14 @@ def evaluations(run: Checked) -> None:
     run.evaluations = fitting_evaluations(plan, run.overlong) if plan is not None else None
 
 
-def weights(run: Checked) -> None:
+def weights(run: ResolvedRun) -> None:
     """Whether a model folder's files are there and whole."""
     if run.asked.model.loaded is None:
         for one in (run.name, *(str(adapter.folder) for adapter in run.adapters)):
             check_weights("model_name_or_path", one)
 
 
-def folder(run: Checked) -> None:
+def folder(run: ResolvedRun) -> None:
     """`output_dir`, and where in it the run starts."""
     run.start = StartPoint(None, [])
     if not run.where.here:
@@ -539,7 +539,7 @@ def folder(run: Checked) -> None:
         )
 
 
-def _fingerprint(run: Checked) -> Fingerprint:
+def _fingerprint(run: ResolvedRun) -> Fingerprint:
     """By which a checkpoint's run is known again."""
     source = run.asked.model
     script = run.script
@@ -548,13 +548,13 @@ def _fingerprint(run: Checked) -> Fingerprint:
     if script is not None and run.dataset is not None:
         settings = [as_asked(script, run.dataset.data.table), run.config, run.model]
     if script is None and source.peft_config is not None:
-        further = {"peft_config": objects.adapter_text(source.peft_config)}
+        further = {"peft_config": python_inputs.adapter_text(source.peft_config)}
     if script is None and run.four_bit:
         further["4 bits"] = f"{run.model.bnb_4bit_quant_type} {run.model.use_bnb_nested_quant}"
-    name = run.name if source.loaded is None else objects.identity_of_model(source.loaded)
+    name = run.name if source.loaded is None else python_inputs.identity_of_model(source.loaded)
     found = fingerprint(
         *settings,
-        data=run.data if script is not None else [objects.identity_of_rows(run.dataset)],
+        data=run.data if script is not None else [python_inputs.identity_of_rows(run.dataset)],
         model=name,
         revision=run.revision,
         processes=run.where.sharding.processes,
@@ -567,7 +567,7 @@ def _fingerprint(run: Checked) -> Fingerprint:
     return {**found, **further}
 
 
-STOPS: tuple[Callable[[Checked], None], ...] = (
+CHECKS: tuple[Callable[[ResolvedRun], None], ...] = (
     versions,
     keys,
     batches,

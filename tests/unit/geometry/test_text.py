@@ -1,0 +1,123 @@
+"""Facts as sentences: what a teacher writes gives the answer that she expects, and a slip is named
+with its place.
+"""
+
+import pytest
+
+from adora_vl.geometry.text import MAX_TEXT, form_of_text
+from adora_vl.geometry.verdict import verdict
+from adora_vl.utils.errors import UserError
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("triangle ABC. AB = 5, AC = 5, angle A = 40; find angle B", "70"),
+        ("ABCD parallelogram, AB = 2x+1, CD = 9, BC = 5\nfind perimeter ABCD", "28"),
+        (
+            "ABCD is a rectangle. AC and BD meet at E. AE = 5, AB = 6. Find area ABCD".replace(
+                "Find", "find"
+            ),
+            "48",
+        ),
+        ("circle O: A, B, C. AB is a diameter. angle BAC = 30\nfind angle ABC", "60"),
+        ("circle O: A\nDA tangent at A, OA = 5, OD = 13, find DA", "12"),
+        ("AB parallel CD, AC and BD meet at E, AE = 3, EC = 6, AB = 4, find CD", "8"),
+        ("triangle ABC, D on AC, BD bisects angle ABC, AB = 6, BC = 9, AC = 10, find AD", "4"),
+        ("triangle ABC, D on AB, E on AC, DE ∥ BC, AD = 4, DB = 2, DE = 6, find BC", "9"),
+        ("ABC ~ DEF, AB = 4, DE = 6, BC = 6, find EF", "9"),
+        ("regular hexagon ABCDEF, AB = 4, find area ABCDEF", r"8\sqrt{3}"),
+        ("triangle ABC, AD altitude of ABC, AB = 10, BD = 6, DC = 4, find AC", r"4\sqrt{5}"),
+        ("ABCD trapezoid, AB ∥ CD, AB = 10, CD = 6, ∠A = 90°, AD = 3, find BC", "5"),
+        ("triangle ABC, AB = x, BC = x + 1, AC = x + 2, right angle ABC, find x", "3"),
+        ("triangle ABC, D midpoint of BC, AD = 5, angle BAC = 90, find BC", "10"),
+        ("rhombus ABCD, AC = 6, BD = 8, find AB", "5"),
+        ("AB = 3\nfind 2AB + 1", "7"),
+        (
+            "angle ABC = 2x, angle ABD = x + 10, BD bisects angle ABC, find x  # no solution but "
+            "all x",
+            None,
+        ),
+        ("circle O: A, B. arc AB = 80, OA = 9\nfind angle AOB", "80"),
+        ("circle O: A\nOA = 3\nfind area circle O", r"9\pi"),
+        ("triangle ABC, AB = 3, BC = 4, AC = 5, find sin A", "\\frac{4}{5}"),
+    ],
+)
+def test_sentences_are_solved(text: str, answer: str | None) -> None:
+    found = verdict(form_of_text(text))
+    if answer is None:
+        assert found.status != "answered"
+    else:
+        assert (found.status, found.answer) == ("answered", answer), found.why
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("triangle ABC, AB = 5, find AC", "open"),
+        ("triangle ABC, AB = 5, BC = 2, AC = 9, find angle A", "conflict"),
+        ("triangle ABC, AB = 7, angle BAC = 30, BC = 4, find AC", "ambiguous"),
+        ("triangle ABC, angle A = 50, angle B = 60, angle C = 80, find AB", "conflict"),
+        ("circle O: A, B, C. arc AB = 80, find angle ACB", "ambiguous"),  # C may lie on either side
+    ],
+)
+def test_sentences_that_determine_nothing(text: str, status: str) -> None:
+    assert verdict(form_of_text(text)).status == status
+
+
+def test_a_place_chooses_of_two_figures() -> None:
+    facts = (
+        "triangle ABC. A at 10, 100. B at 150, 20. C at 110, 100. AB = 7, angle BAC = 30, BC = "
+        "4, find AC"
+    )
+    asked = form_of_text(facts)
+    assert asked.points["B"] == (150.0, 20.0)
+    found = verdict(asked)
+    assert found.status == "answered" and found.value == pytest.approx(4.125686, abs=1e-6)
+
+
+def test_a_text_and_its_logic_form_are_one_problem() -> None:
+    asked = form_of_text("triangle ABC, AB = 5, angle ABC = 2x+4\nfind x")
+    assert asked.facts == (
+        "Triangle(A, B, C)",
+        "Equals(LengthOf(Line(A, B)), 5)",
+        "Equals(MeasureOf(Angle(A, B, C)), 2x+4)",
+    )
+    assert asked.question == ("Find(x)",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "triangle ABC\nAB paralel CD, find AB",
+            "line 2, 'AB paralel CD': 'paralel' is no word that is known; did you mean 'parallel'?",
+        ),
+        ("AB = 5", "nothing is asked; add a line such as 'find AC'"),
+        ("AB = foo, find AB", "'foo' is no word that is known"),
+        ("triangle ABCD, find AB", "a triangle has 3 corners, and ABCD names 4"),
+        ("isosceles triangle ABC, find AB", "write such as AB = AC"),
+        ("AA = 5, find AB", "AA is no segment"),
+        ("find radius", "which circle is meant"),
+        ("AB = (5, find AB", "is not a value"),
+        ("AB = 5 + , find AB", "is not a value"),
+        ("AB + = CD, find AB", "something is missing"),
+        ("find beauty", "'beauty' is no word that is known"),
+        ("x" * (MAX_TEXT + 1), "characters, over"),
+    ],
+)
+def test_a_slip_is_named_with_its_place(text: str, said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        form_of_text(text)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["(" * 500, "AB = " + "(" * 300 + ", find AB", "find " * 50, "find AB" + "+AB" * 2000, "=,=;="],
+)
+def test_no_text_makes_it_raise_anything_else(text: str) -> None:
+    try:
+        verdict(form_of_text(text))
+    except UserError as error:
+        assert "\n" not in str(error)
