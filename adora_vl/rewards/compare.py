@@ -137,15 +137,16 @@ def _measured(one: Answer, other: Answer) -> Answer:
 
 
 def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
-    if answer.unit and reference.unit:
+    unit = answer.unit
+    if unit and reference.unit:
         dimension = reference.unit.dimension
-        if {answer.unit.dimension, dimension} == {"angle", RADIANS}:
+        if {unit.dimension, dimension} == {"angle", RADIANS}:
             answer = in_radians_or_degrees(answer, dimension)
-        elif answer.unit.dimension != dimension:
-            return Compared("wrong", "different_unit")
-        else:
+        elif unit.dimension == dimension:
             answer = in_unit(answer, reference.unit)
-    elif answer.unit and answer.unit.dimension == RADIANS and not _may_be_radians(answer):
+        else:
+            return Compared("wrong", "different_unit")
+    elif unit and unit.dimension == RADIANS and not _may_be_radians(answer):
         return Compared("wrong", "different_unit")
     by_text = answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
     if by_text and _same_text(answer.text, reference.text):
@@ -258,8 +259,14 @@ def _same_text(answer: str, reference: str) -> bool:
     """
     if answer == reference:
         return True
-    texts = (_RIGHT_ANGLED.sub("right", in_one_spelling(text)) for text in (answer, reference))
-    return len({unspaced(text) for text in texts}) == 1
+    return _in_one_spelling(answer) == _in_one_spelling(reference)
+
+
+def _in_one_spelling(text: str) -> str:
+    text = in_one_spelling(text)
+    if "angled" in text:
+        text = _RIGHT_ANGLED.sub("right", text)
+    return unspaced(text)
 
 
 def unspaced(text: str) -> str:
@@ -269,9 +276,10 @@ def unspaced(text: str) -> str:
 
     A word counts the same with a capital letter: `True` is `true`, while the side `AB` is not `ab`.
     """
-    text = _OVERLINED.sub(r"\1", text)
+    if "\\" in text:
+        text = _OVERLINED.sub(r"\1", text)
     text = _CAPITALISED.sub(lambda word: word[0].lower(), text)
-    return _BETWEEN_LETTERS.sub("", text)
+    return _BETWEEN_LETTERS.sub("", text) if " " in text else text
 
 
 def _is_rounded(text: str, reference: Any) -> bool:

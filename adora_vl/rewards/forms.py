@@ -493,6 +493,9 @@ def _joined(text: str, word: str, parts: Sequence[Answer]) -> Answer:
     return Answer(kind="inequality", text=text, label=labels.pop(), solution=solution)
 
 
+_OF_A_NAME = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
+
+
 def bare(label: str) -> str:
     r"""A name in one spelling: `x1` for `x_{1}`, `AB` for `\overline{AB}`, and `A` for `m\angle A`."""
-    return re.sub(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]", "", label)
+    return label if label.isalnum() else _OF_A_NAME.sub("", label)

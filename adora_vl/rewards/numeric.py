@@ -122,9 +122,13 @@ def number_of(tree: Tree) -> Ball:
     Raises `NotReadError`: `too_large`, `undefined`, or for one with an unknown `beyond`.
     """
     ball = _of(tree, None)
+    if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS:
+        return ball  # as most numbers are
     every = list(nodes(tree))
-    to_do = ball.exact and any(map(_is_left_to_do, every))
-    step = _step(tree, ball, None) if any(map(_is_long_decimal, every)) else None
+    terms = [node for node in every if node[0] in {"sum", "product"}] if ball.exact else []
+    to_do = any(map(_is_left_to_do, terms))
+    decimals = [node for node in every if node[0] == "num" and "." in node[1]]
+    step = _step(tree, ball, None) if any(map(_is_long_decimal, decimals)) else None
     return Ball(value=ball.value, error=ball.error, unevaluated=to_do, step=step)
 
 
@@ -227,8 +231,9 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
     None where the errors leave it open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has no digit
     of pi left.
     """
-    steps = [ball.step for ball in (answer, reference) if ball.step is not None]
-    step = steps[0] if len(steps) == 1 else None
+    step = None
+    if answer.step is None or reference.step is None:
+        step = reference.step if answer.step is None else answer.step
     if answer.exact and reference.exact:
         same = bool(answer.value == reference.value)
         if same or step is None:
