@@ -209,7 +209,8 @@ def _mapping(value: object) -> dict[str, object]:
 def _pair(value: object) -> Point:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
         raise TypeError(f"a place is {value!r:.40}, not two numbers")
-    x, y = float(value[0]), float(value[1])
+    x = float(value[0])
+    y = float(value[1])
     if not math.isfinite(x) or not math.isfinite(y):
         raise ValueError(f"a place is {value!r:.40}, not two finite numbers")
     return x, y

@@ -19,7 +19,8 @@ from adora_vl.geometry.shapes import cross, cross_each_other, dot, sine
 from adora_vl.geometry.system import System, Vector
 
 TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
-STARTS, STARTS_WITHOUT_PLACES = 8, 12
+STARTS = 8
+STARTS_WITHOUT_PLACES = 12
 _MOST_STARTS = (
     40  # of a form without places, until so many figures are found that are as its facts say
 )
@@ -33,7 +34,9 @@ _WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
 # First the points are held near the picture, ever less, so that small contradictions do not carry them away.
 _PULLS = (1e-1, 1e-3)
 _PULLED_STEPS = 8
-_LETTER_STEPS, _STEPS, _TRIALS = 25, 80, 7
+_LETTER_STEPS = 25  # with the points held
+_STEPS = 80
+_TRIALS = 7  # of a damping, in one step
 _RANK = 1e-6  # singular values below this share of the largest count as none
 _FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 _COLLAPSED = 10  # faults of a figure in which points fall together
@@ -112,7 +115,8 @@ class Problem:
             if length is None or length <= 0:
                 continue
             lengths.append(length)
-            start, end = relation.left.start, relation.left.end
+            start = relation.left.start
+            end = relation.left.end
             if start in places and end in places and abs(places[start] - places[end]) > 1e-6 * span:
                 scales.append(length / abs(places[start] - places[end]))
         self.is_scaled = bool(lengths)
@@ -150,7 +154,7 @@ class Problem:
             if number == 0:
                 v[i] = 10.0
             elif number == 1:
-                v[i] = 5.0
+                v[i] = 1.0
             if name.startswith("angle "):
                 v[i] = 60.0
             circle = radii.get(name)
@@ -213,7 +217,9 @@ class Problem:
                     after_residuals @ after_residuals + weights @ ((trial - begin)[first:]) ** 2
                 )
                 if math.isfinite(after) and after < before:
-                    v, residuals, jacobian = trial, after_residuals, after_jacobian
+                    v = trial
+                    residuals = after_residuals
+                    jacobian = after_jacobian
                     damping = max(damping / 8, 1e-12)
                     moved = True
                     break

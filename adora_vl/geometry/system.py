@@ -243,7 +243,9 @@ class System:
                 slope[2 * corner] += factor * (y[behind] - y[before])
                 slope[2 * corner + 1] += factor * (x[before] - x[behind])
             return factor * doubled, slope
-        point, start, end = (self.position[name] for name in (atom.point, atom.start, atom.end))
+        point = self.position[atom.point]
+        start = self.position[atom.start]
+        end = self.position[atom.end]
         way = places[end] - places[start]
         to_point = places[point] - places[start]
         length = math.sqrt(float(way @ way) + _TINY)
@@ -358,7 +360,8 @@ def _combined(quantity: Combined, parts: Sequence[tuple[float, Vector]]) -> tupl
     if function == "+":
         return sum(value for value, _ in parts), np.sum([slope for _, slope in parts], axis=0)
     if function == "*":
-        product, slope = 1.0, np.zeros_like(dx)
+        product = 1.0
+        slope = np.zeros_like(dx)
         for value, own_slope in parts:
             slope = slope * value + product * own_slope
             product *= value

@@ -63,7 +63,7 @@ def _broken(record: dict, rng: random.Random) -> dict:
             facts.pop(number)
         elif way == 3:
             new = rng.choice(("0", "1", "7", "90", "200", "1000000000", "x^{x^x}", "1/0", "(x", "-5", r"\sqrt{-1}"))
-            facts[number] = re.sub(r"\d+", lambda _, new=new: new, facts[number], count=1)
+            facts[number] = re.sub(r"\d+", new.replace("\\", r"\\"), facts[number], count=1)
         elif way == 4:
             facts[number] = facts[number].replace(rng.choice("ABCDE"), rng.choice("ABCDEQ"))
         elif way == 5:
