@@ -43,14 +43,14 @@ def outcome(
     problem: Problem, budget: Budget, *, starts: int | None = None, rounded: bool = False
 ) -> Outcome:
     """Solve a problem. `rounded`: facts may be off by as much as a book rounds them."""
-    found = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
-    if found.solution is None or found.status in ("conflict", "collapsed"):
-        return found
-    disordered = tuple(dict.fromkeys(problem.disordered(found.solution.v)))
+    result = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
+    if result.solution is None or result.status in ("conflict", "collapsed"):
+        return result
+    disordered = tuple(dict.fromkeys(problem.disordered(result.solution.v)))
     if not disordered:
-        return found
-    value = found.value if found.status == "answered" else None
-    return replace(found, status="conflict", value=value, disordered=disordered)
+        return result
+    value = result.value if result.status == "answered" else None
+    return replace(result, status="conflict", value=value, disordered=disordered)
 
 
 def _outcome(problem: Problem, budget: Budget, *, starts: int | None, rounded: bool) -> Outcome:

@@ -78,7 +78,9 @@ def conflict_of(form: Form, reading: Reading, budget: Budget) -> Conflict:
             assert first is not None
             agree = all(is_same(first, repair.outcome.value or 0.0, 1e-4) for repair in answered)
             chosen = answered[0] if agree else None
-    single = tuple(repair.left_out[0] for repair in repairs if len(repair.left_out) == 1)
+    single = tuple(
+        dict.fromkeys(repair.left_out[0] for repair in repairs if len(repair.left_out) == 1)
+    )
     named = single or tuple(number for number in involved if number < len(terms))
     return Conflict(facts=named[:_MOST_NAMED], repairs=tuple(repairs), repair=chosen)
 
@@ -121,10 +123,10 @@ def _repaired(form: Form, left_out: Iterable[int], budget: Budget) -> Repair | N
     if reading.goal is None:
         return None
     problem = Problem(reading)
-    found = outcome(problem, budget, starts=_STARTS)
-    if found.solution is None or found.solution.faults:
+    result = outcome(problem, budget, starts=_STARTS)
+    if result.solution is None or result.solution.faults:
         return None
-    return Repair(left_out=numbers, outcome=found, problem=problem)
+    return Repair(left_out=numbers, outcome=result, problem=problem)
 
 
 def _involved(problem: Problem, budget: Budget) -> list[int]:
@@ -139,10 +141,9 @@ def _involved(problem: Problem, budget: Budget) -> list[int]:
             best = residuals
     if best is None or not len(best):
         return []
-    sources = {
-        id(relation): source
-        for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True)
-    }
+    sources: dict[int, int | None] = {}
+    for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True):
+        sources[id(relation)] = source
     misses: dict[int, float] = {}
     for residual, relation in zip(np.abs(best), problem.system.residual_relations, strict=True):
         source = sources.get(id(relation))
