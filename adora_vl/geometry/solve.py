@@ -80,7 +80,7 @@ class Solution:
     start: int
 
 
-class Problem:
+class FigureProblem:
     """The relations of a reading, as a system with starts from the picture, and the kind of figure
     that is meant.
     """

@@ -18,7 +18,7 @@ from adora_vl.geometry.figure import Verdict, figure_of
 from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.primitives import Reading, read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, Problem
+from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.words import words_of
 
 MAX_POINTS = 60
@@ -89,7 +89,7 @@ def unread_of(form: Form, reading: Reading) -> Iterator[str]:
 
 def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
     budget = Budget(EVALUATIONS)
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     result = outcome(problem, budget)
     if result.status == "answered" and not reading.assumed:
         return _answered(form, problem, result)
@@ -144,7 +144,7 @@ def _plain(value: float) -> float:
     return float(f"{value:.10g}")
 
 
-def _answered(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     assert result.value is not None and result.solution is not None, "an answer has a figure"
     value = _plain(result.value)
     answer = answer_of(result.value, problem.reading)
@@ -179,7 +179,7 @@ def _by_angles(reading: Reading) -> Verdict | None:
     )
 
 
-def _seen(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _seen(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     """An answer that needs what only the picture shows."""
     assert result.value is not None and result.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
@@ -194,7 +194,7 @@ def _seen(form: Form, problem: Problem, result: Outcome) -> Verdict:
     )
 
 
-def _with_looks(form: Form, problem: Problem, result: Outcome, budget: Budget) -> Verdict:
+def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
     """Where the facts leave the goal open: what the picture shows beside them, first tangents, then
     everything.
     """
@@ -202,14 +202,14 @@ def _with_looks(form: Form, problem: Problem, result: Outcome, budget: Budget) -
         reading = read(form, looks=level)
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
             continue
-        trial = Problem(reading)
+        trial = FigureProblem(reading)
         seen = outcome(trial, budget)
         if seen.status == "answered" and seen.solution is not None and seen.solution.faults == 0:
             return _seen(form, trial, seen)
     return _open(form, problem, result)
 
 
-def _open(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     values = [value for value in (result.value, *result.others) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
@@ -218,7 +218,7 @@ def _open(form: Form, problem: Problem, result: Outcome) -> Verdict:
     )
 
 
-def _ambiguous(form: Form, problem: Problem, result: Outcome) -> Verdict:
+def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
     values = [value for value in (result.value, *result.others) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
     if len(values) < 2:
@@ -230,7 +230,7 @@ def _ambiguous(form: Form, problem: Problem, result: Outcome) -> Verdict:
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
 
 
-def _out_of_order(problem: Problem, result: Outcome) -> Verdict:
+def _out_of_order(problem: FigureProblem, result: Outcome) -> Verdict:
     """Where figures fit only with the points of a line in another order than facts or picture have
     them.
     """
@@ -248,7 +248,7 @@ def _out_of_order(problem: Problem, result: Outcome) -> Verdict:
     )
 
 
-def _repaired(form: Form, problem: Problem, result: Outcome, budget: Budget) -> Verdict:
+def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
     reading = problem.reading
     clash = conflict_of(form, reading, Budget(REPAIR_EVALUATIONS))
     why = _no_figure(result, clash, reading)

@@ -14,7 +14,7 @@ from adora_vl.geometry.expressions import ExpressionError, letters_of, number_of
 from adora_vl.geometry.forms import MAX_DEPTH, form_of, record_of, term_of
 from adora_vl.geometry.primitives import read
 from adora_vl.geometry.shapes import Drawing
-from adora_vl.geometry.solve import Problem
+from adora_vl.geometry.solve import FigureProblem
 from tests.unit.geometry.geometry_support import form, on_circle
 
 
@@ -119,7 +119,7 @@ def test_derivatives_are_those_of_the_residuals(start: int) -> None:
     at = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
     reading = read(form(at, ["AB", "BC", "CA", "CE"], FACTS, "Find(x)", ["O"]))
     assert not reading.unread
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     v = problem.start(start) + np.random.default_rng(start).normal(0, 0.01, problem.system.count)
     _, slopes = problem.system.residuals(v)
     for number in range(len(v)):
