@@ -1,5 +1,6 @@
 """What a training step is made of: the objects of a trainer, and the callbacks in their order."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from adora_vl.training.pool import Pool
 from adora_vl.training.pool_ahead import PoolAhead
 from adora_vl.training.scoring import Grader, RewardFunctions, StopCriteria
 from adora_vl.training.unfinished import UnfinishedGeneration
-from adora_vl.types import StepContext
+from adora_vl.types import Row, StepContext
 
 
 class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -131,12 +132,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             extension.start(context, self.images)
         self.sampler: Sampler = TransformersSampler(self._turn)
         if self.use_vllm:
-            who = AsyncServerSampler if args.adora_rollouts.ahead else VLLMSampler
-            self.sampler = who(context, self.images, self.vllm_generation)
-        self.ratio, self.recorder = (
-            ImportanceRatio(context),
-            Recorder(context, decode if self.toolbox else None),
-        )
+            sampler_class = AsyncServerSampler if args.adora_rollouts.ahead else VLLMSampler
+            self.sampler = sampler_class(context, self.images, self.vllm_generation)
+        self.ratio = ImportanceRatio(context)
+        self.recorder = Recorder(context, decode if self.toolbox else None)
         notice = metrics.TieNotice(self.methods.judged_by, speaks=accelerator.is_main_process)
         sent = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
         noted = MetricsLogger(
@@ -148,7 +147,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             notice=notice,
             bytes_sent=sent,
         )
-        judge = BatchBuilder(
+        builder = BatchBuilder(
             context=context,
             images=self.images,
             processor=self.processing_class,
@@ -166,26 +165,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             tools=self.toolbox is not None,
             other_images=any(extension.changes_images for extension in self.extensions),
         )
-        drift = partial(drift_measured, self, self.drift_guard.check)
-        ahead = partial(
-            PoolAhead,
-            drift=drift,  # the loader's order is there once the training has begun
-            next_rows=lambda numbers, far: self._distinct_rows.rows_after(
-                numbers, self._row_order, far
-            ),
-        )
-        self.pool = (ahead if args.adora_rollouts.ahead else Pool)(
-            context,
-            self.images,
-            self.sampler,
-            judge,
-            GenerationGuard(context, control_tokens(self.processing_class)),
-            self.extensions,
-            self.clock.phase,
-            self.train_dataset,
-            self._turns(),
-            self.run.tools.environments,
-        )
+        self.pool = self._pool(context, builder)
         self._generation: Generation | None = None  # the one that is being learned from
         self._collecting: Generation | None = None  # the one that is being sampled and graded
         self.log_multimodal = trackers.logs_images(args)
@@ -195,8 +175,38 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             )
         self._add_callbacks(context, args)
 
-    def _turns(self) -> ToolLoop | None:
-        """How calls are answered; None without tools."""
+    def _pool(self, context: StepContext, builder: BatchBuilder) -> Pool:
+        """The pool that fills generations, with servers that sample ahead where the run asks."""
+        pool_class: Callable[..., Pool] = Pool
+        if self.args.adora_rollouts.ahead:
+            pool_class = partial(
+                PoolAhead,
+                next_rows=self._rows_after,
+                request_drift=partial(drift_measured, self, self.drift_guard.check),
+            )
+        return pool_class(
+            context=context,
+            images=self.images,
+            sampler=self.sampler,
+            builder=builder,
+            guard=GenerationGuard(context, control_tokens(self.processing_class)),
+            extensions=self.extensions,
+            phase=self.clock.phase,
+            dataset=self.train_dataset,
+            tool_loop=self._tool_loop(),
+            environments=self.run.tools.environments,
+        )
+
+    def _rows_after(self, row_numbers: list[int], distance: int) -> list[Row]:
+        """The rows of the generation `distance` after the one whose rows have these numbers.
+
+        The loader's order exists once the training has begun.
+        """
+        rows: list[Row] = self._distinct_rows.rows_after(row_numbers, self._row_order, distance)
+        return rows
+
+    def _tool_loop(self) -> ToolLoop | None:
+        """What answers the policy's calls; None without tools."""
         options = self.args.adora_tool_options
         toolbox = self.toolbox
         if toolbox is None:
@@ -207,10 +217,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             processor=self.processing_class,
             template=self.args.chat_template_kwargs or {},
             tokens_of=self.images.tokens_of,
-            most=self.args.max_tool_calling_iterations,
+            max_answers=self.args.max_tool_calling_iterations,
             decode=decode,
-            tokens=options.turn_tokens,
-            room=self.args.vllm_max_model_length,
+            turn_tokens=options.turn_tokens,
+            context_length=self.args.vllm_max_model_length,
         )
 
     def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:

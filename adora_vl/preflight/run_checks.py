@@ -45,7 +45,7 @@ from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import check_sums, choose_rewards
 from adora_vl.rollout.engine_settings import refuse_on_cpu
 from adora_vl.rollout.prompt_tokens import refuse_prefill
-from adora_vl.rollout.rollouts import RolloutGroup, graded, groups_of
+from adora_vl.rollout.rollouts import RolloutGroup, groups_of, row_for_rewards
 from adora_vl.tools.environments import Environments, environments_of
 from adora_vl.tools.room import Room, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools, view_of
@@ -460,7 +460,7 @@ def tries(run: ResolvedRun) -> None:
     groups = groups_of([row for row in rows for _ in range(size)], "try/0/0", 0, 0, size)
     if environments is not None:
         groups = environments.entered(groups, run.config.seed, anew=True)
-    given = [graded(group.row, rollout) for group in groups for rollout in group.rollouts]
+    given = [row_for_rewards(group.row, rollout) for group in groups for rollout in group.rollouts]
     try_rewards(
         run.rewards,
         rows=given,

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 from PIL import Image
 
 from adora_vl.data.images import model_size
-from adora_vl.rollout.turns import CALL, LEAST, ToolLoop
+from adora_vl.rollout.turns import CALL, MIN_TOKENS_LEFT, ToolLoop
 from adora_vl.tools.ours import OURS, SHORTEST_TEXT
 from adora_vl.tools.run import Toolbox
 from adora_vl.utils.errors import UserError
@@ -52,7 +52,7 @@ def refuse_no_room(
         processor=processor,
         template=template,
         tokens_of=lambda image: 0,
-        most=None,
+        max_answers=None,
         decode=str,
     )
     for schema in toolbox.schemas:
@@ -102,10 +102,10 @@ def _refuse_no_tokens(
     name = function["name"]
     call = _shortest_call(turns, function)
     answer = turns.around + _shortest_picture(toolbox, toolbox.chosen.functions[name])
-    needed = call + answer + LEAST
+    needed = call + answer + MIN_TOKENS_LEFT
     parts = (
         f"{name}, whose shortest call takes {call} tokens and the answer to it {answer}, and "
-        f"{LEAST} have to be left behind it"
+        f"{MIN_TOKENS_LEFT} have to be left behind it"
     )
     turn = toolbox.options.turn_tokens
     if turn is not None and turn < call:
