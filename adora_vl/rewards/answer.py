@@ -146,15 +146,15 @@ def _plain(raw: str) -> Answer:
         text, unit = canonical(raw)
     except NotReadError as error:
         return Answer("unreadable", "", error.reason)
-    found = _valued(text, raw)
-    return replace(found, unit=unit_of(unit)) if unit else found
+    answer = _valued(text, raw)
+    return replace(answer, unit=unit_of(unit)) if unit else answer
 
 
 def _valued(text: str, raw: str) -> Answer:
     if not _PLAIN_NUMBER.fullmatch(text):  # most answers are one, and nothing below applies to it
-        found = _percentage(text, raw) or _no_value(text, raw)
-        if found is not None:
-            return found
+        answer = _percentage(text, raw) or _no_value(text, raw)
+        if answer is not None:
+            return answer
     tree: Tree | None = None
     try:
         tree = read_tree(text)
@@ -170,10 +170,16 @@ def _valued(text: str, raw: str) -> Answer:
 
 def _percentage(text: str, raw: str) -> Answer | None:
     per_cent = _PER_CENT.fullmatch(text)
-    of = plain(per_cent[1]) if per_cent else None
-    if of is None or not of.tree:
+    quantity = plain(per_cent[1]) if per_cent else None
+    if quantity is None or not quantity.tree:
         return None
-    return Answer(kind="percentage", text=f"{of.text}%", reason="percentage", raw=raw, real=of.real)
+    return Answer(
+        kind="percentage",
+        text=f"{quantity.text}%",
+        reason="percentage",
+        raw=raw,
+        real=quantity.real,
+    )
 
 
 def _no_value(text: str, raw: str) -> Answer | None:

@@ -314,13 +314,13 @@ def _unwrapped(text: str) -> str:
     return _UNBRACED.sub(" ", text)
 
 
-def _normal(found: re.Match[str]) -> str:
+def _normal(match: re.Match[str]) -> str:
     r"""`^{-5}` for raised digits, `\frac{1}{2}` for `½`, and 3 for `③`."""
-    text = unicodedata.normalize("NFKC", found[0]).replace("\u2212", "-")
+    text = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
     above, slash, below = text.partition("\u2044")
     if slash:
         return rf"\frac{{{above}}}{{{below}}}"
-    return f"^{{{text}}}" if found.re is _RAISED else f" {text} "
+    return f"^{{{text}}}" if match.re is _RAISED else f" {text} "
 
 
 def _grouped(number: re.Match[str]) -> str:
@@ -378,11 +378,11 @@ def _compact(text: str) -> str:
     """
     text = _SPACES.sub(" ", text.strip())
 
-    def kept(space: re.Match[str]) -> str:
-        left = text[space.start() - 1]
-        right = text[space.end()]
-        letters = left.isalpha() and right.isalpha()
-        digits = left in _DIGITS + "," and right in _DIGITS
+    def spacing(space: re.Match[str]) -> str:
+        before = text[space.start() - 1]
+        behind = text[space.end()]
+        letters = before.isalpha() and behind.isalpha()
+        digits = before in _DIGITS + "," and behind in _DIGITS
         return " " if letters or digits else ""
 
-    return _SPACE.sub(kept, text) if " " in text else text
+    return _SPACE.sub(spacing, text) if " " in text else text

@@ -89,15 +89,17 @@ def _same_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compa
     sure = False
     for sign, value in chain:
         worked_out = replace(value, real=value.real and replace(value.real, unevaluated=False))
-        found = _same_value(worked_out, reference, False)
-        sure = sure or found.verdict == "correct"
+        compared = _same_value(worked_out, reference, False)
+        sure = sure or compared.verdict == "correct"
         near = sign == "~" and reference.real and _is_rounded(value.text, reference.real.value)
         near = near or (
             rounded and sign != "~" and value.real and _is_rounded(reference.text, value.real.value)
         )
-        if found.verdict != "correct" and (not near or found.reason == "different_unit"):
+        if compared.verdict != "correct" and (not near or compared.reason == "different_unit"):
             return (
-                Compared("wrong", "chain_differs") if found.reason == "different_number" else found
+                Compared("wrong", "chain_differs")
+                if compared.reason == "different_number"
+                else compared
             )
     return Compared("correct", "same_number") if sure else Compared("wrong", "chain_differs")
 
@@ -130,10 +132,10 @@ def _as_value(answer: Answer, reference: Answer) -> Answer:
     return Answer("unreadable", answer.text, "equation") if names_itself else value  # f(x) = f(x)
 
 
-def _measured(one: Answer, other: Answer) -> Answer:
+def _measured(answer: Answer, opposite: Answer) -> Answer:
     """`5 L` as litres beside a quantity, else itself."""
-    letter = _UNIT_LETTER.fullmatch(one.whole) if other.unit and not one.unit else None
-    return plain(rf"{letter[1]}\text{{{letter[2]}}}") if letter else one
+    letter = _UNIT_LETTER.fullmatch(answer.whole) if opposite.unit and not answer.unit else None
+    return plain(rf"{letter[1]}\text{{{letter[2]}}}") if letter else answer
 
 
 def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
@@ -158,13 +160,18 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.reason)
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
         return Compared("wrong", "percentage" if answer.kind == "percentage" else "different_text")
-    given = answer.real
-    wanted = reference.real
-    if given and given.unevaluated and not (wanted and wanted.unevaluated):
+    number = answer.real
+    expected = reference.real
+    if number and number.unevaluated and not (expected and expected.unevaluated):
         return Compared("wrong", "unevaluated")
-    if given and wanted:
-        same = same_number(given, wanted)
-        if not same and rounding and "." in answer.text and _is_rounded(answer.text, wanted.value):
+    if number and expected:
+        same = same_number(number, expected)
+        if (
+            not same
+            and rounding
+            and "." in answer.text
+            and _is_rounded(answer.text, expected.value)
+        ):
             return Compared("correct", "rounded")
         if same is None:
             return Compared("unparseable", "undecided")
@@ -178,13 +185,13 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
         return Compared(
             "wrong", "different_expression" if unknowns(reference.tree) else "not_a_number"
         )
-    found = same_function(answer.tree, reference.tree)
-    if found == "equal":
+    outcome = same_function(answer.tree, reference.tree)
+    if outcome == "equal":
         return Compared("correct", "same_value")
     return (
         Compared("wrong", "different_expression")
-        if found == "different"
-        else Compared("unparseable", found)
+        if outcome == "different"
+        else Compared("unparseable", outcome)
     )
 
 
@@ -193,15 +200,18 @@ def _same_ratio(answer: Answer, reference: Answer) -> Compared:
     factor, and one of two terms may be their quotient, `\frac{3}{4}` for `3:4`.
     """
     terms = answer.ratio
-    wanted = reference.ratio
-    if answer.kind == "number" and answer.real and len(wanted) == 2:
-        same = not answer.real.unevaluated and same_number(answer.real, wanted[0] / wanted[1])
+    expected = reference.ratio
+    if answer.kind == "number" and answer.real and len(expected) == 2:
+        same = not answer.real.unevaluated and same_number(answer.real, expected[0] / expected[1])
         return Compared("correct", "same_ratio") if same else Compared("wrong", "different_number")
-    if len(terms) != len(wanted):
+    if len(terms) != len(expected):
         return Compared("wrong", answer.reason or "different_text")
     try:
-        pairs = zip(terms[1:], wanted[1:], strict=True)
-        same = all(same_number(terms[0] / term, wanted[0] / other) for term, other in pairs)
+        pairs = zip(terms[1:], expected[1:], strict=True)
+        same = all(
+            same_number(terms[0] / term, expected[0] / expected_term)
+            for term, expected_term in pairs
+        )
     except NotReadError:
         return Compared("wrong", "different_number")
     return Compared("correct", "same_ratio") if same else Compared("wrong", "different_number")
@@ -234,13 +244,13 @@ def _same_formula(answer: Answer, reference: Tree) -> Compared:
         tree = read_formula(answer.text) or answer.tree
     if tree is None or unknowns(tree) != unknowns(reference):
         return Compared("wrong", "different_expression" if tree else answer.reason)
-    found = same_function(tree, reference)
-    if found in {"equal", "different"}:
-        same = found == "equal"
+    outcome = same_function(tree, reference)
+    if outcome in {"equal", "different"}:
+        same = outcome == "equal"
         return (
             Compared("correct", "same_value") if same else Compared("wrong", "different_expression")
         )
-    return Compared("unparseable", found)
+    return Compared("unparseable", outcome)
 
 
 def _may_be_radians(answer: Answer) -> bool:
@@ -327,9 +337,11 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     if reference.kind == "unordered":
         return _same_list(answer, reference, rounding)
     if answer.is_value and reference.is_value:
-        found = _same_value(answer, reference, rounding)
+        compared = _same_value(answer, reference, rounding)
         return Compared(
-            found.verdict, found.reason, (Pair(_shown(answer), _shown(reference), found.reason),)
+            compared.verdict,
+            compared.reason,
+            (Pair(_labelled_text(answer), _labelled_text(reference), compared.reason),),
         )
     if answer.kind != reference.kind:
         return Compared("wrong", "different_form")
@@ -343,18 +355,23 @@ def _same_form(answer: Answer, reference: Answer, rounding: bool) -> Compared:
 _OF_X = re.compile(r"[A-Za-z]\(([a-z])\)")
 
 
-def _as_function(answer: Answer, other: Answer) -> Answer:
+def _as_function(answer: Answer, opposite: Answer) -> Answer:
     """What is said of `f(x)` or `y` where the other answer says it of `y` or `f(x)`: its value."""
-    mine = _OF_X.fullmatch(bare(answer.label))
-    theirs = _OF_X.fullmatch(bare(other.label))
-    if mine and mine[1] not in unknowns(answer.tree or ()):
+    function = _OF_X.fullmatch(bare(answer.label))
+    opposite_function = _OF_X.fullmatch(bare(opposite.label))
+    if function and function[1] not in unknowns(answer.tree or ()):
         return answer
-    if mine and bare(other.label) == "y" and other.kind == "equation":
+    if function and bare(opposite.label) == "y" and opposite.kind == "equation":
         return replace(answer, label="")
-    if theirs and bare(answer.label) == "y" and answer.kind == "equation" and answer.parts:
-        if theirs[1] not in unknowns(answer.parts[0].tree or ()):
+    if (
+        opposite_function
+        and bare(answer.label) == "y"
+        and answer.kind == "equation"
+        and answer.parts
+    ):
+        if opposite_function[1] not in unknowns(answer.parts[0].tree or ()):
             return answer
-        return replace(answer.parts[0], label=other.label)
+        return replace(answer.parts[0], label=opposite.label)
     return answer
 
 
@@ -401,7 +418,7 @@ def _letters(answer: Answer, reference: Answer) -> Answer:
     return replace(answer, kind="unordered", parts=tuple(plain(letter) for letter in letters))
 
 
-def _shown(answer: Answer) -> str:
+def _labelled_text(answer: Answer) -> str:
     return f"{answer.label}={answer.text}" if answer.label and answer.is_value else answer.text
 
 
@@ -431,11 +448,11 @@ def _in_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     pairs = []
     if _other_names(answer, reference):
         return Compared("wrong", "different_label")
-    for given, wanted in zip(answer.parts, reference.parts, strict=True):
-        found = _same_form(given, wanted, rounding)
-        pairs.append(Pair(_shown(given), _shown(wanted), found.reason))
-        if found.verdict != "correct":
-            return Compared(found.verdict, "different_part", tuple(pairs))
+    for part, expected in zip(answer.parts, reference.parts, strict=True):
+        compared = _same_form(part, expected, rounding)
+        pairs.append(Pair(_labelled_text(part), _labelled_text(expected), compared.reason))
+        if compared.verdict != "correct":
+            return Compared(compared.verdict, "different_part", tuple(pairs))
     return Compared("correct", "same_parts", tuple(pairs))
 
 
@@ -444,10 +461,10 @@ def _other_names(answer: Answer, reference: Answer) -> bool:
 
     Where nothing has a name, x is before y.
     """
-    names, wanted = ([bare(part.label) for part in side.parts] for side in (answer, reference))
-    order = wanted if any(wanted) else list("xyz")
+    names, expected = ([bare(part.label) for part in side.parts] for side in (answer, reference))
+    order = expected if any(expected) else list("xyz")
     places = [order.index(name) for name in names if name and name in order]
-    return places != sorted(places) or (answer.label != "" and bare(answer.label) in wanted)
+    return places != sorted(places) or (answer.label != "" and bare(answer.label) in expected)
 
 
 def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared:
@@ -455,19 +472,30 @@ def _in_any_order(answer: Answer, reference: Answer, rounding: bool) -> Compared
     if len(answer.parts) != len(reference.parts):
         return Compared("wrong", "different_length")
     by_label = all(part.label for part in reference.parts)
-    left = list(reference.parts)
+    remaining = list(reference.parts)
     pairs: list[Pair] = []
-    for given in answer.parts:
-        named = [one for one in left if not by_label or bare(given.label) == bare(one.label)]
-        found = next(
-            (one for one in named if _same_form(given, one, rounding).verdict == "correct"), None
+    for answer_part in answer.parts:
+        candidates = [
+            candidate
+            for candidate in remaining
+            if not by_label or bare(answer_part.label) == bare(candidate.label)
+        ]
+        partner = next(
+            (
+                candidate
+                for candidate in candidates
+                if _same_form(answer_part, candidate, rounding).verdict == "correct"
+            ),
+            None,
         )
-        if found is None:
+        if partner is None:
             return Compared(
-                "wrong", "different_part", (*pairs, Pair(_shown(given), "-", "different_part"))
+                "wrong",
+                "different_part",
+                (*pairs, Pair(_labelled_text(answer_part), "-", "different_part")),
             )
-        left.remove(found)
-        pairs.append(Pair(_shown(given), _shown(found), "same_part"))
+        remaining.remove(partner)
+        pairs.append(Pair(_labelled_text(answer_part), _labelled_text(partner), "same_part"))
     return Compared("correct", "same_parts", tuple(pairs))
 
 
@@ -477,13 +505,13 @@ def _same_relations(answer: Answer, reference: Answer) -> Compared:
     """
     if len(answer.relations) != len(reference.relations):
         return Compared("wrong", "different_form")
-    left = list(reference.relations)
+    remaining = list(reference.relations)
     for sign, tree in answer.relations:
-        for one in left:
+        for one in remaining:
             same_names = unknowns(tree) == unknowns(one[1])
             factor = factor_between(tree, one[1]) if sign == one[0] and same_names else 0
             if factor > 0 or (factor and sign in {"=", "!="}):
-                left.remove(one)
+                remaining.remove(one)
                 break
         else:
             return Compared("wrong", f"different_{reference.kind}")

@@ -91,24 +91,24 @@ def explanation(
     """
     reason = verify_gold(gold, choices)
     if reason:
-        said = reason if ":" in reason else f"{reason}: {RULES.get(reason, '')}"
-        raise UserError(f"--gold: {gold!r} cannot be graded against ({said})")
-    found = grade(response, gold, choices=choices, **accepted)
+        explained = reason if ":" in reason else f"{reason}: {RULES.get(reason, '')}"
+        raise UserError(f"--gold: {gold!r} cannot be graded against ({explained})")
+    result = grade(response, gold, choices=choices, **accepted)
     answer_tags = accepted.get("answer_tags", False)
     thinking_opened = accepted.pop("thinking_opened", False)
-    whole = response
-    response = final_part(whole, thinking_opened)
+    full_response = response
+    response = final_part(full_response, thinking_opened)
     lines: list[str] = []
-    if response != whole:
-        characters = len(whole) - len(response)
+    if response != full_response:
+        characters = len(full_response) - len(response)
         lines.append(f"thinking   {amount_of(characters, 'character')} set aside")
     lines += [
         "extracted  "
-        f"{_printable(found.extracted) if found.extracted is not None else '(no complete box)'}"
+        f"{_printable(result.extracted) if result.extracted is not None else '(no complete box)'}"
     ]
-    given = last_answer(response) if answer_tags else last_boxed(response)
-    if given is not None:
-        answer = answer_to(read(gold), response=response, given=given, answer_tags=answer_tags)
+    content = last_answer(response) if answer_tags else last_boxed(response)
+    if content is not None:
+        answer = answer_to(read(gold), response=response, given=content, answer_tags=answer_tags)
         lines.append(f"answer     {_described(read(answer.raw) if answer.raw else answer)}")
     lines.append(f"gold       {_described(read(gold))}")
     compared = comparison(response, gold, **accepted)
@@ -119,11 +119,13 @@ def explanation(
         )
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_described(read(value))}")
-    lines.append(f"rule       {found.reason}: {RULES.get(found.reason.removeprefix('gold_'), '')}")
-    lines.append(f"verdict    {found.verdict} ({found.ms:.1f} ms)")
+    lines.append(
+        f"rule       {result.reason}: {RULES.get(result.reason.removeprefix('gold_'), '')}"
+    )
+    lines.append(f"verdict    {result.verdict} ({result.ms:.1f} ms)")
     return [
         *lines,
-        f"rewards    {', '.join(f'{preset} {reward(found, preset):g}' for preset in PRESETS)}",
+        f"rewards    {', '.join(f'{preset} {reward(result, preset):g}' for preset in PRESETS)}",
     ]
 
 
@@ -160,7 +162,7 @@ def tried(
     """
     chosen = choose_rewards(entries, answer_tags=answer_tags)
     chosen.check_columns(columns)
-    noted: list[str] = []
+    log_lines: list[str] = []
     arguments: dict[str, Any] = {
         "prompts": [[{"role": "user", "content": columns.get("problem", "")}]],
         "completions": [[{"role": "assistant", "content": response}]],
@@ -168,20 +170,20 @@ def tried(
         "thinking_opened": [thinking_opened],
         **{name: [value] for name, value in columns.items()},
         "trainer_state": None,
-        "log_extra": lambda name, values: noted.append(
+        "log_extra": lambda name, values: log_lines.append(
             f"logged     {name}: {_printable(str(values[0]))}"
         ),
-        "log_metric": lambda name, value: noted.append(f"logged     {name}: {value:g}"),
+        "log_metric": lambda name, value: log_lines.append(f"logged     {name}: {value:g}"),
     }
     lines = []
     for entry, function in zip(chosen.entries, chosen.functions, strict=True):
         unscored: dict[int, str] = {}
-        (found,) = call_once(
+        (score,) = call_once(
             entry, function=function, arguments=arguments, timeout=TRY_TIMEOUT_S, unscored=unscored
         )
         none = f"None ({unscored.get(0, 'not scored')})"
-        lines.append(f"reward     {entry} {none if found is None else format(found, 'g')}")
-    return [*lines, *noted]
+        lines.append(f"reward     {entry} {none if score is None else format(score, 'g')}")
+    return [*lines, *log_lines]
 
 
 def _entry(word: str) -> Any:

@@ -47,6 +47,6 @@ def _name(text: str) -> str:
     return _ANGLE.sub(_angle, text)
 
 
-def _angle(found: re.Match[str]) -> str:
-    name = found[1] + found[2] + found[3]
+def _angle(match: re.Match[str]) -> str:
+    name = match[1] + match[2] + match[3]
     return rf"\angle {min(name, name[::-1])}"

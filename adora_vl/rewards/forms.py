@@ -162,16 +162,16 @@ def _split(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
     """The pieces of `text` between the matches that stand in no brackets, and the matches."""
     depths = _depths(text)
     pieces = []
-    found = []
+    matches = []
     begin = 0
     for match in pattern.finditer(text):
         if depths[match.start()] == 0:
             pieces.append(text[begin : match.start()].strip())
-            found.append(match.group())
+            matches.append(match.group())
             begin = match.end()
-            if len(found) > MAX_PARTS:
+            if len(matches) > MAX_PARTS:
                 raise NotReadError("too_large")
-    return [*pieces, text[begin:].strip()], found
+    return [*pieces, text[begin:].strip()], matches
 
 
 def _parse(text: str, depth: int) -> Answer:
@@ -185,14 +185,14 @@ def _parse(text: str, depth: int) -> Answer:
     ways, _ = _split(text, _OR)
     if len(ways) > 1 and all("," in way for way in ways) and not any(";" in way for way in ways):
         return _several(
-            text, pieces=ways, found=["or"], depth=depth
+            text, pieces=ways, separators=["or"], depth=depth
         )  # p = 5, q = 2 or p = 7, q = 2
     for pattern in (_SEMICOLON, _COMMA):
-        pieces, found = _split(text, pattern)
+        pieces, matches = _split(text, pattern)
         if len(pieces) > 1:
-            return _several(text, pieces=pieces, found=found, depth=depth)
-    members, found = _split(text, _MEMBER)
-    if found:
+            return _several(text, pieces=pieces, separators=matches, depth=depth)
+    members, matches = _split(text, _MEMBER)
+    if matches:
         if len(members) != 2 or not NAME_OF_VALUE.fullmatch(members[0]):
             raise NotReadError("relation")
         inner = _parse(members[1], depth + 1)
@@ -221,7 +221,7 @@ def _leaf(text: str) -> Answer:
     return replace(value, raw="")
 
 
-def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answer:
+def _several(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
     """Pieces with commas between them: a list, or one inequality where all of them are
     inequalities.
     """
@@ -233,7 +233,7 @@ def _several(text: str, pieces: list[str], found: list[str], depth: int) -> Answ
         parts += part.parts if part.both_signs else [part]
     solved = [part for part in parts if part.kind == "inequality"]
     if solved and all(part in solved or (part.label and part.is_value) for part in parts):
-        ways = ["or" in one for one in found]
+        ways = ["or" in separator for separator in separators]
         if any(ways) != all(ways):
             raise NotReadError("relation")
         return _joined(text, "or" if ways[0] else "and", parts)
@@ -273,8 +273,8 @@ def _bracketed(text: str, depth: int) -> Answer | None:
         if of_set or not all(part.is_value or part.kind == "ordered" for part in parts):
             raise NotReadError("enumeration")
         return Answer("unordered", text, parts=parts)
-    pieces, found = _split(inside, _SEMICOLON)
-    if not found:
+    pieces, separators = _split(inside, _SEMICOLON)
+    if not separators:
         pieces, _ = _split(inside, re.compile(","))
     if (
         len(pieces) < 2
@@ -308,7 +308,7 @@ def _matrix(text: str, inside: str) -> Answer:
     parts = (
         Answer(
             kind="ordered",
-            text=", ".join(one.text for one in row),
+            text=", ".join(entry.text for entry in row),
             parts=tuple(row),
             brackets="row",
         )
@@ -331,8 +331,8 @@ def _both_signs(text: str) -> Answer | None:
         # 12 + 1 is a way to write 13 here
         real = value.real and replace(value.real, unevaluated=False)
         values.append(replace(value, real=real, raw=""))
-    one, other = map(_real, values)
-    if one and other and same_number(one, other):
+    first, second = map(_real, values)
+    if first and second and same_number(first, second):
         raise NotReadError("enumeration")  # 12 \pm 0
     return Answer(kind="unordered", text=text, parts=tuple(values), both_signs=True)
 
@@ -345,29 +345,33 @@ def _related(text: str, sides: list[str], signs: list[str], depth: int) -> Answe
         return _inequality(text, sides, signs)
     if len(sides) > 2:
         return _chain(sides)
-    left, right = sides
+    left_side, right_side = sides
     if signs == ["="] and all(map(FIGURE.fullmatch, sides)):
         return _equation(text, sides)
-    if signs == ["="] and NAME_OF_VALUE.fullmatch(right) and not NAME_OF_VALUE.fullmatch(left):
-        left, right = right, left  # 5 = x
-    if _NAMES.fullmatch(left):
-        inner = _bracketed(right, depth)
-        names = re.split(r"[,;]\s?", left[1:-1])
+    if (
+        signs == ["="]
+        and NAME_OF_VALUE.fullmatch(right_side)
+        and not NAME_OF_VALUE.fullmatch(left_side)
+    ):
+        left_side, right_side = right_side, left_side  # 5 = x
+    if _NAMES.fullmatch(left_side):
+        inner = _bracketed(right_side, depth)
+        names = re.split(r"[,;]\s?", left_side[1:-1])
         if not inner or inner.kind != "ordered" or len(names) != len(inner.parts):
             raise NotReadError("equation")
         parts = (replace(part, label=name) for part, name in zip(inner.parts, names, strict=True))
         return replace(inner, text=text, parts=tuple(parts))
-    if not NAME_OF_VALUE.fullmatch(left):
+    if not NAME_OF_VALUE.fullmatch(left_side):
         if signs != ["="]:
             raise NotReadError("equation")
         return _equation(text, sides)
-    inner = _parse(right, depth + 1)
-    tree = plain(left).tree
+    inner = _parse(right_side, depth + 1)
+    tree = plain(left_side).tree
     if signs == ["="] and inner.kind == "expression" and tree and tree[0] == "unknown":
-        return replace(_equation(text, sides), parts=(inner,), label=left)  # y = 2x + 1
+        return replace(_equation(text, sides), parts=(inner,), label=left_side)  # y = 2x + 1
     if not (inner.is_value or inner.kind in {"ordered", "unordered"}):
         raise NotReadError("equation")
-    return replace(inner, text=inner.text if inner.is_value else text, label=left)
+    return replace(inner, text=inner.text if inner.is_value else text, label=left_side)
 
 
 def _chain(sides: Sequence[str]) -> Answer:
@@ -393,7 +397,7 @@ def working(text: str) -> list[tuple[str, Answer]]:
     if len(sides) < 2 or not all(sides) or {_SIGNS[sign] for sign in signs} - {"=", "~"}:
         return []
     values = [plain(side) for side in sides]
-    found = [
+    numbers = [
         (_SIGNS[sign], value)
         for sign, value in zip(["=", *signs], values, strict=True)
         if value.kind == "number"
@@ -406,11 +410,11 @@ def working(text: str) -> list[tuple[str, Answer]]:
     for name, value in zip(names, values, strict=True):
         if not name and (value.kind == "unreadable" or _WORDED.search(value.text)):
             return []
-    worked = len(found) < len(sides) or not all(
-        re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in found
+    worked = len(numbers) < len(sides) or not all(
+        re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers
     )
     ends = values[-1].real is not None and not values[-1].real.unevaluated
-    return found if begins and worked and ends and values[-1].kind == "number" else []
+    return numbers if begins and worked and ends and values[-1].kind == "number" else []
 
 
 def _side(text: str) -> Tree:
@@ -423,12 +427,12 @@ def _side(text: str) -> Tree:
     return tree
 
 
-def _difference(left: Tree, right: Tree) -> Tree:
+def _difference(left_side: Tree, right_side: Tree) -> Tree:
     """Left minus right.
 
     Raises `NotReadError` where that is the same number everywhere, as in `x < x + 1`.
     """
-    tree: Tree = ("sum", (1, left), (-1, right))
+    tree: Tree = ("sum", (1, left_side), (-1, right_side))
     if not unknowns(tree) or is_constant(tree):
         raise NotReadError("always_true")
     return tree
@@ -444,16 +448,16 @@ def _inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer
         raise NotReadError("too_large")
     trees = [_side(side) for side in sides]
     relations, atoms = [], []
-    for left, sign, right in zip(trees, signs, trees[1:], strict=False):
+    for left_side, sign, right_side in zip(trees, signs, trees[1:], strict=False):
         if sign not in REVERSED:
             raise NotReadError("relation")
         if sign in {">", ">="}:
-            left, sign, right = right, REVERSED[sign], left
-        tree = _difference(left, right)
+            left_side, sign, right_side = right_side, REVERSED[sign], left_side
+        tree = _difference(left_side, right_side)
         relations.append((sign, tree))
-    (name, *others) = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
+    (name, *other_names) = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
     for sign, tree in relations:
-        zero = None if others else zero_of(tree)
+        zero = None if other_names else zero_of(tree)
         if zero is None:
             return Answer("inequality", text, relations=tuple(relations))
         at, slope = zero

@@ -40,18 +40,18 @@ def narrow(text: str) -> str:
     return _JOINED.sub(_joint, text)
 
 
-def _compatible(found: re.Match[str]) -> str:
+def _compatible(match: re.Match[str]) -> str:
     r"""` cm^2` for `㎠`, `^\circ C` for `℃`, and `IV` for `Ⅳ`."""
-    text = unicodedata.normalize("NFKC", found[0])
+    text = unicodedata.normalize("NFKC", match[0])
     if text.startswith("°"):
         return rf"^\circ {text[1:]}"
     return re.sub(r"(?<=m)([23])$", r"^\1", text)
 
 
-def _joint(found: re.Match[str]) -> str:
+def _joint(match: re.Match[str]) -> str:
     """The English word for a Chinese one, which stays between two Chinese words."""
-    text = found.string
-    sides = text[found.start() - 1], text[found.end()]
+    text = match.string
+    sides = text[match.start() - 1], text[match.end()]
     if all(re.match(f"[{_CHINESE}]", side) for side in sides):
-        return found[0]
-    return " or " if found[1].startswith("或") else " and "
+        return match[0]
+    return " or " if match[1].startswith("或") else " and "

@@ -104,22 +104,22 @@ def grade(
     """
     began = time.perf_counter()
     response = final_part(response, thinking_opened)
-    given = last_answer(response) if answer_tags else last_boxed(response)
-    found = Compared("unparseable", "no_box")
-    if given is not None:
+    content = last_answer(response) if answer_tags else last_boxed(response)
+    compared = Compared("unparseable", "no_box")
+    if content is not None:
         reference = read(gold)
-        answer = answer_to(reference, response=response, given=given, answer_tags=answer_tags)
-        found = _decided(
+        answer = answer_to(reference, response=response, given=content, answer_tags=answer_tags)
+        compared = _decided(
             answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
         )
-        if found.reason == "empty_box" or is_blank(given):
-            given = None  # an empty box is no box, and no reward pays for it
-        elif len(given) > _SHOWN_CHARS:
-            given = given[:_SHOWN_CHARS] + "…"
+        if compared.reason == "empty_box" or is_blank(content):
+            content = None  # an empty box is no box, and no reward pays for it
+        elif len(content) > _SHOWN_CHARS:
+            content = content[:_SHOWN_CHARS] + "…"
     return Grade(
-        verdict=found.verdict,
-        extracted=given,
-        reason=found.reason,
+        verdict=compared.verdict,
+        extracted=content,
+        reason=compared.reason,
         ms=1000 * (time.perf_counter() - began),
     )
 
@@ -194,15 +194,15 @@ def _decided(answer: Answer, reference: Answer, choices: Sequence[str], rounding
         return _by_value(
             answer, reference=reference, right=right, choices=choices, rounding=rounding
         )
-    found = _by_letter(named, right=right, reference=reference, choices=choices)
+    compared = _by_letter(named, right=right, reference=reference, choices=choices)
     # `c` may also be a value, as may `(c)5`
     sure = _LETTER.fullmatch(answer.text) and _choice(named.letter, choices)
-    if found.verdict != "correct" and not sure:
+    if compared.verdict != "correct" and not sure:
         as_value = _by_value(
             answer, reference=reference, right=right, choices=choices, rounding=rounding
         )
-        found = as_value if as_value.verdict == "correct" else found
-    return found
+        compared = as_value if as_value.verdict == "correct" else compared
+    return compared
 
 
 def _by_value(
@@ -214,16 +214,20 @@ def _by_value(
     to have the text of the right one. With a letter as the reference answer (`right`), that text is
     enough.
     """
-    found = compare(answer, reference, rounding)
+    compared = compare(answer, reference, rounding)
     if answer.text and unspaced(answer.whole.replace(", ", ",")) == unspaced(
         reference.whole.replace(", ", ",")
     ):
-        return Compared("correct", "same_text") if right and found.verdict != "correct" else found
-    rivals = map(plain, choices) if found.verdict == "correct" else ()
+        return (
+            Compared("correct", "same_text")
+            if right and compared.verdict != "correct"
+            else compared
+        )
+    rivals = map(plain, choices) if compared.verdict == "correct" else ()
     for rival in rivals:
         if rival.text != reference.text and compare(rival, reference).verdict == "correct":
             return Compared("wrong", "another_choice")
-    return found
+    return compared
 
 
 def _by_letter(
@@ -246,12 +250,12 @@ def _by_letter(
     return Compared("correct", "letter") if same else Compared("wrong", "different_letter")
 
 
-def answer_to(reference: Answer, response: str, given: str, answer_tags: bool) -> Answer:
+def answer_to(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
     r"""What an answer says.
 
     For a reference answer of several values `\boxed{1} and \boxed{2}` are one answer.
     """
-    answer = plain(given)
+    answer = plain(content)
     row: list[str] = []
     if reference.kind == "unordered":
         named = any(part.label for part in reference.parts)
@@ -269,12 +273,12 @@ def comparison(
     """How the answer of a response was compared with a reference answer that is a form, part by
     part; else None.
     """
-    given = last_answer(response) if answer_tags else last_boxed(response)
+    content = last_answer(response) if answer_tags else last_boxed(response)
     reference = read(gold)
-    if given is None or not reference.is_form:
+    if content is None or not reference.is_form:
         return None
     return compare(
-        answer_to(reference, response=response, given=given, answer_tags=answer_tags),
+        answer_to(reference, response=response, given=content, answer_tags=answer_tags),
         reference,
         rounding,
     )

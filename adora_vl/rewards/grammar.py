@@ -283,7 +283,7 @@ class _Parser:
             raise NotReadError("too_large")
         return ("num", symbol)
 
-    def _mixed(self, whole: Tree) -> Tree:
+    def _mixed(self, integer: Tree) -> Tree:
         r"""A whole number before a fraction: `7\frac{1}{2}` is the mixed number 7.5.
 
         With anything but whole numbers in the fraction it is a product, and `whole` is returned.
@@ -297,13 +297,13 @@ class _Parser:
             or window[3:5] != ["}", "{"]
             or window[6] != "}"
         ):
-            return whole  # the fraction is the next factor of the product
+            return integer  # the fraction is the next factor of the product
         _, (_, above), (_, below) = self._primary()
         if int(below) == 0:
             raise NotReadError("undefined")
-        if "." in whole[1] or not 0 < int(above) < int(below) or self.peek() == "^":
+        if "." in integer[1] or not 0 < int(above) < int(below) or self.peek() == "^":
             raise NotReadError
-        return ("mixed", whole[1], above, below)
+        return ("mixed", integer[1], above, below)
 
     def _root(self) -> Tree:
         r"""`\sqrt{sum}`, `\sqrt(sum)`, or with a degree of one digit `\sqrt[3]{sum}`."""

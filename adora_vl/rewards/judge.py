@@ -60,20 +60,20 @@ class JudgeReward:
 
     def __init__(self, options: Mapping[str, Any], folder: Path) -> None:
         """Raises `UserError` for an option that is missing, unknown or of the wrong kind."""
-        given = _checked(options)
+        settings = _checked(options)
         self._endpoint = Endpoint(
-            url=check_url("adora_reward.judge.base_url", given["base_url"]),
-            model=given["model"],
+            url=check_url("adora_reward.judge.base_url", settings["base_url"]),
+            model=settings["model"],
             key_variable=KEY_VARIABLE,
-            timeout_s=given["timeout"],
-            attempts=given["attempts"],
-            wait_s=given["wait"],
-            workers=given["concurrency"],
-            body={"temperature": 0, "max_tokens": given["max_tokens"]},
+            timeout_s=settings["timeout"],
+            attempts=settings["attempts"],
+            wait_s=settings["wait"],
+            workers=settings["concurrency"],
+            body={"temperature": 0, "max_tokens": settings["max_tokens"]},
         )
-        self._budget = None if given["budget"] < 0 else given["budget"]
-        self._cache = folder / Path(given["cache"]).expanduser()
-        self._instruction = given["instruction"]
+        self._budget = None if settings["budget"] < 0 else settings["budget"]
+        self._cache = folder / Path(settings["cache"]).expanduser()
+        self._instruction = settings["instruction"]
         self._client: ChatClient | None = None
         self._warned = False
         self._refused: EndpointError | None = None
@@ -107,16 +107,18 @@ class JudgeReward:
         references = columns.get("answer") or [None] * len(completions)
         replies = response_texts(completions, thinking_opened)
         rows = zip(problems, references, replies, strict=True)
-        asked = [self._question(str(problem), answer, reply) for problem, answer, reply in rows]
-        known = [messages is not None and self._known(messages) is not None for messages in asked]
-        found = self.client.each(self._score, asked)
+        questions = [self._question(str(problem), answer, reply) for problem, answer, reply in rows]
+        cached = [
+            messages is not None and self._known(messages) is not None for messages in questions
+        ]
+        scores = self.client.each(self._score, questions)
         if self._refused is not None:
             raise UserError(
                 f"adora_reward: judge: {self._endpoint.url} refuses the key in {KEY_VARIABLE} for "
                 f"the model {self._endpoint.model!r} ({self._refused}); set {KEY_VARIABLE} to one "
                 "that it takes"
             )
-        errors = [each for each in found if isinstance(each, EndpointError)]
+        errors = [score for score in scores if isinstance(score, EndpointError)]
         if errors and not self._warned:
             self._warned = True  # once; the log counts them
             print(
@@ -124,10 +126,10 @@ class JudgeReward:
                 file=sys.stderr,
                 flush=True,
             )
-        if log_metric and asked:
-            log_metric("judge/failed", len(errors) / len(asked))
-            log_metric("judge/cached", sum(known) / len(asked))
-        return found
+        if log_metric and questions:
+            log_metric("judge/failed", len(errors) / len(questions))
+            log_metric("judge/cached", sum(cached) / len(questions))
+        return scores
 
     def _question(self, problem: str, answer: object, reply: str) -> Messages | None:
         """What the judge is asked about one reply; None where the reply has only thinking in it."""
@@ -181,19 +183,21 @@ class JudgeReward:
         except EndpointError as error:
             remedy = "its reply has to end in a score such as <score>0.7</score>"
             if reply.finish_reason == "length":
-                most = self._endpoint.body["max_tokens"]
-                remedy = f"it was cut off at max_tokens, {most}: raise it for a judge that thinks"
-            shown = reply.text[:_SHOWN_CHARS]
-            raise UserError(f"{where} gave no score: {error}: {shown!r}; {remedy}") from None
+                max_tokens = self._endpoint.body["max_tokens"]
+                remedy = (
+                    f"it was cut off at max_tokens, {max_tokens}: raise it for a judge that thinks"
+                )
+            excerpt = reply.text[:_SHOWN_CHARS]
+            raise UserError(f"{where} gave no score: {error}: {excerpt!r}; {remedy}") from None
 
     def _score(self, messages: Messages | None) -> float | EndpointError:
         if messages is None:
             return 0.0
         if self._refused is not None:
             return self._refused
-        known = self._known(messages)
-        if known is not None:
-            return known
+        cached = self._known(messages)
+        if cached is not None:
+            return cached
         try:
             return float(self.client.ask(messages, score_in))
         except EndpointError as error:
@@ -206,9 +210,9 @@ class JudgeReward:
 
         What is none there is asked for anew: a file may have been edited, or be damaged.
         """
-        found = self.client.cached(messages)
+        word = self.client.cached(messages)
         try:
-            return None if found is None else _checked_score(found)
+            return None if word is None else _checked_score(word)
         except EndpointError:
             return None
 
@@ -241,7 +245,7 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     for name in options:
         if name not in _OPTIONS:
             raise UserError(f"{where}: unknown option {name!r}{did_you_mean(str(name), _OPTIONS)}")
-    found = {}
+    settings = {}
     for name, (kind, default) in _OPTIONS.items():
         value = options.get(name, default)
         if value is None:
@@ -250,18 +254,18 @@ def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
                 "...}}"
             )
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        least = 0 if name in ("budget", "wait") else 1 if kind is int else 1e-3
+        minimum = 0 if name in ("budget", "wait") else 1 if kind is int else 1e-3
         fits = (
             isinstance(value, str)
             if kind is str
-            else number and (value == default or value >= least)
+            else number and (value == default or value >= minimum)
         )
         if not fits or (kind is int and value != int(value)) or value == "":
-            wanted = (
+            expected = (
                 "a text"
                 if kind is str
-                else f"a {'whole ' * (kind is int)}number of at least {least:g}"
+                else f"a {'whole ' * (kind is int)}number of at least {minimum:g}"
             )
-            raise UserError(f"{where}.{name}: {value!r:.60} is not {wanted}")
-        found[name] = kind(value)
-    return found
+            raise UserError(f"{where}.{name}: {value!r:.60} is not {expected}")
+        settings[name] = kind(value)
+    return settings

@@ -29,11 +29,11 @@ _ROLE = re.compile(r"\b([A-Za-z]+)\s+is\s+(?:a\s+)?((?i:knight|knave))\b")
 
 def roles_in(text: str) -> dict[str, str] | None:
     """Who is said to be what; None where someone is said to be both."""
-    found: dict[str, str] = {}
+    roles: dict[str, str] = {}
     for name, role in _ROLE.findall(text):
-        if found.setdefault(name, role.lower()) != role.lower():
+        if roles.setdefault(name, role.lower()) != role.lower():
             return None
-    return found
+    return roles
 
 
 def logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
@@ -42,14 +42,16 @@ def logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
     None where someone is missing, or where knights and knaves are not mentioned as often as there
     are people.
     """
-    found: dict[str, str] = {}
+    roles: dict[str, str] = {}
     for name in names:
-        said = re.search(rf"\b{re.escape(name)}\s+is\s+a\s+(knight|knave)\b", text, re.IGNORECASE)
-        if said is None:
+        statement = re.search(
+            rf"\b{re.escape(name)}\s+is\s+a\s+(knight|knave)\b", text, re.IGNORECASE
+        )
+        if statement is None:
             return None
-        found[name] = said[1].lower()
+        roles[name] = statement[1].lower()
     mentions = text.lower().count("knight") + text.lower().count("knave")
-    return found if mentions == len(found) else None
+    return roles if mentions == len(roles) else None
 
 
 def has_logic_rl_form(text: str) -> bool:
@@ -67,16 +69,16 @@ def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
     `UserError` for a reference answer without roles.
     """
     expected = _expected(reference)
-    given = last_answer(response) or ""
-    return _verdict(given, roles_in(given), expected)
+    answer = last_answer(response) or ""
+    return _verdict(answer, roles_in(answer), expected)
 
 
 def _verdict(
-    given: str, roles: dict[str, str] | None, expected: dict[str, str]
+    answer: str, roles: dict[str, str] | None, expected: dict[str, str]
 ) -> tuple[str, str | None]:
     if roles is None or roles.keys() != expected.keys():
         return "unparseable", None
-    return ("correct" if roles == expected else "wrong"), given
+    return ("correct" if roles == expected else "wrong"), answer
 
 
 def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
@@ -84,8 +86,8 @@ def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
     `<answer>` block.
     """
     expected = _expected(reference)
-    given = (answer_block(response) or "").partition(ANSWER_TAGS[1])[0].strip()
-    return _verdict(given, logic_rl_roles(given, expected), expected)
+    answer = (answer_block(response) or "").partition(ANSWER_TAGS[1])[0].strip()
+    return _verdict(answer, logic_rl_roles(answer, expected), expected)
 
 
 def _expected(reference: str) -> dict[str, str]:
@@ -112,8 +114,10 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
     form, -3 for another form. Answers are read as there (`logic_rl_roles`), which is stricter than
     `knights_reward`.
     """
-    found = _verdicts(logic_rl_verdict, completions, **columns)
-    return [LOGIC_RL[verdict] if has_logic_rl_form(text) else WRONG_FORM for text, verdict in found]
+    verdicts = _verdicts(logic_rl_verdict, completions, **columns)
+    return [
+        LOGIC_RL[verdict] if has_logic_rl_form(text) else WRONG_FORM for text, verdict in verdicts
+    ]
 
 
 def _verdicts(

@@ -39,9 +39,9 @@ NUMBER_WORDS = {
     **{word: str(number) for number, word in enumerate(_ONES)},
     **{word: str(10 * number) for number, word in enumerate(_TENS, 2)},
     **{
-        f"{tens}{joint}{ones}": str(10 * ten + one)
+        f"{tens}{joint}{ones}": str(10 * ten + unit)
         for ten, tens in enumerate(_TENS, 2)
-        for one, ones in enumerate(_ONES[1:10], 1)
+        for unit, ones in enumerate(_ONES[1:10], 1)
         for joint in "- "
     },
     "hundred": "100",
@@ -55,19 +55,19 @@ def recurring(text: str) -> str:
     if not _MAY_RECUR.search(text):
         return text
 
-    def fraction(found: re.Match[str]) -> str:
-        period = found[3] or found[4] or found[5] or ""
-        return _fraction(found[1], found[2], re.sub(r"[^0-9]", "", period))
+    def fraction(match: re.Match[str]) -> str:
+        period = match[3] or match[4] or match[5] or ""
+        return _fraction(match[1], match[2], re.sub(r"[^0-9]", "", period))
 
     text = _RECURRING.sub(fraction, text)
-    return _GOES_ON.sub(lambda found: _fraction(found[1], found[2], found[3] or found[4]), text)
+    return _GOES_ON.sub(lambda match: _fraction(match[1], match[2], match[3] or match[4]), text)
 
 
-def _fraction(whole: str, places: str, period: str) -> str:
+def _fraction(integer: str, places: str, period: str) -> str:
     """The fraction of a recurring decimal."""
     scale = 10 ** len(places)
     value = Fraction(int(period), scale * (10 ** len(period) - 1)) + Fraction(
-        int(whole + places), scale
+        int(integer + places), scale
     )
     if value.denominator == 1:
         return str(value)
@@ -79,10 +79,10 @@ def in_degrees(text: str) -> str:
     return _MINUTES.sub(_degrees, text) if _MAY_HAVE_MINUTES.search(text) else text
 
 
-def _degrees(found: re.Match[str]) -> str:
-    minutes = Fraction(found[2]) + Fraction(found[3] or 0) / 60
-    if Fraction(found[2]) >= 60 or Fraction(found[3] or 0) >= 60:
-        return found[0]
+def _degrees(match: re.Match[str]) -> str:
+    minutes = Fraction(match[2]) + Fraction(match[3] or 0) / 60
+    if Fraction(match[2]) >= 60 or Fraction(match[3] or 0) >= 60:
+        return match[0]
     part = minutes / 60
     fraction = rf"\frac{{{part.numerator}}}{{{part.denominator}}}" if part else ""
-    return rf"{found[1]}{fraction}^\circ "
+    return rf"{match[1]}{fraction}^\circ "

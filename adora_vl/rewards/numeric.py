@@ -83,32 +83,32 @@ class Ball:
     def __neg__(self) -> Ball:
         return Ball(-self.value, self.error, step=self.step)
 
-    def __add__(self, other: Ball) -> Ball:
-        if self.exact and other.exact:
-            return _fraction(self.value + other.value)
-        left = self.inexact()
-        right = other.inexact()
-        return _computed(left.value + right.value, left.error + right.error)
+    def __add__(self, addend: Ball) -> Ball:
+        if self.exact and addend.exact:
+            return _fraction(self.value + addend.value)
+        first = self.inexact()
+        second = addend.inexact()
+        return _computed(first.value + second.value, first.error + second.error)
 
-    def __mul__(self, other: Ball) -> Ball:
+    def __mul__(self, factor: Ball) -> Ball:
         """Its error follows from `(a + da)(b + db) - ab`."""
-        if self.exact and other.exact:
-            return _fraction(self.value * other.value)
-        if self.value == 0 == self.error or other.value == 0 == other.error:
+        if self.exact and factor.exact:
+            return _fraction(self.value * factor.value)
+        if self.value == 0 == self.error or factor.value == 0 == factor.error:
             return Ball(Fraction(0))
-        left = self.inexact()
-        right = other.inexact()
-        error = left.size * right.error + right.size * left.error + left.error * right.error
-        return _computed(left.value * right.value, error)
+        first = self.inexact()
+        second = factor.inexact()
+        error = first.size * second.error + second.size * first.error + first.error * second.error
+        return _computed(first.value * second.value, error)
 
-    def __truediv__(self, other: Ball) -> Ball:
+    def __truediv__(self, divisor: Ball) -> Ball:
         """Raises `NotReadError("undefined")` where the divisor is 0, but for its error."""
-        if other.least <= 0:
+        if divisor.least <= 0:
             raise NotReadError("undefined")
-        if self.exact and other.exact:
-            return _fraction(self.value / other.value)
+        if self.exact and divisor.exact:
+            return _fraction(self.value / divisor.value)
         above = self.inexact()
-        below = other.inexact()
+        below = divisor.inexact()
         value = above.value / below.value
         return _computed(value, (above.error + Ball(value).size * below.error) / below.least)
 
@@ -148,12 +148,12 @@ def _is_left_to_do(tree: Tree) -> bool:
     return signs.count("*") > 1 or signs.count("/") > 1
 
 
-def _is_mixed(whole: tuple[int, Tree], part: tuple[int, Tree]) -> bool:
+def _is_mixed(integer: tuple[int, Tree], part: tuple[int, Tree]) -> bool:
     """Whether two terms are an integer and a fraction below 1 of the same sign."""
     fraction = part[1]
-    if part[0] != whole[0] or whole[1][0] != "num" or fraction[0] != "frac":
+    if part[0] != integer[0] or integer[1][0] != "num" or fraction[0] != "frac":
         return False
-    numbers = (whole[1], fraction[1], fraction[2])
+    numbers = (integer[1], fraction[1], fraction[2])
     integers = all(number[0] == "num" and number[1].isdigit() for number in numbers)
     return integers and int(fraction[1][1]) < int(fraction[2][1])
 
@@ -179,7 +179,7 @@ def _is_scientific(first: Tree, second: tuple[str, Tree]) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _one_place_on(tree: Tree) -> Tree | None:
+def _raised_in_last_place(tree: Tree) -> Tree | None:
     """The tree with its long decimal, one of `MIN_DIGITS` digits or more, greater by one in the
     last place; None where it has none, or several.
     """
@@ -195,8 +195,8 @@ def _one_place_on(tree: Tree) -> Tree | None:
 def _is_long_decimal(node: Tree) -> bool:
     if node[0] != "num" or "." not in node[1] or len(node[1]) <= MIN_DIGITS:
         return False
-    whole, _, behind = node[1].partition(".")
-    return behind.strip("0") != "" and len((whole + behind).lstrip("0")) >= MIN_DIGITS
+    integer, _, decimals = node[1].partition(".")
+    return decimals.strip("0") != "" and len((integer + decimals).lstrip("0")) >= MIN_DIGITS
 
 
 def _with(tree: Tree, old: Tree, new: Tree) -> Tree:
@@ -208,7 +208,7 @@ def _with(tree: Tree, old: Tree, new: Tree) -> Tree:
 
 def _step(tree: Tree, ball: Ball, at: Mapping[str, Fraction] | None) -> Value | None:
     """`Ball.step` of a tree, whose value `ball` is."""
-    raised = _one_place_on(tree)
+    raised = _raised_in_last_place(tree)
     if raised is None:
         return None
     try:
@@ -235,11 +235,15 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
             return same
         gap = abs(answer.value - reference.value)
         return bool(gap < abs(step) and gap <= RELATIVE_TOLERANCE * abs(reference.value))
-    left = answer.inexact()
-    right = reference.inexact()
-    bound = float(RELATIVE_TOLERANCE) * right.size if right.least > 0 else float(ABSOLUTE_TOLERANCE)
-    distance = Ball(left.value - right.value).size
-    error = left.error + right.error
+    answer_value = answer.inexact()
+    reference_value = reference.inexact()
+    bound = (
+        float(RELATIVE_TOLERANCE) * reference_value.size
+        if reference_value.least > 0
+        else float(ABSOLUTE_TOLERANCE)
+    )
+    distance = Ball(answer_value.value - reference_value.value).size
+    error = answer_value.error + reference_value.error
     if distance > error:
         # A step is not less than itself, whatever its float is.
         return step is not None and distance < min(bound, Ball(step).size * (1 - 2.0**-40))
@@ -255,16 +259,16 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
     compared = 0
     nothing: Comparison = "undefined"
     names = unknowns(answer) | unknowns(reference)
-    for at, right in zip(_places(names), _values(reference, names), strict=True):
-        left = _stepped_at(answer, at)
-        if isinstance(left, Ball) and isinstance(right, Ball):
-            same = same_number(left, right)
+    for at, reference_value in zip(_places(names), _values(reference, names), strict=True):
+        answer_value = _stepped_at(answer, at)
+        if isinstance(answer_value, Ball) and isinstance(reference_value, Ball):
+            same = same_number(answer_value, reference_value)
             if not same:
                 return "undecided" if same is None else "different"
             compared += 1
-        elif isinstance(left, Ball) or isinstance(right, Ball):
-            return "too_large" if "too_large" in (left, right) else "different"
-        elif "too_large" in (left, right):
+        elif isinstance(answer_value, Ball) or isinstance(reference_value, Ball):
+            return "too_large" if "too_large" in (answer_value, reference_value) else "different"
+        elif "too_large" in (answer_value, reference_value):
             nothing = "too_large"
     return "equal" if compared else nothing
 
@@ -276,20 +280,21 @@ def factor_between(answer: Tree, reference: Tree) -> int:
     base: tuple[Ball, Ball] | None = None
     zeros = []
     names = unknowns(answer) | unknowns(reference)
-    for at, right in zip(_places(names), _values(reference, names), strict=True):
-        left = _value_at(answer, at)
-        if not isinstance(left, Ball) or not isinstance(right, Ball):
-            if left != right:
+    for at, reference_value in zip(_places(names), _values(reference, names), strict=True):
+        answer_value = _value_at(answer, at)
+        if not isinstance(answer_value, Ball) or not isinstance(reference_value, Ball):
+            if answer_value != reference_value:
                 return 0
         elif base is not None:
-            if not _same_product(left, b=base[1], c=base[0], d=right):
+            if not _same_product(answer_value, b=base[1], c=base[0], d=reference_value):
                 return 0
-        elif all(ball.real and ball.least > 0 for ball in (left, right)):
-            base = left, right
+        elif all(ball.real and ball.least > 0 for ball in (answer_value, reference_value)):
+            base = answer_value, reference_value
         else:
-            zeros.append((left, right))
+            zeros.append((answer_value, reference_value))
     if base is None or not all(
-        _same_product(left, b=base[1], c=base[0], d=right) for left, right in zeros
+        _same_product(answer_value, b=base[1], c=base[0], d=reference_value)
+        for answer_value, reference_value in zeros
     ):
         return 0
     return 1 if (base[0].value > 0) == (base[1].value > 0) else -1
@@ -312,11 +317,11 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
     other tree.
     """
     (name,) = unknowns(tree)
-    found = _zero_and_slope(tree, name)
-    if found is None:
+    zero_and_slope = _zero_and_slope(tree, name)
+    if zero_and_slope is None:
         return None
-    zero, slope = found
-    raised = _one_place_on(tree)
+    zero, slope = zero_and_slope
+    raised = _raised_in_last_place(tree)
     moved = _zero_and_slope(raised, name) if raised else None
     if moved is not None:
         zero = replace(zero, step=(moved[0] + -zero).value)
@@ -344,14 +349,14 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
 def _same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
     """Whether `ab` is `cd`, exactly or but for an error that is small beside them."""
     try:
-        left = a * b
-        right = c * d
-        difference = left + -right
+        first = a * b
+        second = c * d
+        difference = first + -second
     except NotReadError:
         return False
     if difference.exact:
         return bool(difference.value == 0)
-    return difference.size <= difference.error <= 2.0**-60 * max(left.size, right.size)
+    return difference.size <= difference.error <= 2.0**-60 * max(first.size, second.size)
 
 
 def _places(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
@@ -397,7 +402,7 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
             raise NotReadError("beyond")
         ball = Ball(at[tree[1]])
     elif kind == "sum":
-        signed = (_of(one, at) if sign > 0 else -_of(one, at) for sign, one in tree[1:])
+        signed = (_of(term, at) if sign > 0 else -_of(term, at) for sign, term in tree[1:])
         ball = reduce(Ball.__add__, signed)
     elif kind == "product":
         ball = _of(tree[1][1], at)
@@ -414,7 +419,7 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
             raise NotReadError("too_large")
         ball = _raised(_of(tree[1], at), exponent)
     elif kind in {"factorial", "binomial"}:
-        ball = _counted(*(_of(one, at) for one in tree[1:]))
+        ball = _counted(*(_of(term, at) for term in tree[1:]))
     elif kind == "pi":
         ball = _pi()
     elif kind == "root":
@@ -436,7 +441,7 @@ def _of(tree: Tree, at: Mapping[str, Fraction] | None) -> Ball:
     return ball
 
 
-_made: dict[str, Any] = {}
+_contexts: dict[str, Any] = {}
 
 
 def _mp() -> Any:
@@ -444,15 +449,15 @@ def _mp() -> Any:
     same one. It is not safe for threads while it computes digits of its constants, so as many as
     any argument can ask for are computed here.
     """
-    if "context" in _made:
-        return _made["context"]
+    if "context" in _contexts:
+        return _contexts["context"]
     from mpmath import MPContext
 
     context = MPContext()
     context.prec = 2 * (MAX_BITS + PRECISION)
     _ = context.pi + context.ln2
     context.prec = PRECISION
-    return _made.setdefault("context", context)
+    return _contexts.setdefault("context", context)
 
 
 def _fraction(value: Fraction) -> Ball:
@@ -554,20 +559,20 @@ def _rooted(radicand: Ball, degree: int) -> Ball:
     return _raised(radicand, Ball(Fraction(1, degree)))
 
 
-def _counted(whole: Ball, chosen: Ball | None = None) -> Ball:
+def _counted(total: Ball, chosen: Ball | None = None) -> Ball:
     """A factorial, or with `chosen` a binomial.
 
     Raises `NotReadError` over `MAX_COUNTED`, and where there is none.
     """
-    for ball in (whole, chosen or whole):
+    for ball in (total, chosen or total):
         if not ball.exact or ball.value.denominator != 1 or ball.value < 0:
             raise NotReadError("undefined")
         if ball.value > MAX_COUNTED:
             raise NotReadError("too_large")
     count = (
-        math.comb(int(whole.value), int(chosen.value))
+        math.comb(int(total.value), int(chosen.value))
         if chosen
-        else math.factorial(int(whole.value))
+        else math.factorial(int(total.value))
     )
     return _fraction(Fraction(count))
 

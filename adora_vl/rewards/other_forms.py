@@ -71,23 +71,23 @@ def _called(
                 "response_length": length,
                 "ground_truth": gold,
                 "data_source": source,
-                "extra_info": more,
+                "extra_info": info,
             }
-            for text, length, gold, source, more in zip(
+            for text, length, gold, source, info in zip(
                 completions, lengths, answer, sources, extra, strict=True
             )
         ]
         parts: defaultdict[str, list[float]] = defaultdict(list)
-        found = []
+        totals = []
         for score in scores_of(rows):
             scores = score if isinstance(score, Mapping) else {total: score}
-            found.append(float(scores[total]))
+            totals.append(float(scores[total]))
             for name, value in scores.items():
                 if name != total and isinstance(value, int | float):
                     parts[name].append(float(value))
         for name, values in parts.items():
             log_metric(f"{function_name}/{name}", fmean(values))
-        return found
+        return totals
 
     function_name = reward.__name__ = getattr(function, "__name__", "reward")
     return reward

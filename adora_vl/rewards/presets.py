@@ -71,14 +71,14 @@ def reward_functions(
     never be noticed.
     """
     names = [*PRESETS, *OTHERS]
-    known = ", ".join(names)
+    listed = ", ".join(names)
     if not presets:
-        raise UserError(f"adora_reward: [] names no reward preset, use one or more of {known}")
+        raise UserError(f"adora_reward: [] names no reward preset, use one or more of {listed}")
     for index, preset in enumerate(presets):
         if preset not in names:
             raise UserError(
                 f"adora_reward: unknown preset '{preset}', use one of "
-                f"{known}{did_you_mean(preset, names)}"
+                f"{listed}{did_you_mean(preset, names)}"
             )
         if preset in presets[:index]:
             raise UserError(
@@ -87,8 +87,9 @@ def reward_functions(
     graders = {rounding: _Grader(rounding, answer_tags) for rounding in (False, True)}
     first = presets[0]
     return [
-        OTHERS.get(one) or _reward_function(one, graders[one in rounded], logs=one == first)
-        for one in presets
+        OTHERS.get(preset)
+        or _reward_function(preset, graders[preset in rounded], logs=preset == first)
+        for preset in presets
     ]
 
 
@@ -127,18 +128,18 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         answers = [final_part(text) for text in texts]
         grades = grader(answers, references)
         if logs and log_extra:
-            log_extra("verdict", [one.verdict for one in grades])
-            log_extra("extracted", [one.extracted for one in grades])
-            log_extra("reason", [one.reason for one in grades])
+            log_extra("verdict", [grade.verdict for grade in grades])
+            log_extra("extracted", [grade.extracted for grade in grades])
+            log_extra("reason", [grade.reason for grade in grades])
         if logs and log_metric and grades:
-            verdicts = [one.verdict for one in grades]
-            times_ms = [one.ms for one in grades]
+            verdicts = [grade.verdict for grade in grades]
+            times_ms = [grade.ms for grade in grades]
             for verdict in VERDICTS:
                 log_metric(f"grading/{verdict}", verdicts.count(verdict) / len(grades))
             log_metric("grading/ms_median", quantile(times_ms, 0.5))
             log_metric("grading/ms_p99", quantile(times_ms, 0.99))
             log_metric("grading/worked", sum(map(shows_working, texts)) / len(grades))
-        return [reward(one, preset) for one in grades]
+        return [reward(grade, preset) for grade in grades]
 
     function.__name__ = function.__qualname__ = f"{preset}_reward"
     return function
@@ -167,8 +168,8 @@ def _references(
         if key not in usable:
             reason = verify_gold(*key) if isinstance(reference, str) else "not_a_string"
             if reason:
-                what = f"answer {reference!r} cannot be graded against ({reason})"
-                raise UserError(f"{what}: prepare the data with data_prep")
+                message = f"answer {reference!r} cannot be graded against ({reason})"
+                raise UserError(f"{message}: prepare the data with data_prep")
             usable.add(key)
         references.append(key)
     return references

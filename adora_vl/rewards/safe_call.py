@@ -55,22 +55,22 @@ def own_copy(value: Any, same: Sequence[Any] = ()) -> Any:
     them, each place where one stands by itself. Objects of other classes stay as they are, and so
     do those of `same`.
     """
-    if any(value is one for one in same):
+    if any(value is field for field in same):
         return value
     if isinstance(value, list):
         if set(map(type, value)) <= _PLAIN:  # rows of token ids are long
             return value[:]
-        return [own_copy(each, same) for each in value]
+        return [own_copy(item, same) for item in value]
     if type(value) is tuple:
-        return tuple(own_copy(each, same) for each in value)
+        return tuple(own_copy(item, same) for item in value)
     if isinstance(value, dict):
         if set(map(type, value.values())) <= _PLAIN:  # the log of a run has thousands of these
             return dict(value)
-        return {key: own_copy(each, same) for key, each in value.items()}
+        return {key: own_copy(item, same) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         record = copy(value)
-        for one in fields(value):
-            object.__setattr__(record, one.name, own_copy(getattr(value, one.name), same))
+        for field in fields(value):
+            object.__setattr__(record, field.name, own_copy(getattr(value, field.name), same))
         return record
     return _copied_content(value)
 
@@ -124,8 +124,8 @@ def safe_call(
         )
         return [0.0] * len(arguments["completions"])
 
-    def rewards(found: Any, count: int) -> list[float | None]:
-        values = checked(found, count)
+    def rewards(returned: Any, count: int) -> list[float | None]:
+        values = checked(returned, count)
         if unscored is not None:
             unscored.update(
                 {
@@ -160,8 +160,8 @@ def safe_call(
         try:
             with back_in(folder), backstop(timeout), in_one_process(f"reward {name}"):
                 async with asyncio.timeout(timeout) as limit:
-                    found = await function(**_arguments_of(arguments))
-            return rewards(found, len(arguments["completions"]))
+                    returned = await function(**_arguments_of(arguments))
+            return rewards(returned, len(arguments["completions"]))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -193,12 +193,12 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def checked(found: Any, count: int) -> list[float | BaseException | None]:
+def checked(returned: Any, count: int) -> list[float | BaseException | None]:
     """One finite number, None or exception per completion. Raises `RewardValueError`."""
-    values = found.tolist() if hasattr(found, "tolist") else found  # of torch or NumPy
+    values = returned.tolist() if hasattr(returned, "tolist") else returned  # of torch or NumPy
     if not isinstance(values, list | tuple):
         raise RewardValueError(
-            f"it returned {_shown(found)}, not a list with one reward per completion"
+            f"it returned {_shown(returned)}, not a list with one reward per completion"
         )
     if len(values) != count:
         raise RewardValueError(f"it returned {len(values)} rewards for {count} completions")
@@ -236,19 +236,19 @@ def _failure(
     """The failure in words. `row`: the completion that fails alone."""
     if isinstance(error, UserError):
         return RewardFailure(function=name, row="", reason=str(error), mistake=True)
-    place = _place(function, error)
+    location = _place(function, error)
     if isinstance(error, OverdueError):
-        reason = f"it did not return within {timeout:g} s (adora_reward_timeout){place}"
+        reason = f"it did not return within {timeout:g} s (adora_reward_timeout){location}"
     elif isinstance(error, RewardValueError):
         reason = str(error)
         row = error.row
     elif isinstance(error, SystemExit):
         reason = (
             "it called "
-            f"sys.exit({'' if error.code is None else f'{error.code!r:.{_REASON}}'}){place}"
+            f"sys.exit({'' if error.code is None else f'{error.code!r:.{_REASON}}'}){location}"
         )
     else:
-        reason = f"{in_one_line(error)[:_REASON]}{place}"
+        reason = f"{in_one_line(error)[:_REASON]}{location}"
     count = len(arguments["completions"])
     ids = arguments.get("id")
     where = f"row {ids[row or 0]}" if ids else f"completion {(row or 0) + 1} of {count}"
@@ -275,23 +275,23 @@ def _alone(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The arguments of each completion by itself, without the hooks that would log it again."""
     count = len(arguments["completions"])
     columns = {
-        key: each
-        for key, each in arguments.items()
-        if isinstance(each, list | tuple) and len(each) == count
+        key: value
+        for key, value in arguments.items()
+        if isinstance(value, list | tuple) and len(value) == count
     }
     for row in range(count):
-        one = {**arguments, **{key: [each[row]] for key, each in columns.items()}}
-        one |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in one}
-        yield _arguments_of(one)
+        single = {**arguments, **{key: [value[row]] for key, value in columns.items()}}
+        single |= {hook: lambda *_: None for hook in ("log_extra", "log_metric") if hook in single}
+        yield _arguments_of(single)
 
 
 def _first_to_fail(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None
 ) -> int | None:
-    for row, one in enumerate(_alone(arguments)):
+    for row, single in enumerate(_alone(arguments)):
         try:
             with deadline(timeout):
-                function(**one)
+                function(**single)
         except OverdueError:
             return None
         except KeyboardInterrupt:
@@ -304,9 +304,9 @@ def _first_to_fail(
 async def _first_to_fail_async(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> int | None:
-    for row, one in enumerate(_alone(arguments)):
+    for row, single in enumerate(_alone(arguments)):
         try:
-            await function(**one)
+            await function(**single)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException:

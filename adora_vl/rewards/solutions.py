@@ -51,16 +51,16 @@ def between(low: Ball | str | None, high: Ball | str | None, brackets: str) -> S
         if not isinstance(end, Ball):
             return None
         atoms.append(("is", sign + "=" * (bracket in "[]"), end))
-    found = ("and", *atoms)
-    return found if atoms and decides(found) else None
+    solution = ("and", *atoms)
+    return solution if atoms and decides(solution) else None
 
 
 def _atoms(solution: Solution) -> Iterator[Solution]:
     if solution[0] == "is":
         yield solution
     else:
-        for one in solution[1:]:
-            yield from _atoms(one)
+        for part in solution[1:]:
+            yield from _atoms(part)
 
 
 def decides(solution: Solution) -> bool:
@@ -78,19 +78,19 @@ def same_solutions(answer: Solution, reference: Solution) -> bool:
 
 def _ends(*solutions: Solution) -> list[Ball]:
     """The numbers in solutions, in order, each once."""
-    found: list[Ball] = []
+    distinct: list[Ball] = []
     every = [atom[2] for solution in solutions for atom in _atoms(solution)]
     for number in sorted(every, key=lambda number: float(number.value)):
-        if not found or not same_number(number, found[-1]):
-            found.append(number)
-    return found
+        if not distinct or not same_number(number, distinct[-1]):
+            distinct.append(number)
+    return distinct
 
 
 def _truths(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
     """Whether the solution holds below the first end, at it, between it and the second, and so on."""
     if solution[0] == "is":
         _, sign, number = solution
-        place = 2 * next(index for index, end in enumerate(ends) if same_number(number, end)) + 1
-        return [_HOLDS[sign](at, place) for at in range(2 * len(ends) + 1)]
-    columns = zip(*(_truths(one, ends) for one in solution[1:]), strict=True)
+        position = 2 * next(index for index, end in enumerate(ends) if same_number(number, end)) + 1
+        return [_HOLDS[sign](at, position) for at in range(2 * len(ends) + 1)]
+    columns = zip(*(_truths(part, ends) for part in solution[1:]), strict=True)
     return [(all if solution[0] == "and" else any)(column) for column in columns]

@@ -102,14 +102,14 @@ def unit_of(text: str) -> Unit:
     text = re.sub(r"\s+", " ", re.sub(r"\s*\^\s*\{?\s*([23])\s*\}?", r"^\1", text)).strip()
     factor: Fraction | None = Fraction(1)
     dimensions = []
-    for sign, one in zip((1, -1), re.split(r" ?(?:/|\bper ) ?", text), strict=False):
-        cubed = re.search(r"\^3|cubed|\bcu|立方", one)
-        squared = re.search(r"\^2|squared|\bsq|平方", one)
+    for sign, unit_text in zip((1, -1), re.split(r" ?(?:/|\bper ) ?", text), strict=False):
+        cubed = re.search(r"\^3|cubed|\bcu|立方", unit_text)
+        squared = re.search(r"\^2|squared|\bsq|平方", unit_text)
         power = 3 if cubed else 2 if squared else 1
-        name = _POWERS.sub("", one)
+        name = _POWERS.sub("", unit_text)
         name = _LETTERS.get(name, name)
         dimension, size = next(
-            (found for key, found in _NAMES.items() if re.fullmatch(key, name)), ("length", None)
+            (entry for key, entry in _NAMES.items() if re.fullmatch(key, name)), ("length", None)
         )
         factor = factor and size and factor * size ** (sign * power)
         dimensions.append(f"{dimension}{power if power > 1 else ''}")
