@@ -108,7 +108,7 @@ def explanation(
     ]
     content = last_answer(response) if answer_tags else last_boxed(response)
     if content is not None:
-        answer = answer_to(read(gold), response=response, given=content, answer_tags=answer_tags)
+        answer = answer_to(read(gold), response=response, content=content, answer_tags=answer_tags)
         lines.append(f"answer     {_described(read(answer.raw) if answer.raw else answer)}")
     lines.append(f"gold       {_described(read(gold))}")
     compared = comparison(response, gold, **accepted)
