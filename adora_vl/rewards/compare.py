@@ -164,9 +164,10 @@ def _same_value(answer: Answer, reference: Answer, rounding: bool) -> Compared:
     """The verdict on a single value: quantities in one unit, then texts, numbers and expressions."""
     if answer.unit and reference.unit:
         dimension = reference.unit.dimension
-        if {answer.unit.dimension, dimension} == {"angle", RADIANS}:
+        dimensions = {answer.unit.dimension, dimension}
+        if dimensions == {"angle", RADIANS}:
             answer = in_radians_or_degrees(answer, dimension)
-        elif answer.unit.dimension != dimension:
+        elif len(dimensions) > 1:
             return Compared("wrong", "different_unit")
         else:
             answer = in_unit(answer, reference.unit)
