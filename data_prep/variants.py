@@ -38,7 +38,7 @@ from adora_vl.geometry.forms import Form, Term
 from adora_vl.geometry.measures import unit_of
 from adora_vl.geometry.primitives import read
 from adora_vl.geometry.shapes import UnreadError, terms_of
-from adora_vl.geometry.solve import Budget, Problem
+from adora_vl.geometry.solve import Budget, FigureProblem
 from adora_vl.geometry.verdict import EVALUATIONS, answer_of
 from adora_vl.utils.cli import MAX_SEED, optional, path, whole
 from adora_vl.utils.errors import UserError
@@ -271,7 +271,7 @@ def solved_alike(form: Form) -> tuple[Verdict, Mapping[str, tuple[float, float]]
         return None
     if reading.goal is None or reading.assumed or reading.unread:
         return None
-    problem = Problem(reading)
+    problem = FigureProblem(reading)
     result = outcome(problem, Budget(EVALUATIONS), starts=4)
     if (
         result.status != "answered"
